@@ -13,7 +13,6 @@ from gradaccum.errors import (
     GradAccumError,
     GradAccumWarning,
     GradientError,
-    MissingPackageError,
     UsageError,
 )
 from gradaccum.loop_check import (
@@ -52,7 +51,6 @@ __all__ += [
     "LossScale",
 ]
 __all__ += [
-    "MissingPackageError",
     "StaticLossScale",
     "StepResult",
     "UsageError",

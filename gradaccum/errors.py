@@ -8,8 +8,7 @@ import math
 import operator
 from collections.abc import Collection
 from contextlib import suppress
-from importlib import import_module
-from typing import Any, SupportsFloat, SupportsIndex, TypeVar, cast
+from typing import SupportsFloat, SupportsIndex, TypeVar, cast
 
 
 class GradAccumError(Exception):
@@ -34,10 +33,6 @@ class CheckpointError(GradAccumError, ValueError):
 
 class UsageError(GradAccumError, RuntimeError):
     """A call that would make the result silently wrong at this point."""
-
-
-class MissingPackageError(GradAccumError, ImportError):
-    """A package that only this call needs is not installed."""
 
 
 class GradAccumWarning(UserWarning):
@@ -77,33 +72,6 @@ def explain(
     return kind(f"{argument}: expected {expected}; got {found}. {fix}")
 
 
-def imported(argument: str, *modules: str, install: str, otherwise: str) -> Any:
-    """Import the first of `modules` that is installed.
-
-    Args:
-        argument: the call or the argument that needs it, for the message.
-        modules: dotted names.
-        install: what ``pip install`` brings it.
-        otherwise: what works without it, as a clause.
-
-    Raises:
-        MissingPackageError: none is.
-    """
-    missing: list[ModuleNotFoundError] = []
-    for module in modules:
-        try:
-            return import_module(module)
-        except ModuleNotFoundError as error:
-            missing.append(error)
-    raise explain(
-        MissingPackageError,
-        argument,
-        expected=" or ".join(map(repr, modules)),
-        found="none installed",
-        fix=f"Run: pip install {install}; or {otherwise}.",
-    ) from missing[-1]
-
-
 # Checks of plain arguments. A bool is no number here, and NaN is no value.
 
 
@@ -133,13 +101,11 @@ def require_number(
     value: object,
     *,
     above: float,
-    below: float = math.inf,
     or_equal: bool = False,
-    allow_infinity: bool = False,
     fix: str | None = None,
 ) -> float:
-    """Raise unless `value` lies in (above, below), or in [above, below) with
-    `or_equal`; return it as a float.
+    """Raise unless `value` is finite and > `above`, or equal to it with `or_equal`;
+    return it as a float.
     """
     number: float | None = None
     if not isinstance(value, (bool, str)):
@@ -147,23 +113,16 @@ def require_number(
         # these.
         with suppress(TypeError, ValueError, RuntimeError):
             number = float(cast(SupportsFloat, value))
-    if number is not None:
-        is_above = number > above or (or_equal and number == above)
-        if is_above and (number < below or (allow_infinity and number == math.inf)):
-            return number
-    finite = "" if allow_infinity else "finite "
-    bound = ">=" if or_equal else ">"
-    limit = ""
-    example = above + 1
-    if below < math.inf:
-        limit = f" and < {below:g}"
-        example = (above + below) / 2
+    if number is not None and (
+        above < number < math.inf or (or_equal and number == above)
+    ):
+        return number
     raise explain(
         ArgumentTypeError if number is None else ArgumentValueError,
         argument,
-        expected=f"a {finite}number {bound} {above:g}{limit}",
+        expected=f"a finite number {'>=' if or_equal else '>'} {above:g}",
         got=value,
-        fix=fix or f"Write for example {argument}={example:g}.",
+        fix=fix or f"Write for example {argument}={above + 1:g}.",
     )
 
 
@@ -184,12 +143,10 @@ def require_choice(argument: str, value: object, choices: Collection[str]) -> st
     """Raise unless `value` is one of `choices`."""
     if isinstance(value, str) and value in choices:
         return value
-    kind = ArgumentValueError if isinstance(value, str) else ArgumentTypeError
-    names = ", ".join(repr(choice) for choice in choices)
     raise explain(
-        kind,
+        ArgumentValueError if isinstance(value, str) else ArgumentTypeError,
         argument,
-        expected=f"one of {names}",
+        expected=f"one of {', '.join(map(repr, choices))}",
         got=value,
         fix=f"Write {argument}={next(iter(choices))!r}.",
     )

@@ -66,63 +66,61 @@ def solve_coefficients(
             v - sum(c_k g_k), and the norm of that rest.
         elements: how many numbers v has.
     """
+    places = range(len(gram))
     coefficients = [0.0] * len(gram)
     products, norm = rest_of(coefficients)
-    norms = [math.sqrt(max(gram[k][k], 0.0)) for k in range(len(gram))]
-    nonzero = [k for k, size in enumerate(norms) if size > 0]
+    norms = [math.sqrt(max(gram[k][k], 0.0)) for k in places]
+    count = sum(size > 0 for size in norms)
+    scales = [size or 1.0 for size in norms]
     inverse = None
-    if nonzero and len(nonzero) < elements and all(map(math.isfinite, [*norms, norm])):
+    if 0 < count < elements and all(map(math.isfinite, [*norms, norm])):
         inverse = _inverse(
-            [[gram[j][k] / norms[j] / norms[k] for k in nonzero] for j in nonzero]
+            [[gram[j][k] / scales[j] / scales[k] for k in places] for j in places]
         )
     if inverse is None:
         unknown = (math.nan,) * len(gram)
         return SolvedUpdate(unknown, math.inf, 0.0, norm, tuple(norms))
     residual = norm
     for _ in range(3):  # Twice more than needed in exact arithmetic.
-        scaled_products = [products[k] / norms[k] for k in nonzero]
-        for k, row in zip(nonzero, inverse, strict=True):
-            step = math.fsum(a * b for a, b in zip(row, scaled_products, strict=True))
-            coefficients[k] += step / norms[k]
+        scaled_products = [products[k] / scales[k] for k in places]
+        for k in places:
+            pairs = zip(inverse[k], scaled_products, strict=True)
+            coefficients[k] += math.fsum(a * b for a, b in pairs) / scales[k]
         products, residual = rest_of(coefficients)
     total = sum(abs(c) * size for c, size in zip(coefficients, norms, strict=True))
     largest = max(map(abs, coefficients))
     # The standard error in least squares, with a rest of 1 per element.
     spread = max(
-        math.sqrt(max(row[place], 0.0)) / norms[k]
-        for place, (k, row) in enumerate(zip(nonzero, inverse, strict=True))
+        math.sqrt(max(inverse[k][k], 0.0)) / norms[k] for k in places if norms[k]
     )
-    error = 4 * residual / math.sqrt(elements - len(nonzero)) * spread
+    error = 4 * residual / math.sqrt(elements - count) * spread
     return SolvedUpdate(
         tuple(coefficients),
-        error / largest if largest else 0.0,
-        residual / total if total else 0.0,
+        error / (largest or 1.0),
+        residual / (total or 1.0),
         norm,
         tuple(norms),
     )
 
 
-def _inverse(matrix: Sequence[Sequence[float]]) -> list[list[float]] | None:
-    """Invert a symmetric matrix with ones on its diagonal; None if a pivot is next to
-    zero.
+def _inverse(matrix: list[list[float]]) -> list[list[float]] | None:
+    """Invert a symmetric matrix with ones on its diagonal in its place; None if a pivot
+    is next to zero. A diagonal element of 0 is that of a row of zeros, and becomes 1.
     """
-    size = len(matrix)
-    rows = []
-    for place, row in enumerate(matrix):
-        unit = [0.0] * size
-        unit[place] = 1.0
-        rows.append([*row, *unit])
-    for k in range(size):
-        pivot = rows[k][k]
+    for k, top in enumerate(matrix):
+        if not any(top):
+            top[k] = 1.0
+        pivot = top[k]
         if pivot <= PIVOT:
             return None
-        rows[k] = [value / pivot for value in rows[k]]
-        for j in range(size):
-            if j != k:
-                factor = rows[j][k]
-                pairs = zip(rows[j], rows[k], strict=True)
-                rows[j] = [value - factor * top for value, top in pairs]
-    return [row[size:] for row in rows]
+        top[k] = 1.0
+        top[:] = [value / pivot for value in top]
+        for row in matrix:
+            if row is not top:
+                factor = row[k]
+                row[k] = 0.0
+                row[:] = [a - factor * b for a, b in zip(row, top, strict=True)]
+    return matrix
 
 
 def rounding_limit(epsilon: float) -> float:

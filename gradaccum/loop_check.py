@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
-from gradaccum.errors import ArgumentTypeError, explain
 from gradaccum.least_squares import SolvedUpdate
 from gradaccum.options import Reduction, require_reduction
 from gradaccum.registry import backend_of
@@ -109,15 +108,6 @@ def recording(optimizer: Any, model: Any = None) -> AbstractContextManager[LoopR
             ``report`` needs none.
     """
     backend: Any = backend_of(optimizer)
-    if not hasattr(backend, "recording"):
-        raise explain(
-            ArgumentTypeError,
-            "optimizer",
-            expected="an optimizer of a backend that records",
-            got=optimizer,
-            fix="In JAX put gradaccum_jax.LoopRecorder() in the optimizer's place, and"
-            " call its report.",
-        )
     context: AbstractContextManager[LoopRecord] = backend.recording(optimizer, model)
     return context
 
@@ -210,16 +200,22 @@ def read_coefficients(
         workers: how many there are; all have the same number of micro-batches.
         limit: the `unexplained` part that rounding may leave.
     """
+    require_reduction(reduction)
     reader = _CoefficientReader(
-        tuple(updates),
-        tuple(weights),
-        require_reduction(reduction),
-        steps,
-        clip_norm,
-        workers,
-        limit,
+        tuple(updates), tuple(weights), reduction, steps, clip_norm, workers
     )
-    return reader.report()
+    uncertain = reader.why_uncertain(limit)
+    if not uncertain:
+        reader.find_problems(limit)
+    return LoopReport(
+        reader.updates,
+        tuple(reader.expected),
+        reader.weights,
+        workers,
+        tuple(reader.problems),
+        tuple(reader.notes),
+        uncertain,
+    )
 
 
 @dataclass
@@ -232,7 +228,6 @@ class _CoefficientReader:
     steps: int | None
     clip_norm: float | None
     workers: int
-    limit: float
     problems: list[LoopProblem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     smaller_updates: dict[int, float] = field(default_factory=dict)
@@ -245,35 +240,10 @@ class _CoefficientReader:
         """Micro-batches of one worker."""
         self.members = [self.members_of(update) for update in self.updates]
         """The micro-batches that each update holds."""
-
-    def report(self) -> LoopReport:
-        expected = []
-        before: Sequence[int] = ()
-        for members in self.members:
-            new_members = [number for number in members if number not in before]
-            expected.append(self.right_coefficients(new_members or members))
-            before = members
-        uncertain = self.why_uncertain()
-        if not uncertain:
-            if not self.updates:
-                self.say("no_update", 0, "The optimizer made no update.")
-            if all(update.unexplained <= self.limit for update in self.updates):
-                self.read_places()
-            for number, update in enumerate(self.updates, 1):
-                self.read_update(number, update, expected[number - 1])
-            self.read_clipping()
-        return LoopReport(
-            self.updates,
-            tuple(expected),
-            self.weights,
-            self.workers,
-            tuple(self.problems),
-            tuple(self.notes),
-            uncertain,
-        )
-
-    def say(self, kind: str, update: int, explanation: str) -> None:
-        self.problems.append(LoopProblem(kind, update, explanation))
+        self.expected = [
+            self.right_coefficients([k for k in members if k not in before] or members)
+            for before, members in pairwise([[], *self.members])
+        ]
 
     def members_of(self, update: SolvedUpdate) -> list[int]:
         sizes = [abs(coefficient) for coefficient in update.coefficients]
@@ -281,18 +251,18 @@ class _CoefficientReader:
         return [number for number, size in enumerate(sizes) if size > least]
 
     def right_coefficients(self, members: Sequence[int]) -> tuple[float, ...]:
-        total = sum(self.weights[number] for number in members)
+        total = sum(self.weights[number] for number in members) or 1.0
         coefficients = [0.0] * len(self.weights)
         for number in members:
             if self.reduction == "sum":
                 coefficients[number] = 1.0
-            elif total and self.reduction == "mean":
+            elif self.reduction == "mean":
                 coefficients[number] = self.weights[number] / total
-            elif total:
+            else:
                 coefficients[number] = 1.0 / total
         return tuple(coefficients)
 
-    def why_uncertain(self) -> str:
+    def why_uncertain(self, limit: float) -> str:
         for number, update in enumerate(self.updates, 1):
             pairs = zip(update.norms, self.weights, strict=False)
             flat = [k for k, (norm, weight) in enumerate(pairs) if weight and not norm]
@@ -302,9 +272,9 @@ class _CoefficientReader:
                     " coefficient tells where it went. Check with other data, or give"
                     " it weight 0."
                 )
-            is_explained = update.unexplained <= self.limit
-            if update.uncertainty > (0.1 if is_explained else math.inf) or math.isinf(
-                update.uncertainty
+            is_explained = update.unexplained <= limit
+            if math.isinf(update.uncertainty) or (
+                is_explained and update.uncertainty > 0.1
             ):
                 return (
                     "The micro-batches' gradients are too much alike to tell apart in"
@@ -312,6 +282,31 @@ class _CoefficientReader:
                     " than micro-batches, or in float32."
                 )
         return ""
+
+    def find_problems(self, limit: float) -> None:
+        if not self.updates:
+            self.say("no_update", 0, "The optimizer made no update.")
+            return
+        if all(update.unexplained <= limit for update in self.updates):
+            self.read_places()
+            self.read_reduction()
+        for number, update in enumerate(self.updates, 1):
+            if update.unexplained > limit:
+                self.say(
+                    "unexplained",
+                    number,
+                    f"{update.unexplained:.1%} of update {number} is no sum of the"
+                    " micro-batches' gradients: items of different micro-batches meet"
+                    " (batch norm, a contrastive loss), the loss has noise or a state,"
+                    " or a term of the loop's loss is not in loss_fn.",
+                )
+            else:
+                self.read_weights(number, update)
+        if not self.problems:  # Else the factor most likely comes from these.
+            self.read_smaller_updates()
+
+    def say(self, kind: str, update: int, explanation: str) -> None:
+        self.problems.append(LoopProblem(kind, update, explanation))
 
     # Where each micro-batch went.
 
@@ -322,63 +317,52 @@ class _CoefficientReader:
             for number, weight in enumerate(self.weights)
             if weight and number not in reached_places
         ]
-        if lost_places and self.updates:
-            self.read_lost(lost_places)
+        if lost_places:
+            kind, reason = self.why_lost(lost_places, max(reached_places, default=-1))
+            places = self.place_names(lost_places)
+            self.say(kind, 0, f"{places} never reached the optimizer{reason}.")
+        is_leaking = False
         for number, (before, members) in enumerate(pairwise(self.members), 2):
             again = sorted({*members} & {*before})
             if again:
+                is_leaking = True
                 self.say(
                     "leaked",
                     number,
                     f"Update {number} holds {self.place_names(again)} of the update before"
                     " again: gradients were not cleared after the update.",
                 )
-        if not any(problem.kind == "leaked" for problem in self.problems):
-            self.read_boundaries(lost_places)
-        self.read_reduction()
+        if self.steps and not is_leaking:
+            self.read_boundaries(self.steps, lost_places)
 
-    def read_lost(self, lost_places: Sequence[int]) -> None:
-        last = max(self.members[-1], default=-1)
-        tail = [number for number in lost_places if number > last and self.workers == 1]
-        inner = [number for number in lost_places if number not in tail]
-        if tail:
-            self.say(
-                "lost",
-                0,
-                f"{self.place_names(tail)} never reached the optimizer: the loop ends without"
-                " an update for its last, short window.",
+    def why_lost(self, lost_places: Sequence[int], last: int) -> tuple[str, str]:
+        if self.workers > 1:
+            return "lost", ""
+        if lost_places[0] > last:
+            return "lost", (
+                ": the loop ends without an update for its last, short window"
             )
-        is_alone = self.workers == 1 and all(
-            len(members) <= 1 for members in self.members
-        )
-        if inner and is_alone:
-            self.say(
-                "only_last",
-                0,
-                f"{self.place_names(inner)} never reached the optimizer. Each update holds"
-                " one micro-batch: most likely zero_grad() runs before each backward"
-                " pass, or only the last backward pass of a window counts.",
+        if all(len(members) <= 1 for members in self.members):
+            return "only_last", (
+                ". Each update holds one micro-batch: most likely zero_grad() runs"
+                " before each backward pass, or only the last backward pass of a window"
+                " counts"
             )
-        elif inner:
-            self.say(
-                "lost", 0, f"{self.place_names(inner)} never reached the optimizer."
-            )
+        return "lost", ""
 
-    def read_boundaries(self, lost_places: Sequence[int]) -> None:
+    def read_boundaries(self, steps: int, lost_places: Sequence[int]) -> None:
         """Compare the micro-batches of each update with windows of `steps`."""
-        if self.steps is None:
-            return
         for number, members in enumerate(self.members, 1):
             places = {member % self.length for member in members}
-            start = (number - 1) * self.steps
-            window = set(range(start, min(start + self.steps, self.length)))
-            if places and places != window and not window & {*lost_places}:
-                window_name = self.place_names(sorted(window)) if window else "none"
+            start = (number - 1) * steps
+            window = range(start, min(start + steps, self.length))
+            if places and places != {*window} and not {*window} & {*lost_places}:
+                window_name = self.place_names(window) if window else "none"
                 self.say(
                     "boundary",
                     number,
                     f"Update {number} holds {self.place_names(members)}, where windows of"
-                    f" {self.steps} have {window_name}: the condition for a step is off.",
+                    f" {steps} have {window_name}: the condition for a step is off.",
                 )
                 return
 
@@ -399,45 +383,28 @@ class _CoefficientReader:
 
     # With what weight.
 
-    def read_update(
-        self, number: int, update: SolvedUpdate, expected: Sequence[float]
-    ) -> None:
+    def read_weights(self, number: int, update: SolvedUpdate) -> None:
+        expected = self.expected[number - 1]
         members = self.members[number - 1]
         weightless = [member for member in members if not self.weights[member]]
-        if update.unexplained > self.limit:
+        if weightless:
+            places = self.place_names(weightless)
             self.say(
-                "unexplained",
-                number,
-                f"{update.unexplained:.1%} of update {number} is no sum of the"
-                " micro-batches' gradients: items of different micro-batches meet"
-                " (batch norm, a contrastive loss), the loss has noise or a state, or"
-                " a term of the loop's loss is not in loss_fn.",
+                "weights", number, f"Update {number} holds {places}, whose weight is 0."
             )
-        elif weightless:
-            self.say(
-                "weights",
-                number,
-                f"Update {number} holds {self.place_names(weightless)}, whose weight is 0.",
-            )
-        elif not members:
+            return
+        if not members:
             self.notes.append(f"Update {number} holds no micro-batch.")
-        else:
-            self.read_weights(number, update, expected)
-
-    def read_weights(
-        self, number: int, update: SolvedUpdate, expected: Sequence[float]
-    ) -> None:
-        members = [member for member in self.members[number - 1] if expected[member]]
+            return
+        members = [member for member in members if expected[member]]
         coefficients = [update.coefficients[member] for member in members]
         ratios = [update.coefficients[member] / expected[member] for member in members]
         room = ROOM + update.uncertainty
         count = len(members)
-        longest = self.steps or max(map(len, self.members)) // self.workers
-        full_size = longest * self.workers
-        is_short = count < full_size and (
-            are_equal([*coefficients, 1 / full_size], room)
-            or are_equal([*ratios, count / full_size], room)
+        full_size = self.workers * (
+            self.steps or max(map(len, self.members)) // self.workers
         )
+        share = count / full_size
         if are_equal([*ratios, 1.0], room):
             return
         if are_equal([*coefficients, 1.0], room):
@@ -446,11 +413,14 @@ class _CoefficientReader:
                 f"Update {number} is the plain sum of {count} micro-batches: no mean was"
                 f" taken, so that it is about {count} times too large."
             )
-        elif is_short:
+        elif share < 1 and (
+            are_equal([*coefficients, 1 / full_size], room)
+            or are_equal([*ratios, share], room)
+        ):
             kind = "short_window"
             text = (
                 f"The short window of update {number} was divided by {full_size} in place"
-                f" of {count}: it is {count / full_size:.3g} of what it should be."
+                f" of {count}: it is {share:.3g} of what it should be."
             )
             if not are_equal(ratios, room):
                 text += (
@@ -467,7 +437,7 @@ class _CoefficientReader:
             )
         else:
             norms = [update.norms[member] for member in members if update.norms]
-            kind, text = self.uneven(coefficients, ratios, norms, room)
+            kind, text = uneven_weights(coefficients, ratios, norms, room)
             text = f"In update {number} {text}"
         self.say(kind, number, text)
 
@@ -475,16 +445,17 @@ class _CoefficientReader:
         """Say what is wrong with an update whose proportions are right. A clip may have
         made it smaller.
         """
-        reason = ""
         if count > 1 and are_equal([ratio, 1 / count], ROOM):
             reason = f": the loss was divided by {count} once too often"
         elif self.workers > 1 and are_equal([ratio, 1 / self.workers], ROOM):
             reason = ": the mean over the workers was taken of a mean over all"
-        elif ratio >= 256 and are_equal([ratio, 2.0 ** round(math.log2(ratio))], ROOM):
-            reason = ": most likely the loss scale was not divided out"
         elif 0 < ratio < 1:
             self.smaller_updates[number] = ratio
             return
+        elif ratio >= 256 and are_equal([ratio, 2.0 ** round(math.log2(ratio))], ROOM):
+            reason = ": most likely the loss scale was not divided out"
+        else:
+            reason = ""
         self.say_scaled(number, ratio, reason)
 
     def say_scaled(self, number: int, ratio: float, reason: str) -> None:
@@ -495,70 +466,24 @@ class _CoefficientReader:
             f" large batch's{reason}.",
         )
 
-    def uneven(
-        self,
-        coefficients: Sequence[float],
-        ratios: Sequence[float],
-        norms: Sequence[float],
-        room: float,
-    ) -> tuple[str, str]:
-        """Look for a factor between each micro-batch and the next, on top of equal or
-        of right weights.
-        """
-        count = len(coefficients)
-        shares = [
-            size * count / (count - place) for place, size in enumerate(coefficients)
-        ]
-        if count > 2 and are_equal(shares, room):
-            return (
-                "counted_again",
-                "each micro-batch counts again with every later one: most likely the"
-                " losses are added up, and backward() runs for the sum each time.",
-            )
-        for sizes in (coefficients, ratios):
-            largest = max(sizes)
-            clipped_norms = [
-                size * norm
-                for size, norm in zip(sizes, norms, strict=False)
-                if size < (1 - room) * largest
-            ]
-            if len(clipped_norms) > 1 and are_equal(clipped_norms, room):
-                return (
-                    "clipped_each",
-                    "each micro-batch was clipped alone: clip their sum once, at the"
-                    " end of the window.",
-                )
-        for sizes in (coefficients, ratios):
-            factors = [before / after for before, after in pairwise(sizes)]
-            is_one_factor = len(factors) > 1 and are_equal(factors, room)
-            if is_one_factor or (count > 2 and max(factors) < 1 + ROOM):
-                return (
-                    "scaled_inside",
-                    "earlier micro-batches count by a factor less or more than later"
-                    " ones: the sum was multiplied inside the window, as a clip after"
-                    " each backward pass, a running mean or a repeated scaling does.",
-                )
-        return "weights", "the micro-batches have weights that follow no rule."
-
-    def read_clipping(self) -> None:
+    def read_smaller_updates(self) -> None:
         """Note the updates that were clipped as a whole; what made others smaller is
         wrong.
         """
-        if self.problems or not self.smaller_updates:
-            return  # Most likely the factor comes from what is wrong already.
-        norms = [self.updates[number - 1].norm for number in self.smaller_updates]
-        limit = self.clip_norm
-        if limit is None and len(norms) > 1 and are_equal(norms, ROOM):
-            limit = norms[0]
-        reason = ". If the loop clips each window, give clip_norm="
+        norms = {
+            number: self.updates[number - 1].norm for number in self.smaller_updates
+        }
         clipped = 0
-        for (number, ratio), norm in zip(
-            self.smaller_updates.items(), norms, strict=True
-        ):
-            if limit is not None and are_equal([norm, limit], ROOM):
+        limit = self.clip_norm
+        if limit is None and len(norms) > 1 and are_equal([*norms.values()], ROOM):
+            limit = next(iter(norms.values()))
+        for number, ratio in self.smaller_updates.items():
+            if limit and are_equal([norms[number], limit], ROOM):
                 clipped += 1
             else:
-                self.say_scaled(number, ratio, reason if limit is None else "")
+                self.say_scaled(
+                    number, ratio, ". If the loop clips each window, give clip_norm="
+                )
         if clipped:
             self.notes.append(
                 f"Updates that were clipped as a whole, to a norm of {limit:.4g}:"
@@ -572,6 +497,49 @@ class _CoefficientReader:
         if len(places) == places[-1] - places[0] + 1:
             return f"micro-batches {places[0]} to {places[-1]}"
         return f"micro-batches {', '.join(map(str, places))}"
+
+
+def uneven_weights(
+    coefficients: Sequence[float],
+    ratios: Sequence[float],
+    norms: Sequence[float],
+    room: float,
+) -> tuple[str, str]:
+    """Look for a factor between each micro-batch and the next, on top of equal or of
+    right weights.
+    """
+    count = len(coefficients)
+    shares = [size * count / (count - place) for place, size in enumerate(coefficients)]
+    if count > 2 and are_equal(shares, room):
+        return (
+            "counted_again",
+            "each micro-batch counts again with every later one: most likely the"
+            " losses are added up, and backward() runs for the sum each time.",
+        )
+    for sizes in (coefficients, ratios):
+        largest = max(sizes)
+        clipped_norms = [
+            size * norm
+            for size, norm in zip(sizes, norms, strict=False)
+            if size < (1 - room) * largest
+        ]
+        if len(clipped_norms) > 1 and are_equal(clipped_norms, room):
+            return (
+                "clipped_each",
+                "each micro-batch was clipped alone: clip their sum once, at the"
+                " end of the window.",
+            )
+    for sizes in (coefficients, ratios):
+        factors = [before / after for before, after in pairwise(sizes)]
+        is_one_factor = len(factors) > 1 and are_equal(factors, room)
+        if is_one_factor or (count > 2 and max(factors) < 1 + ROOM):
+            return (
+                "scaled_inside",
+                "earlier micro-batches count by a factor less or more than later"
+                " ones: the sum was multiplied inside the window, as a clip after"
+                " each backward pass, a running mean or a repeated scaling does.",
+            )
+    return "weights", "the micro-batches have weights that follow no rule."
 
 
 def are_equal(numbers: Sequence[float], room: float) -> bool:

@@ -17,7 +17,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import NamedTuple, TypeAlias
 
-from gradaccum.errors import ArgumentValueError, GradAccumError, explain
+from gradaccum.errors import ArgumentValueError, explain
 
 Nest: TypeAlias = object
 """Containers around leaves of any kind."""
@@ -104,11 +104,18 @@ def spread(prefix: Nest, nest: Nest, argument: str) -> list[object]:
         return [prefix for _ in leaves_of(nest)]
     below = children_of(nest)
     if below is None or [step for step, _ in given] != [step for step, _ in below]:
-        raise _prefix_error(argument, prefix, nest)
+        steps = ", ".join(step for step, _ in below or ())
+        raise explain(
+            ArgumentValueError,
+            argument,
+            expected=f"a prefix of a nest like {type(nest).__name__}({steps})",
+            got=prefix,
+            fix="Give one value for all, or a nest with the keys and lengths of the batch.",
+        )
     return [
-        v
+        value
         for (step, part), (_, child) in zip(given, below, strict=True)
-        for v in spread(part, child, argument + step)
+        for value in spread(part, child, argument + step)
     ]
 
 
@@ -148,10 +155,10 @@ def lists_of_one_kind(
 
 def _are_alike(elements: list[tuple[str, Nest]]) -> bool:
     """True if all elements except None have one type, dtype and rank."""
-    values = [value for _, value in elements if value is not None]
     kinds = {
         (type(v), str(getattr(v, "dtype", None)), getattr(v, "ndim", None))
-        for v in values
+        for _, v in elements
+        if v is not None
     }
     return len(kinds) == 1
 
@@ -171,26 +178,6 @@ def _inside(prefix: Nest) -> list[tuple[str, Nest]] | None:
     return _elements(prefix) if _is_list(prefix) else children_of(prefix)  # type: ignore[arg-type]
 
 
-def _prefix_error(argument: str, prefix: Nest, nest: Nest) -> GradAccumError:
-    return explain(
-        ArgumentValueError,
-        argument,
-        expected=f"a prefix of a nest like {_outline(nest)}",
-        got=prefix,
-        fix=(
-            "Give one value for all, or a nest whose keys and lengths are those of the nest"
-            " that it is for."
-        ),
-    )
-
-
-def _outline(nest: Nest) -> str:
-    inside = children_of(nest)
-    if inside is None:
-        return type(nest).__name__
-    return f"{type(nest).__name__}({', '.join(step for step, _ in inside)})"
-
-
 def _is_dataclass(nest: Nest) -> bool:
     return dataclasses.is_dataclass(nest) and not isinstance(nest, type)
 
@@ -205,16 +192,12 @@ def _rebuilt(nest: Nest, children: list[Nest]) -> Nest:
             object.__setattr__(made, field.name, child)
         return made
     if isinstance(nest, Mapping):
-        return _rebuilt_mapping(nest, dict(zip(nest, children, strict=True)))
+        content = dict(zip(nest, children, strict=True))
+        if not isinstance(nest, MutableMapping):
+            return type(nest)(content)  # type: ignore[call-arg]
+        made = copy.copy(nest)
+        made.update(content)
+        return made
     if hasattr(nest, "_fields"):
         return type(nest)(*children)
     return type(nest)(children)  # type: ignore[call-arg]
-
-
-def _rebuilt_mapping(nest: Mapping[object, Nest], content: dict[object, Nest]) -> Nest:
-    if not isinstance(nest, MutableMapping):
-        return type(nest)(content)  # type: ignore[call-arg]
-    made = copy.copy(nest)
-    for key, value in content.items():
-        made[key] = value
-    return made

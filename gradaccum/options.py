@@ -5,11 +5,8 @@ scale and the rest.
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from inspect import signature
-from itertools import pairwise
 from numbers import Real
 from typing import Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
 
@@ -45,32 +42,8 @@ class UntilWeight:
 
 Schedule = Sizes | UntilWeight | None
 """`steps` as the options hold it."""
-_LARGEST = 2**31 - 1
+LARGEST_SIZE = 2**31 - 1
 """Compiled states and checkpoints hold a size as an int32."""
-
-
-class _Argument(NamedTuple):
-    """The name of an argument that holds sizes, and how the user writes it."""
-
-    name: str
-    expected: str
-    fix: str
-    fix_pairs: str
-
-
-_STEPS = _Argument(
-    "steps",
-    "an int >= 1, pairs (first optimizer_step, steps), a callable of optimizer_step,"
-    " until_weight(...), or None",
-    "Write for example steps=4.",
-    "Write steps=[(0, 4), (1000, 8)].",
-)
-_WEIGHT = _Argument(
-    "weight",
-    "an int >= 1, pairs (first optimizer_step, weight) or a callable of optimizer_step",
-    "Write steps=until_weight(524_288).",
-    "Write steps=until_weight([(0, 65_536), (1000, 524_288)]).",
-)
 
 
 def until_weight(weight: object) -> UntilWeight:
@@ -94,7 +67,7 @@ def until_weight(weight: object) -> UntilWeight:
         >>> until_weight(524_288)
         until_weight(524288)
     """
-    return UntilWeight(_make_sizes(weight, _WEIGHT))
+    return UntilWeight(_make_sizes("weight", weight))
 
 
 def is_known(schedule: Schedule) -> bool:
@@ -110,7 +83,7 @@ def make_schedule(steps: object) -> Schedule:
     """
     if steps is None or isinstance(steps, UntilWeight):
         return steps
-    return _make_sizes(steps, _STEPS)
+    return _make_sizes("steps", steps)
 
 
 def require_steps(
@@ -129,94 +102,62 @@ def require_steps(
         schedule: the schedule that was asked. Only an `UntilWeight` schedule may return
             an `UntilWeight`.
     """
+    fix = "Return how many micro-batches, or how much weight, that window has."
     if isinstance(schedule, UntilWeight):
         argument = f"until_weight(...)({optimizer_step})"
-        fix = "Return the weight of that window, in whole items."
         return UntilWeight(_require_size(argument, cast(UntilWeight, size).weight, fix))
-    fix = "Return the number of micro-batches of that window."
-    if isinstance(size, UntilWeight):
-        fix = (
-            "Return the weight alone, and write steps=until_weight(...) of the"
-            " callable."
-        )
     return _require_size(f"steps({optimizer_step})", size, fix)
 
 
-def _make_sizes(sizes: object, argument: _Argument) -> Sizes:
+def _make_sizes(name: str, sizes: object) -> Sizes:
     """Check a number, pairs or a callable."""
     if callable(sizes):
-        _require_one_argument(sizes, argument)
         return cast(Callable[[Scalar], Scalar], sizes)
-    # A framework's scalar, such as jnp.int32(4), can be iterated over by its type, but
-    # not by its value.
-    if (
-        isinstance(sizes, Iterable)
-        and not isinstance(sizes, (str, bytes))
-        and getattr(sizes, "shape", None) != ()
-    ):
-        return _make_pairs(sizes, argument)
+    if isinstance(sizes, list | tuple):
+        return _make_pairs(name, sizes)
     if isinstance(sizes, bool) or not hasattr(sizes, "__index__"):
         raise explain(
             ArgumentTypeError,
-            argument.name,
-            expected=argument.expected,
+            name,
+            expected=f"an int >= 1, pairs (first optimizer_step, {name}), a callable of"
+            f" optimizer_step{_OTHER_SIZES[name]}",
             got=sizes,
-            fix=argument.fix,
+            fix=_FIXES[name],
         )
-    return _require_size(argument.name, sizes, argument.fix)
+    return _require_size(name, sizes, _FIXES[name])
 
 
-def _require_one_argument(function: Callable[..., Any], argument: _Argument) -> None:
-    try:
-        parameters = signature(function)
-    except (TypeError, ValueError):
-        # Some functions that are not written in Python have no signature.
-        return
-    try:
-        parameters.bind(0)
-    except TypeError as error:
-        raise explain(
-            ArgumentTypeError,
-            argument.name,
-            expected="a function of one argument, the updates so far",
-            found=f"one with the signature {parameters}",
-            fix=f"Write {argument.name}=lambda optimizer_step: 4.",
-        ) from error
+_OTHER_SIZES = {"steps": ", until_weight(...), or None", "weight": ""}
+_FIXES = {
+    "steps": "Write for example steps=4, or steps=[(0, 4), (1000, 8)].",
+    "weight": "Write steps=until_weight(524_288), or"
+    " until_weight([(0, 65_536), (1000, 524_288)]).",
+}
 
 
 def _require_size(argument: str, size: object, fix: str) -> int:
     number = require_int(argument, size, at_least=1, fix=fix)
-    if number > _LARGEST:
-        fix = (
-            "Count in larger units: give each micro-batch's weight in thousands of"
-            " tokens, for example."
-        )
+    if number > LARGEST_SIZE:
         raise explain(
             ArgumentValueError,
             argument,
-            expected=f"an int <= {_LARGEST}",
+            expected=f"an int <= {LARGEST_SIZE}",
             got=size,
-            fix=fix,
+            fix="Count in larger units, such as thousands of tokens.",
         )
     return number
 
 
-def _make_pairs(
-    sizes: Iterable[object], argument: _Argument
-) -> tuple[tuple[int, int], ...]:
-    name = argument.name
-    fix = argument.fix_pairs
+def _make_pairs(name: str, sizes: Sequence[Any]) -> tuple[tuple[int, int], ...]:
+    fix = _FIXES[name]
     pairs = []
-    for pair in sizes:
-        if not isinstance(pair, Iterable) or len(numbers := tuple(pair)) != 2:
-            raise explain(
-                ArgumentTypeError, name, expected=argument.expected, got=pair, fix=fix
-            )
-        first_name = f"{name} (first optimizer_step)"
-        first = require_int(first_name, numbers[0], at_least=0, fix=fix)
-        pairs.append((first, _require_size(name, numbers[1], fix)))
+    for start, size in sizes:
+        first = require_int(
+            f"{name} (first optimizer_step)", start, at_least=0, fix=fix
+        )
+        pairs.append((first, _require_size(name, size, fix)))
     starts = [first for first, _ in pairs]
-    if not starts or starts[0] != 0 or any(a >= b for a, b in pairwise(starts)):
+    if starts != sorted({0, *starts}):
         raise explain(
             ArgumentValueError,
             name,
@@ -292,20 +233,18 @@ class DynamicLossScale:
     def __post_init__(self) -> None:
         require_number("init_scale", self.init_scale, above=0)
         require_number("growth_factor", self.growth_factor, above=1)
-        require_number("backoff_factor", self.backoff_factor, above=0, below=1)
+        require_number("backoff_factor", self.backoff_factor, above=0)
         require_int("growth_interval", self.growth_interval, at_least=1)
         require_number("min_scale", self.min_scale, above=0)
-        require_number("max_scale", self.max_scale, above=0, allow_infinity=True)
-        if not self.min_scale <= self.init_scale <= self.max_scale:
+        if self.backoff_factor >= 1 or not (
+            self.min_scale <= self.init_scale <= self.max_scale
+        ):
             raise explain(
                 ArgumentValueError,
-                "init_scale",
-                expected=(
-                    f"a number between min_scale={self.min_scale} and"
-                    f" max_scale={self.max_scale}"
-                ),
-                got=self.init_scale,
-                fix="Move the limit or the initial scale.",
+                "loss_scale",
+                expected="min_scale <= init_scale <= max_scale and backoff_factor < 1",
+                got=self,
+                fix="Write for example DynamicLossScale(init_scale=2.0**16).",
             )
 
     def rule(self) -> ScaleRule:
@@ -352,22 +291,18 @@ def scale_rule(
     if isinstance(loss_scale, Real) and not isinstance(loss_scale, bool):
         number = require_number("loss_scale", loss_scale, above=0)
         return ScaleRule(init_scale=number), None
-    or_scaler = ""
+    kinds = "gradaccum.DynamicLossScale"
     if driver is not None:
         rule = driver.scaler_rule(loss_scale)
         if rule is not None:
             return rule, loss_scale
-        or_scaler = f" or {driver.scaler_kind}"
+        kinds += f" or {driver.scaler_kind}"
     raise explain(
         ArgumentTypeError,
         "loss_scale",
-        expected="None, a number > 0, gradaccum.StaticLossScale,"
-        f" gradaccum.DynamicLossScale{or_scaler}",
+        expected=f"None, a number > 0, gradaccum.StaticLossScale or {kinds}",
         got=loss_scale,
-        fix=(
-            "Write loss_scale=gradaccum.DynamicLossScale(), with the factors and the"
-            " interval of a scaler that it replaces."
-        ),
+        fix="Write loss_scale=gradaccum.DynamicLossScale().",
     )
 
 
@@ -453,15 +388,8 @@ def make_options(
 
 def require_reduction(reduction: object) -> Reduction:
     """Raise unless `reduction` is "mean", "sum" or "sum_per_item" (`ArgumentTypeError`,
-    `ArgumentValueError`); return it. "item_mean", the old name of "sum_per_item", warns.
+    `ArgumentValueError`); return it.
     """
-    if reduction == "item_mean":
-        warnings.warn(
-            'gradaccum: reduction="item_mean" has a new name: write "sum_per_item".',
-            DeprecationWarning,
-            stacklevel=5,
-        )
-        return "sum_per_item"
     return cast(Reduction, require_choice("reduction", reduction, REDUCTIONS))
 
 

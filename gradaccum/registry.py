@@ -179,23 +179,18 @@ def backend_of(optimizer: object) -> Backend:
 
 
 def _not_an_optimizer(candidate: object) -> ArgumentTypeError:
-    names = ", ".join(map(_describe, registered_backends()))
     kind = f"an object of type {type(candidate).__name__}"
-    fix = "Build the framework's own optimizer and pass it."
+    fix = (
+        "Build an optimizer of the framework's and pass it; wrap each optimizer alone."
+    )
     if isinstance(candidate, type) or isroutine(candidate):
         kind = f"{candidate.__name__}, which was not called"
         fix = f"Call it: gradaccum.wrap({candidate.__name__}(...), steps=4)."
-    elif isinstance(candidate, list | tuple):
-        fix = "Build an optimizer of parameters first; wrap each optimizer by itself."
-    elif not names:
-        fix = (
-            "Run: pip install gradaccum; or copy the folder gradaccum_torch,"
-            " gradaccum_jax or gradaccum_mindspore beside the folder gradaccum."
-        )
+    names = ", ".join(map(_describe, registered_backends()))
     return explain(
         ArgumentTypeError,
         "optimizer",
-        expected=f"an optimizer of {names or 'a backend, but there is none'}",
+        expected=f"an optimizer of {names or 'a backend, of which none is installed'}",
         found=kind,
         fix=fix,
     )
@@ -221,11 +216,7 @@ def _describe(name: str) -> str:
 
 
 NOT_GIVEN: Any = object()
-_DEFAULTS = {
-    name: parameter.default
-    for name, parameter in signature(make_options).parameters.items()
-    if name not in ("steps", "driver")
-}
+_SHARED = signature(make_options).parameters.keys() - {"steps", "driver"}
 
 
 Steps = int | Sequence[tuple[int, int]] | Callable[[Any], Any] | UntilWeight | None
@@ -250,17 +241,16 @@ def wrap_with(
 ) -> Any:
     """Wrap `optimizer` by this `backend`; otherwise as `wrap`."""
     if isinstance(backend, GatingBackend) and backend.is_scheduler(optimizer):
-        for name, value in {"steps": steps, **options}.items():
-            if value is not NOT_GIVEN and value is not _DEFAULTS.get(name, NOT_GIVEN):
-                raise explain(
-                    ArgumentTypeError,
-                    name,
-                    expected="no option beside a scheduler, which follows its optimizer",
-                    got=value,
-                    fix="Write gradaccum.wrap(scheduler).",
-                )
+        if steps is not NOT_GIVEN:
+            raise explain(
+                ArgumentTypeError,
+                "steps",
+                expected="no option beside a scheduler, which follows its optimizer",
+                got=steps,
+                fix="Write gradaccum.wrap(scheduler).",
+            )
         return backend.gate(optimizer)
-    shared = {name: options.pop(name) for name in _DEFAULTS if name in options}
+    shared = {name: options.pop(name) for name in _SHARED if name in options}
     if steps is NOT_GIVEN:
         raise explain(
             ArgumentTypeError,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, SupportsInt, cast
 
-from gradaccum.errors import ArgumentValueError, CheckpointError, explain
+from gradaccum.errors import CheckpointError, explain
 from gradaccum.options import (
     ON_OVERFLOW,
     REDUCTIONS,
@@ -95,21 +95,12 @@ def decode_terms(codes: Iterable[SupportsInt]) -> Terms:
     """Invert `encode_terms`.
 
     Raises:
-        CheckpointError: `codes` are no such codes, or of another format.
+        CheckpointError: `codes` are of another format.
     """
     saved_format, *indices, steps = (int(code) for code in codes)
     require_format(saved_format)
-    try:
-        reduction, on_overflow, scale = indices
-        names = REDUCTIONS[reduction], ON_OVERFLOW[on_overflow], SCALES_IN_USE[scale]
-    except (ValueError, IndexError):
-        raise explain(
-            CheckpointError,
-            "terms",
-            expected="the codes of format, reduction, on_overflow, loss scale and steps",
-            got=codes,
-            fix="Load a state that this library saved.",
-        ) from None
+    reduction, on_overflow, scale = indices
+    names = REDUCTIONS[reduction], ON_OVERFLOW[on_overflow], SCALES_IN_USE[scale]
     return Terms(*names, UntilWeight(-steps) if steps < 0 else steps or None)
 
 
@@ -151,17 +142,8 @@ def redistributed(states: Sequence[State], workers: int) -> list[State]:
         workers: how many resume, >= 1.
 
     Raises:
-        ArgumentValueError: there is no state, or no worker.
         CheckpointError: the states are not of one moment; names the field.
     """
-    if not states or workers < 1:
-        raise explain(
-            ArgumentValueError,
-            "states, workers",
-            expected="at least one of each",
-            found=f"{len(states)} and {workers}",
-            fix="Pass what every worker saved, and the number of workers that load it.",
-        )
     for name in ("optimizer_step", "skipped_windows", "loss_scale", "growth_tracker"):
         values = [getattr(state, name) for state in states]
         if any(value != values[0] for value in values):
@@ -190,27 +172,22 @@ def _scale_in_use(rule: ScaleRule) -> str:
 
 def _require_same_window(fields: State, saved: Terms, options: Options) -> None:
     terms = terms_of(options, fields.optimizer_step)
-    for name in ("reduction", "on_overflow", "steps"):
+    names = {"scale": "loss_scale"}
+    for name in Terms._fields:
         before = getattr(saved, name)
         now = getattr(terms, name)
         if before != now:
-            raise _other_terms_error(name, f"{name}={now!r}", f"{name}={before!r}")
+            raise _other_terms_error(names.get(name, name), repr(now), repr(before))
     init_scale = round_to_float32(options.scale_rule.init_scale)
-    is_dynamic = terms.scale == "dynamic"
-    if saved.scale != terms.scale or not (
-        is_dynamic or fields.loss_scale == init_scale
-    ):
-        of_number = "" if is_dynamic else f" of {init_scale:g}"
+    if terms.scale != "dynamic" and fields.loss_scale != init_scale:
         raise _other_terms_error(
-            "loss_scale",
-            f"a {terms.scale} loss scale{of_number}",
-            f"a {saved.scale} loss scale of {fields.loss_scale:g}",
+            "loss_scale", f"{init_scale:g}", f"{fields.loss_scale:g}"
         )
     # A negative number marks a window that was written in part.
     is_too_long = isinstance(terms.steps, int) and fields.micro_step > terms.steps
     if fields.micro_step < 0 or is_too_long:
         raise _other_terms_error(
-            "micro_step", f"at most {terms.steps} micro-batches", f"{fields.micro_step}"
+            "micro_step", f"{terms.steps} at most", f"{fields.micro_step}"
         )
 
 
@@ -218,8 +195,8 @@ def _other_terms_error(argument: str, now: str, before: str) -> CheckpointError:
     return explain(
         CheckpointError,
         argument,
-        expected=f"an open window under {now}",
-        found=f"one that was saved under {before}",
+        expected=f"an open window under {argument}={now}",
+        found=f"one that was saved under {argument}={before}",
         fix=(
             "Wrap with the options it was saved with, or save between two windows,"
             " where the options may change."

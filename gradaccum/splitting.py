@@ -5,10 +5,12 @@ all frameworks cut and refuse the same.
 from __future__ import annotations
 
 import math
+import reprlib
 import traceback
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
-from typing import NamedTuple, SupportsFloat
+from typing import NamedTuple, SupportsFloat, cast
 
 from gradaccum.errors import (
     ArgumentTypeError,
@@ -26,6 +28,7 @@ from gradaccum.nests import ListOfOneKind
 
 
 _BYTES = "Write bytes: memory_limit=2 * 1024**3 is 2 GiB."
+_SIZE = 'Write micro_batch_size=8 or micro_batch_size="auto".'
 
 
 class AutoMicroBatchSize:
@@ -43,12 +46,9 @@ class AutoMicroBatchSize:
     """
 
     def __init__(self, memory_limit: int | None = None) -> None:
-        if memory_limit is None:
-            self.memory_limit = None
-        else:
-            self.memory_limit = require_int(
-                "memory_limit", memory_limit, at_least=1, fix=_BYTES
-            )
+        if memory_limit is not None:
+            require_int("memory_limit", memory_limit, at_least=1, fix=_BYTES)
+        self.memory_limit = memory_limit
         self._choices: dict[Hashable, int] = {}
         self._last: int | None = None
 
@@ -99,21 +99,19 @@ SHARED = AutoMicroBatchSize()
 
 def require_micro_batch_size(value: object) -> int | AutoMicroBatchSize:
     """Raise unless `value` is an int >= 1, "auto" or an `AutoMicroBatchSize`."""
-    expected = 'an int >= 1 or "auto"'
-    fix = 'Write micro_batch_size=8 or micro_batch_size="auto".'
     if isinstance(value, AutoMicroBatchSize):
         return value
-    if isinstance(value, str) and value == "auto":
+    if value == "auto":
         return SHARED
     if isinstance(value, str):
         raise explain(
             ArgumentValueError,
             "micro_batch_size",
-            expected=expected,
+            expected='an int >= 1 or "auto"',
             got=value,
-            fix=fix,
+            fix=_SIZE,
         )
-    return require_int("micro_batch_size", value, at_least=1, fix=fix)
+    return require_int("micro_batch_size", value, at_least=1, fix=_SIZE)
 
 
 def free_frames(error: BaseException) -> None:
@@ -214,29 +212,18 @@ def cuts(items: int, size: int) -> tuple[Cut, ...]:
     )
 
 
-def size_for(items: int, steps: int) -> int:
-    """Return ceil(items / steps), the smallest size with at most `steps` micro-batches:
-    nine items in four steps are three of three.
-
-    Raises:
-        ArgumentValueError: there is no item.
-    """
-    require_items(items)
-    return math.ceil(items / steps)
-
-
 def divided(division: Division, items: int) -> tuple[Cut, ...]:
     """Return the cuts of `items` by a `division`, whose automatic size is an int by
-    now.
+    now. `steps` makes micro-batches of ceil(items / steps): nine items in four steps
+    are three of three.
 
     Raises:
         ArgumentValueError: the batch is empty.
     """
     require_items(items)
     if division.steps is not None:
-        return cuts(items, size_for(items, division.steps))
-    assert isinstance(division.micro_batch_size, int)
-    return cuts(items, division.micro_batch_size)
+        return cuts(items, math.ceil(items / division.steps))
+    return cuts(items, cast(int, division.micro_batch_size))
 
 
 def require_one_size(
@@ -318,15 +305,11 @@ def require_item_weights(weights: Iterable[SupportsFloat], items: int) -> list[f
     """Raise unless there is one finite number >= 0 for each of `items`; return them as
     floats.
     """
-    try:
+    numbers: list[float] = []
+    with suppress(TypeError, ValueError):
         numbers = [float(weight) for weight in weights]
-    except (TypeError, ValueError):
-        raise item_weights_error(items, "values that are no numbers") from None
-    if len(numbers) != items:
-        raise item_weights_error(items, f"{len(numbers)} numbers")
-    for place, weight in enumerate(numbers):
-        if not 0 <= weight < math.inf:
-            raise item_weights_error(items, f"{weight} for item {place}")
+    if len(numbers) != items or not all(0 <= number < math.inf for number in numbers):
+        raise item_weights_error(items, reprlib.repr(weights))
     return numbers
 
 

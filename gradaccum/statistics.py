@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Literal
 
-from gradaccum.errors import require_choice, require_int, require_number
 from gradaccum.state import Scalar
 from gradaccum.transitions import contribution
 
@@ -58,7 +57,6 @@ def window_loss(total: Scalar, state: Fields, options: Options, where: Where) ->
 
 
 Rule = Literal["linear", "sqrt"]
-RULES = ("linear", "sqrt")
 
 
 def effective_batch_size(per_device: int, steps: int, world_size: int = 1) -> int:
@@ -68,16 +66,8 @@ def effective_batch_size(per_device: int, steps: int, world_size: int = 1) -> in
         per_device: items in a micro-batch on one device, an int >= 1.
         steps: micro-batches in a window, an int >= 1.
         world_size: devices that hold different items, an int >= 1.
-
-    Raises:
-        ArgumentTypeError, ArgumentValueError: an argument is no such int.
     """
-    per_device = require_int("per_device", per_device, at_least=1)
-    return (
-        per_device
-        * require_int("steps", steps, at_least=1)
-        * require_int("world_size", world_size, at_least=1)
-    )
+    return per_device * steps * world_size
 
 
 def scaled_learning_rate(
@@ -94,14 +84,6 @@ def scaled_learning_rate(
             Large Minibatch SGD", 2017, for SGD with a warmup); ``"sqrt"``:
             ``base * sqrt(effective / reference)`` (Krizhevsky, "One weird trick for
             parallelizing convolutional neural networks", 2014), usual for Adam.
-
-    Raises:
-        ArgumentTypeError, ArgumentValueError: an argument is not as above.
     """
-    base = require_number("base", base, above=0)
-    ratio = require_int("effective", effective, at_least=1) / require_int(
-        "reference", reference, at_least=1
-    )
-    return base * (
-        ratio if require_choice("rule", rule, RULES) == "linear" else math.sqrt(ratio)
-    )
+    ratio = effective / reference
+    return base * {"linear": ratio, "sqrt": math.sqrt(ratio)}[rule]

@@ -129,15 +129,18 @@ class Listeners:
         now = time.perf_counter()
         seconds = now - self._last_end
         self._last_end = now
-        said = (
+        window = ClosedWindow(
             result.optimizer_step,
             result.applied,
             result.skipped,
             result.overflow,
             result.grad_norm,
             result.loss_scale,
+            weight,
+            micro_batches,
+            seconds,
+            float(result.loss),
         )
-        window = ClosedWindow(*said, weight, micro_batches, seconds, float(result.loss))
         self._untold.append(window)
         return window
 
@@ -149,10 +152,18 @@ class Listeners:
         try:
             yield
         except BaseException as error:
-            for failure in self._told():
+            self.tell()
+            for failure in self._taken_failures():
                 error.add_note(f"gradaccum: a listener raised as well: {failure!r}")
             raise
-        _raise(self._told())
+        self.tell()
+        failures = self._taken_failures()
+        if failures:
+            first, *others = failures
+            first.add_note(_AFTER)
+            for failure in others:
+                first.add_note(f"gradaccum: another listener raised {failure!r}")
+            raise first
 
     def tell(self) -> None:
         """Call every listener with every window not yet reported; `settled` raises what
@@ -161,36 +172,16 @@ class Listeners:
         A call that closes several windows reports each before the next, as a listener
         may move a schedule.
         """
-        untold = self._untold
+        windows = self._untold
         self._untold = []
-        calls = [
-            (listener, window) for window in untold for listener in self.added.values()
-        ]
-        self._failures += [
-            failure
-            for listener, window in calls
-            if (failure := _failure(listener, window)) is not None
-        ]
+        for window in windows:
+            for listener in [*self.added.values()]:
+                try:
+                    listener(window)
+                except Exception as failure:
+                    self._failures.append(failure)
 
-    def _told(self) -> list[Exception]:
-        self.tell()
+    def _taken_failures(self) -> list[Exception]:
         failures = self._failures
         self._failures = []
         return failures
-
-
-def _failure(listener: Listener, window: ClosedWindow) -> Exception | None:
-    try:
-        listener(window)
-    except Exception as failure:
-        return failure
-    return None
-
-
-def _raise(failures: list[Exception]) -> None:
-    if failures:
-        first, *others = failures
-        first.add_note(_AFTER)
-        for other in others:
-            first.add_note(f"gradaccum: another listener raised {other!r}")
-        raise first

@@ -8,18 +8,19 @@ of several terms divide each term by the window's total of it, and sum the windo
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import suppress
+from itertools import islice
 from types import MappingProxyType
 from typing import Generic, SupportsFloat, TypeVar, cast
 
 from gradaccum.errors import (
-    ArgumentTypeError,
     ArgumentValueError,
     GradAccumWarning,
     UsageError,
     explain,
-    imported,
     require_number,
 )
 from gradaccum.nests import leaves_of
@@ -40,69 +41,6 @@ _ROUNDING = 1e-5
 """A reduction may round as float32 does; a mean over workers is farther off."""
 
 
-class Counts(Generic[M]):
-    """The functions of ``count=`` and ``weight=``, and their values of a micro-batch.
-
-    Values are a list: 1 for the micro-batch itself, then each count, then the weight if
-    it is a function of its own.
-    """
-
-    def __init__(
-        self, count: Mapping[str, Count[M]] | None, weight: str | Count[M] | None
-    ) -> None:
-        self._names = tuple(count or {})
-        self._functions = {f'count["{n}"]': f for n, f in (count or {}).items()}
-        self._weight_index: int | None = None
-        if callable(weight):
-            self._functions["weight"] = weight
-            self._weight_index = len(self._functions)
-        elif weight in self._names:
-            self._weight_index = 1 + self._names.index(weight)
-        elif weight is not None:
-            raise explain(
-                ArgumentValueError,
-                "weight",
-                expected=f"the name of a count, one of {list(self._names)}, or a"
-                " function of a micro-batch",
-                got=weight,
-                fix='Write weight="tokens" with count={"tokens": ...}.',
-            )
-
-    def zeros(self) -> list[float]:
-        return [0.0] * (1 + len(self._functions))
-
-    def of(self, micro_batch: M, place: str) -> list[float]:
-        """Return the values of a micro-batch.
-
-        Raises:
-            ArgumentTypeError, ArgumentValueError: a count is no finite number >= 0.
-            Exception: what a function raises, with its name and the micro-batch's
-                `place` as a note.
-        """
-        fix = "Return how many of them the micro-batch has."
-        values = [1.0]
-        for name, function in self._functions.items():
-            try:
-                number = function(micro_batch)
-                values.append(
-                    require_number(name, number, above=0, or_equal=True, fix=fix)
-                )
-            except Exception as error:
-                error.add_note(
-                    f"{name} was called for {place}. The micro-batch is kept: the next"
-                    " call counts it again."
-                )
-                raise
-        return values
-
-    def totals(self, values: list[float]) -> dict[str, float]:
-        return dict(zip(self._names, values[1:], strict=False))
-
-    def weight(self, values: list[float]) -> float:
-        """Return the value by which a window ends; only if a weight was passed."""
-        return values[cast(int, self._weight_index)]
-
-
 def summed(reduce: Reduce, values: list[float]) -> list[float]:
     """Return the sum of `values` over all workers.
 
@@ -115,7 +53,7 @@ def summed(reduce: Reduce, values: list[float]) -> list[float]:
         not total >= value * (1 - _ROUNDING)
         for value, total in zip(values, totals, strict=False)
     ]
-    if len(totals) != len(values) or any(is_below) or max(totals) == float("inf"):
+    if len(totals) != len(values) or any(is_below) or math.inf in totals:
         raise explain(
             ArgumentValueError,
             "reduce",
@@ -158,22 +96,13 @@ def updates_in(
             pass fills up.
 
     Raises:
-        ArgumentTypeError: windows end by weight or by the caller.
-        TypeError: `micro_batches` has no length.
+        TypeError: `micro_batches` has no length, or windows end by weight.
 
     Examples:
         >>> updates_in(10, steps=4, epochs=2)  # Windows of 4, 4 and 2 micro-batches, twice.
         6
     """
     schedule = make_schedule(steps)
-    if schedule is None or isinstance(schedule, UntilWeight):
-        raise explain(
-            ArgumentTypeError,
-            "steps",
-            expected="a number of micro-batches per window",
-            got=steps,
-            fix="Count the windows of gradaccum.windows(loader, ...) instead.",
-        )
     if not isinstance(micro_batches, int):
         micro_batches = len(micro_batches)
     updates = optimizer_step
@@ -264,7 +193,7 @@ def epoch(
         see: called with each micro-batch after the loop's body has run.
 
     Raises:
-        MissingPackageError: `progress` without rich.
+        ModuleNotFoundError: `progress` without rich.
     """
     source = _with_progress(loader) if progress else loader
     return Epoch(loader, _epoch(source, None if carry else flush, see))
@@ -303,28 +232,13 @@ def _epoch(
 
 
 def _with_progress(loader: Iterable[M]) -> Iterable[M]:
-    track = imported(
-        "progress", "rich.progress", install="rich", otherwise="leave progress out"
-    ).track
-    return cast(
-        Iterable[M],
-        track(
-            loader,
-            "micro-batches",
-            total=_length_of(loader),
-        ),
-    )
+    from rich.progress import track
 
-
-def _length_of(loader: object) -> int | None:
-    """Return the loader's number of micro-batches; None if it has no length.
-
-    torch's loaders have a ``__len__`` that raises over data without a length.
-    """
-    try:
-        return len(cast(Sized, loader))
-    except TypeError:
-        return None
+    total = None
+    # torch's loaders have a ``__len__`` that raises over data without a length.
+    with suppress(TypeError):
+        total = len(cast(Sized, loader))
+    return track(loader, "micro-batches", total=total)
 
 
 # A window whose micro-batches are all read before the first is run, and the pass over a
@@ -389,13 +303,15 @@ class Windows(Generic[M]):
         self,
         loader: Iterable[M],
         schedule: Schedule,
-        counts: Counts[M],
+        count: Mapping[str, Count[M]],
+        weight: str | None,
         reduce: Reduce | None,
         start: int,
     ) -> None:
         self.loader = loader
         self.schedule = schedule
-        self.counts = counts
+        self.count = count
+        self.weight = weight
         self.reduce = reduce
         self.next_number = start
         """int: the number of the window that is given next."""
@@ -412,60 +328,52 @@ class _Reader(Iterator[Window[M]]):
     def __init__(self, windows: Windows[M], loader: Iterator[M]) -> None:
         self._windows = windows
         self._loader = loader
-        self._counts = windows.counts
         self._current: Window[M] | None = None
-        self._size: int | UntilWeight | None = None
-        """The size of the window that is being read; None before it begins."""
         self._uncounted: list[M] = []
         """The micro-batch that was read last, until it is counted."""
         self._micro_batches: list[M] = []
-        self._values = self._counts.zeros()
-        """The values of the window that is being read; of all workers, if they agree on
-        its end after each micro-batch.
+        self._values = self._zeros()
+        """Of the window that is being read: the number of micro-batches, and the counts
+        in order; of all workers, if they agree on its end after each micro-batch.
         """
-        self._exhausted = self._over = False
-        """This worker's loader has ended; every worker's has."""
+        self._has_no_more = False
+        """Nothing is left to read: for this worker, or for all if they agree."""
+        self._is_over = False
 
     def __next__(self) -> Window[M]:
+        windows = self._windows
         if self._current is not None:
             self._current.forget()
-            self._current = None
-        if not self._over:
-            self._read()
-            totals = self._totals()
+        if not self._is_over:
+            size = _size(windows.schedule, windows.next_number)
+            while not (self._has_no_more or self._is_full(size)):
+                self._read_one()
+            totals = self._values
+            if windows.reduce is not None and not isinstance(size, UntilWeight):
+                totals = summed(windows.reduce, totals)
             if totals[0]:
                 return self._give(totals)
-        self._over = True
+        self._is_over = True
         raise StopIteration
 
-    def _read(self) -> None:
-        if self._size is None:
-            self._size = _size(self._windows.schedule, self._windows.next_number)
-        while not (
-            self._is_full() or (self._over if self._agrees else self._exhausted)
-        ):
-            self._read_one()
+    def _zeros(self) -> list[float]:
+        return [0.0] * (1 + len(self._windows.count))
 
-    @property
-    def _agrees(self) -> bool:
-        """True if all workers reduce after each micro-batch: none of them alone knows
-        the window's weight.
-        """
-        return self._windows.reduce is not None and isinstance(self._size, UntilWeight)
-
-    def _is_full(self) -> bool:
-        if isinstance(self._size, UntilWeight):
-            return self._counts.weight(self._values) >= self._size.weight  # type: ignore[operator]  # `_size` made it a number.
-        return self._size is not None and len(self._micro_batches) >= self._size
+    def _is_full(self, size: int | UntilWeight) -> bool:
+        if not isinstance(size, UntilWeight):
+            return len(self._micro_batches) >= size
+        by_name = dict(zip(self._windows.count, self._values[1:], strict=True))
+        return by_name[cast(str, self._windows.weight)] >= cast(int, size.weight)
 
     def _read_one(self) -> None:
-        """Read and count a micro-batch, if there is one; where the workers agree on the
-        end, everyone's.
+        """Read and count a micro-batch, if there is one; where windows end by weight,
+        everyone's, because no worker alone knows the window's weight.
         """
         values = self._next_values()
-        if self._agrees and self._windows.reduce is not None:
-            values = summed(self._windows.reduce, values)
-            self._over = values[0] == 0
+        reduce = self._windows.reduce
+        if reduce is not None and isinstance(self._windows.schedule, UntilWeight):
+            values = summed(reduce, values)
+        self._has_no_more = values[0] == 0
         self._values = [
             total + value for total, value in zip(self._values, values, strict=True)
         ]
@@ -473,31 +381,29 @@ class _Reader(Iterator[Window[M]]):
         self._uncounted = []
 
     def _next_values(self) -> list[float]:
-        if not (self._uncounted or self._exhausted):
-            try:
-                self._uncounted.append(next(self._loader))
-            except StopIteration:
-                self._exhausted = True
         if not self._uncounted:
-            return self._counts.zeros()
-        place = (
-            f"micro-batch {len(self._micro_batches)} of window"
-            f" {self._windows.next_number}"
-        )
-        return self._counts.of(self._uncounted[0], place)
-
-    def _totals(self) -> list[float]:
-        """Return the values of the read window over all workers."""
-        reduce = self._windows.reduce
-        if reduce is None or self._agrees:
-            return self._values
-        return summed(reduce, self._values)
+            self._uncounted = list(islice(self._loader, 1))
+        if not self._uncounted:
+            return self._zeros()
+        values = [1.0]
+        for name, function in self._windows.count.items():
+            try:
+                number = function(self._uncounted[0])
+                values.append(require_number(name, number, above=0, or_equal=True))
+            except Exception as error:
+                error.add_note(
+                    f'count["{name}"] was called for micro-batch'
+                    f" {len(self._micro_batches)} of window {self._windows.next_number}."
+                    " The micro-batch is kept: the next call counts it again."
+                )
+                raise
+        return values
 
     def _give(self, totals: list[float]) -> Window[M]:
-        self._current = Window(
-            self._windows.next_number, self._micro_batches, self._counts.totals(totals)
-        )
-        self._size, self._micro_batches, self._values = None, [], self._counts.zeros()
+        by_name = dict(zip(self._windows.count, totals[1:], strict=True))
+        self._current = Window(self._windows.next_number, self._micro_batches, by_name)
+        self._micro_batches = []
+        self._values = self._zeros()
         self._windows.next_number += 1
         return self._current
 
@@ -510,7 +416,7 @@ def windows(
     loader: Iterable[M],
     steps: object,
     count: Mapping[str, Count[M]] | None = None,
-    weight: str | Count[M] | None = None,
+    weight: str | None = None,
     reduce: Reduce | None = None,
     *,
     start: int = 0,
@@ -531,7 +437,7 @@ def windows(
             window ends with the micro-batch by which its weight reaches n.
         count: functions of a micro-batch by name; each returns a finite number >= 0, or
             a framework's scalar. The loop waits for a scalar on a device.
-        weight: with ``until_weight``: the name of a count, or a function as in `count`.
+        weight: with ``until_weight``: the name of a count.
         reduce: with several workers: a function that returns a list of floats summed
             over all of them, best in float64, called once per window, and once more at
             the end; with ``until_weight`` once per micro-batch. Totals and weight are
@@ -551,21 +457,12 @@ def windows(
         1 {'tokens': 6.0, 'sequences': 1.0}
     """
     schedule = make_schedule(steps)
-    if schedule is None:
-        raise explain(
-            ArgumentTypeError,
-            "steps",
-            expected="the size of a window",
-            got=steps,
-            fix="Write steps=4, or steps=gradaccum.until_weight(4096) with weight=.",
-        )
-    if isinstance(schedule, UntilWeight) != (weight is not None):
+    if isinstance(schedule, UntilWeight) != (weight in (count or {})):
         raise explain(
             ArgumentValueError,
             "weight",
-            expected="a count's name or a function with steps=until_weight(...), and"
-            " None without it",
+            expected="a count's name with steps=until_weight(...), and None without it",
             got=weight,
             fix='Write steps=gradaccum.until_weight(4096), weight="tokens".',
         )
-    return Windows(loader, schedule, Counts(count, weight), reduce, start)
+    return Windows(loader, schedule, count or {}, weight, reduce, start)

@@ -57,8 +57,7 @@ def wrap(
 
     Raises:
         ArgumentTypeError: `optimizer` belongs to no installed backend, or is already
-            wrapped; an option has the wrong type, is unknown, or stands beside a
-            scheduler.
+            wrapped; an option has the wrong type, or `steps` stands beside a scheduler.
         ArgumentValueError: an option has a value that makes no sense.
     """
     shared: dict[str, Any] = {

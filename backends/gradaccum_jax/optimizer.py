@@ -342,7 +342,7 @@ def epoch(loader: Iterable[M], *, progress: bool = False) -> kit.Epoch[tuple[M, 
 
     Raises:
         ArgumentTypeError: `loader` is no iterable, or `progress` no bool.
-        MissingPackageError: `progress` without rich.
+        ModuleNotFoundError: `progress` without rich.
 
     Examples:
         >>> list(epoch([10, 20, 30]))

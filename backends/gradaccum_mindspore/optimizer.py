@@ -363,7 +363,7 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
 
         Raises:
             ArgumentTypeError: `loader` is no iterable, or a flag no bool.
-            MissingPackageError: `progress` without rich.
+            ModuleNotFoundError: `progress` without rich.
         """
         micro_batches = kit.epoch(
             loader,

@@ -309,7 +309,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
         Raises:
             ArgumentTypeError: `loader` is no iterable, or a flag no bool.
-            MissingPackageError: `progress` without rich.
+            ModuleNotFoundError: `progress` without rich.
         """
         see = self._window.sizes.see
         return epoch(loader, self.flush, carry=carry, progress=progress, see=see)

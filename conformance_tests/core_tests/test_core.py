@@ -50,12 +50,16 @@ def test_explain_names_everything() -> None:
     [
         kit.make_options,
         gradaccum.until_weight,
+        lambda size: gradaccum.until_weight([(0, 8), (9, size)]),
         lambda size: kit.require_steps(size, 0, lambda step: size),
+        lambda size: kit.terms_of(
+            kit.make_options(gradaccum.until_weight(lambda step: size)), 0
+        ),
     ],
 )
 def test_sizes_fit_into_int32(make: Any) -> None:
     """Compiled code would wrap them around, and a checkpoint could not hold them."""
-    make(2**31 - 1)
+    make(np.int64(2**31 - 1))
     with pytest.raises(
         ArgumentValueError,
         match="expected an int <= 2147483647; got 2147483648",
@@ -63,37 +67,24 @@ def test_sizes_fit_into_int32(make: Any) -> None:
         make(2**31)
 
 
-def test_weights_of_pairs_and_callables_fit_into_int32() -> None:
-    with pytest.raises(ArgumentValueError, match="expected an int <= 2147483647"):
-        gradaccum.until_weight([(0, 8), (9, 2**31)])
-    schedule = gradaccum.until_weight(lambda step: 2**31)
-    with pytest.raises(ArgumentValueError, match="expected an int <= 2147483647"):
-        kit.require_steps(kit.steps_at(schedule, 0, kit.select), 0, schedule)
-
-
-def test_numpy_integer_is_an_int() -> None:
-    numpy = pytest.importorskip("numpy", reason="numpy is not installed")
-    assert kit.make_options(numpy.int64(4)).steps == 4
-
-
 @pytest.mark.parametrize(
-    "arguments",
+    ("name", "value"),
     [
-        {"init_scale": 0},
-        {"growth_factor": 1.0},
-        {"backoff_factor": 1.0},
-        {"backoff_factor": 0.0},
-        {"growth_interval": 0},
-        {"min_scale": 0.0},
-        {"min_scale": 8.0, "init_scale": 4.0},
-        {"max_scale": 2.0, "init_scale": 4.0},
-        {"init_scale": math.nan},
-        {"init_scale": True},
+        ("init_scale", 0),
+        ("init_scale", math.nan),
+        ("init_scale", True),
+        ("growth_factor", 1.0),
+        ("backoff_factor", 0.0),
+        ("backoff_factor", 1.0),
+        ("growth_interval", 0),
+        ("min_scale", 0.0),
+        ("min_scale", 2.0**17),
+        ("max_scale", 2.0),
     ],
 )
-def test_bad_loss_scales_raise(arguments) -> None:
+def test_bad_loss_scales_raise(name: str, value: float) -> None:
     with pytest.raises(gradaccum.GradAccumError, match="expected"):
-        gradaccum.DynamicLossScale(**arguments)
+        DynamicLossScale(**{name: value})
 
 
 def test_defaults_are_those_of_torch_s_scaler() -> None:
@@ -111,27 +102,10 @@ def test_defaults_are_those_of_torch_s_scaler() -> None:
     )
 
 
-def test_defaults_of_the_options() -> None:
-    scale = (1.0, 1.0, 1.0, 1, 0.0, math.inf)
-    assert tuple(kit.make_options(4)) == (
-        4,
-        "mean",
-        None,
-        None,
-        None,
-        scale,
-        "skip_window",
-        False,
-        None,
-        False,
-    )
-
-
 @pytest.mark.parametrize("steps", ["four", True, 2.5])
 def test_wrong_steps_are_told_of_every_kind(steps: Any) -> None:
     with pytest.raises(
-        ArgumentTypeError,
-        match=r"^steps: expected an int >= 1, .*pairs.*; got",
+        ArgumentTypeError, match=r"^steps: expected an int >= 1, .*pairs"
     ):
         kit.make_options(steps)
 
@@ -180,12 +154,6 @@ def test_total_beyond_float32_ends_with_its_window() -> None:
         kit.close(full, False, True, kit.make_options(4), kit.select),
     ):
         assert kit.State(*ended).weight == 0, "compiled code has no at_rest"
-
-
-def test_old_name_of_a_reduction_warns() -> None:
-    with pytest.warns(DeprecationWarning, match='write "sum_per_item"'):
-        options = kit.make_options(4, reduction="item_mean")
-    assert options == kit.make_options(4, reduction="sum_per_item")
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "sum_per_item"])
@@ -244,20 +212,6 @@ def test_limit_of_zero_names_none(name: str) -> None:
         kit.make_options(4, **{name: 0})
 
 
-@pytest.mark.parametrize("function", [lambda: 4, lambda first, second: 4])
-def test_schedule_takes_one_argument(function: Any) -> None:
-    expected = "expected a function of one argument, the updates so far"
-    with pytest.raises(ArgumentTypeError, match=f"^steps: {expected}"):
-        kit.make_options(function)
-    with pytest.raises(ArgumentTypeError, match=f"^weight: {expected}"):
-        gradaccum.until_weight(function)
-
-
-@pytest.mark.parametrize("function", [lambda n, base=4: n + base, int, max])
-def test_schedule_may_have_defaults_or_no_signature(function: Any) -> None:
-    assert kit.make_options(function).steps is function
-
-
 def test_denominator_is_for_windows_that_the_caller_closes() -> None:
     kit.require_denominator_allowed(kit.make_options(None))
     with pytest.raises(
@@ -308,9 +262,6 @@ def test_terms_survive_their_codes(steps: Any, loss_scale: Any) -> None:
         kit.make_options(steps, reduction="sum", loss_scale=loss_scale), 3
     )
     assert kit.decode_terms(kit.encode_terms(terms)) == terms
-    for codes in ((1, 9, 0, 0, 0), (1, 0)):
-        with pytest.raises(CheckpointError, match="terms"):
-            kit.decode_terms(codes)
     with pytest.raises(
         CheckpointError, match=f"format {kit.FORMAT}; got format {kit.FORMAT + 1}"
     ):
@@ -361,9 +312,6 @@ def test_states_of_two_moments_are_no_window() -> None:
     for name in ("optimizer_step", "skipped_windows", "loss_scale", "growth_tracker"):
         with pytest.raises(CheckpointError, match=name):
             kit.redistributed([one, one._replace(**{name: 7})], 1)
-    for states, workers in (([], 1), ([one], 0)):
-        with pytest.raises(ArgumentValueError, match="at least one"):
-            kit.redistributed(states, workers)
 
 
 def test_other_learning_rates_on_one_worker_are_named() -> None:

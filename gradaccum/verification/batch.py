@@ -8,8 +8,9 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gradaccum.errors import ArgumentValueError, explain, require_weight
+from gradaccum.errors import require_weight
 from gradaccum.nests import leaves_of, spread, with_leaves
+from gradaccum.splitting import require_item_weights, require_one_size
 from gradaccum.verification.subject import Items
 
 KEY = "key"
@@ -46,9 +47,10 @@ class Batch:
             has_axes = is_array(leaf.value) and bool(leaf.value.shape)  # type: ignore[attr-defined]
             is_split = has_axes and axis not in (None, KEY)
             self._axes.append(axis if is_split else None)  # type: ignore[arg-type]
-        self.items = self._number_of_items()
-        sizes = [math.prod(array.shape) for _, array, _ in self._split()]
-        self.terms = max(sizes)
+        self.items = require_one_size(
+            (path, array.shape[axis]) for path, array, axis in self._split()
+        )
+        self.terms = max(math.prod(array.shape) for _, array, _ in self._split())
         """About how many numbers are added up into one element of a gradient."""
 
     def part(self, items: Items) -> tuple[Any, ...]:
@@ -78,47 +80,11 @@ class Batch:
         if weight is None:
             return lambda part: float(len(part))
         if callable(weight):
-            return lambda part: _weight(weight(*self.part(part)))
-        weights = [_weight(value) for value in weight]
-        if len(weights) != self.items:
-            raise explain(
-                ArgumentValueError,
-                "weight",
-                expected=f"{self.items} numbers, one per item",
-                found=f"{len(weights)}",
-                fix="Give one number per item, or a function of the micro-batch.",
-            )
+            return lambda part: require_weight(weight(*self.part(part)))
+        weights = require_item_weights(weight, self.items)
         return lambda part: math.fsum(weights[item] for item in part)
 
     def _split(self) -> Iterator[tuple[str, Any, int]]:
         for leaf, axis in zip(self._leaves, self._axes, strict=True):
             if axis is not None:
                 yield leaf.path, leaf.value, axis
-
-    def _number_of_items(self) -> int:
-        lengths = {path: array.shape[axis] for path, array, axis in self._split()}
-        if not lengths:
-            raise explain(
-                ArgumentValueError,
-                "batch",
-                expected="an array to split",
-                found="none",
-                fix="Write axes= the batch axis of each array.",
-            )
-        first_path, items = next(iter(lengths.items()))
-        for path, length in lengths.items():
-            if length != items:
-                raise explain(
-                    ArgumentValueError,
-                    path,
-                    expected=f"{items} items, as in {first_path}",
-                    found=f"{length}",
-                    fix="Write None in axes= for what each micro-batch gets in full.",
-                )
-        return int(items)
-
-
-def _weight(weight: Any) -> float:
-    """Return a weight as a number; an array of no dimension is one."""
-    is_array = hasattr(weight, "item") and getattr(weight, "ndim", 0) == 0
-    return require_weight(weight.item() if is_array else weight)

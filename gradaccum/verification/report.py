@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from gradaccum.errors import ArgumentTypeError, BackendNotFoundError, explain
-from gradaccum.registry import BACKENDS, TYPES, available_backends, load_backend, owners
+from gradaccum.registry import Backend, available_backends, backend_of, load_backend
 from gradaccum.verification.comparison import Coefficients
 
 PAGE = "gradaccum/VERIFY.md"
@@ -76,18 +76,13 @@ class VerificationReport:
             *(f"  note: {note}" for note in self.notes),
         ]
         if self.moved:
-            worst = sorted(self.moved, key=lambda name: -self.errors[name])
-            shown = ", ".join(
-                f"{name} {_short(self.errors[name])}" for name in worst[:5]
-            )
-            more = f" and {len(worst) - 5} more" if len(worst) > 5 else ""
+            name = max(self.moved, key=lambda name: self.errors[name])
             lines.append(
-                f"  Parameters that moved, in units of rounding (up to {self.limit:g}"
-                f" is rounding alone): {shown}{more}"
+                f"  Parameters that moved: {len(self.moved)}. The worst is {name}, by"
+                f" {self.errors[name]:.3g} units (up to {self.limit:g} are rounding)."
             )
-        coefficients = self.coefficients
-        if coefficients is not None and coefficients.differ and not self.equivalent:
-            lines.append(f"  {coefficients}")
+        if self.coefficients is not None and not self.equivalent:
+            lines.append(f"  {self.coefficients}")
         if self.causes:
             lines.append(f"  More about each cause: {PAGE}.")
         return "\n".join(lines)
@@ -106,8 +101,6 @@ class VerificationReport:
                 name: value if math.isfinite(value) else "inf"
                 for name, value in content[field].items()
             }
-        if self.coefficients is not None:
-            content["coefficients"] = self.coefficients._asdict()
         return json.dumps({**content, "moved": list(self.moved)}, indent=2)
 
     def _verdict(self) -> str:
@@ -120,10 +113,6 @@ class VerificationReport:
         if kinds == "not_repeatable":
             return "Accumulation cannot be compared for this loss: not_repeatable."
         return f"Accumulation is WRONG for this loss: {kinds}."
-
-
-def _short(error: float) -> str:
-    return "not finite" if not math.isfinite(error) else f"{error:.3g}"
 
 
 # `gradaccum.verify`: one call for every framework.
@@ -184,11 +173,7 @@ def verify(
         ArgumentValueError: an argument has a value that makes no sense.
         Exception: what `loss_fn` raises for a part of the batch, with a note.
     """
-    for name in _imported_first():
-        try:
-            backend = load_backend(name)
-        except BackendNotFoundError:  # The adapter needs another package.
-            continue
+    for backend in _backends(model_or_params):
         if isinstance(backend, VerifyingBackend) and backend.verifies(model_or_params):
             return backend.verify(model_or_params, loss_fn, batch, steps, **options)
     raise explain(
@@ -203,13 +188,12 @@ def verify(
     )
 
 
-def _imported_first() -> list[str]:
-    """Return the installed backends; first those whose framework is imported."""
-    loaded_values = {
-        entry.value
-        for package, entry in owners(TYPES).items()
-        if package in sys.modules
-    }
-    entries = owners(BACKENDS)
-    names = available_backends()
-    return sorted(names, key=lambda name: entries[name].value not in loaded_values)
+def _backends(model: object) -> Iterator[Backend]:
+    """Load the backend of the model's type first, because the others import their
+    frameworks.
+    """
+    with suppress(ArgumentTypeError):
+        yield backend_of(model)
+    for name in available_backends():
+        with suppress(BackendNotFoundError):  # The adapter needs another package.
+            yield load_backend(name)
