@@ -5,11 +5,10 @@ Run it with ``python -m gradaccum_conformance --backend NAME``. A backend takes 
 registering a `Harness`.
 """
 
-from gradaccum_conformance.couplings import COUPLINGS, TEMPERATURE, Coupling, mirrored
+from gradaccum_conformance.coupled_loss import TEMPERATURE, contrast, mirrored
 from gradaccum_conformance.harness import (
     Captured,
     Dtype,
-    Fault,
     GradientTree,
     Harness,
     LargeBatchCall,
@@ -23,26 +22,22 @@ from gradaccum_conformance.harness import (
     Snapshot,
     VerifyCall,
     VerifyingHarness,
-    View,
     WorkersHarness,
     WrapOptions,
 )
 from gradaccum_conformance.specs import (
-    ATTENTION,
     LENET,
     LINEAR,
     MLP,
     MODELS,
     Array,
     Arrays,
-    Attention,
     AvgPool,
     Batch,
     Conv,
     Dense,
     Flatten,
     Layer,
-    MeanOverLength,
     Model,
     Optimizer,
     Tanh,
@@ -51,8 +46,6 @@ from gradaccum_conformance.specs import (
 )
 
 __all__ = [
-    "ATTENTION",
-    "COUPLINGS",
     "LENET",
     "LINEAR",
     "MLP",
@@ -60,45 +53,33 @@ __all__ = [
     "TEMPERATURE",
     "Array",
     "Arrays",
-    "Attention",
     "AvgPool",
     "Batch",
-]
-__all__ += [
     "Captured",
     "Conv",
-    "Coupling",
     "Dense",
     "Dtype",
-    "Fault",
     "Flatten",
     "GradientTree",
     "Harness",
     "LargeBatchCall",
-]
-__all__ += [
     "LargeBatchHarness",
     "Layer",
     "Loss",
-    "MeanOverLength",
     "Model",
     "Optimizer",
     "Option",
     "Outcome",
     "Returns",
     "Session",
-]
-__all__ += [
     "Setup",
     "Snapshot",
     "Tanh",
     "VerifyCall",
     "VerifyingHarness",
-    "View",
-]
-__all__ += [
     "WorkersHarness",
     "WrapOptions",
+    "contrast",
     "make_batch",
     "make_weights",
     "mirrored",

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from gradaccum_conformance.harness import Dtype
-from gradaccum_conformance.specs import Array, Attention, Conv, Dense, Model
+from gradaccum_conformance.specs import Array, Conv, Dense, Model
 
 FLOAT64_RELATIVE = 1e-13
 """The relative error that the suite allows in float64, whatever the derived bound."""
@@ -50,8 +50,6 @@ def additions_in_gradient(model: Model, items: int, micro_batches: int) -> int:
             inner += layer.n_in + layer.n_out
         elif isinstance(layer, Conv):
             inner += layer.c_in * layer.size**2 + layer.c_out * layer.size**2
-        elif isinstance(layer, Attention):
-            inner += 8 * layer.size + 4 * model.input_shape[0]
         else:
             inner += 4
     positions = int(np.prod(model.input_shape[1:])) if len(model.input_shape) > 1 else 1

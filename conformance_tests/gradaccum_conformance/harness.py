@@ -15,11 +15,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple
 
-import numpy as np
-
 from gradaccum import StepResult, VerificationReport
 from gradaccum.kit import Listener, State
-from gradaccum_conformance.couplings import Coupling
 from gradaccum_conformance.specs import Array, Arrays, Batch, Model, Optimizer
 
 Loss = Literal["mean", "sum"]
@@ -27,7 +24,6 @@ Dtype = Literal["float32", "float64", "float16", "bfloat16"]
 """Dtype of the model's parameters. NumPy has no bfloat16: such arrays go in and come
 out as float32.
 """
-Fault = Literal["structure", "shape", "dtype"]
 GradientTree = Mapping[str, Array | None]
 """Gradients by parameter name. None: the parameter took no part in this micro-batch."""
 Option = Any
@@ -54,29 +50,13 @@ class Setup(NamedTuple):
     """`gradaccum.wrap`'s, with ``steps``; None: do not wrap."""
 
 
-class View(NamedTuple):
-    """A gradient as a part of some memory, which is a vector."""
-
-    shape: tuple[int, ...]
-    offset: int
-    strides: tuple[int, ...]
-    """In elements; 0 along an axis whose elements are one."""
-
-    def of(self, memory: Array) -> Array:
-        """The part of `memory`, without a copy."""
-        strides = tuple(stride * memory.itemsize for stride in self.strides)
-        return np.lib.stride_tricks.as_strided(
-            memory[self.offset :], self.shape, strides
-        )
-
-
 class Captured(NamedTuple):
     """The calls that a ``capture`` optimizer received."""
 
     calls: int
     """Their number."""
-    gradient: Arrays | None
-    """The gradient of the last call; None before the first."""
+    gradient: Arrays
+    """The gradient of the last call; empty before the first."""
 
 
 class Session(ABC):
@@ -108,15 +88,14 @@ class Session(ABC):
         """
         return False
 
-    def gradients_in(self, memory: Array, views: Mapping[str, View]) -> None:
-        """One micro-batch whose gradients are parts of one `memory`, of the parameters'
-        dtype, which is written over afterwards.
+    def gradients_in(self, tree: Arrays) -> None:
+        """One micro-batch whose gradients are views of memory, which the caller writes
+        over for the next micro-batch.
 
-        A framework with memory of its own that can be written over takes the same one
-        each time, as autograd hands it over.
+        A framework that can take NumPy's memory as a gradient takes it without a copy.
+        The parameters are float64.
         """
-        parts = memory.copy()
-        self.gradients({name: view.of(parts) for name, view in views.items()})
+        self.gradients({name: gradient.copy() for name, gradient in tree.items()})
 
     @abstractmethod
     def flush(self, denominator: Option = None) -> None:
@@ -138,7 +117,7 @@ class Session(ABC):
         """
         return False
 
-    def idle(self) -> None:  # most backends do nothing  # noqa: B027 - most backends do nothing
+    def idle(self) -> None:  # noqa: B027 - most backends do nothing
         """No micro-batch on this worker while others have one: nothing to do, unless
         all workers run one program.
         """
@@ -219,10 +198,8 @@ class Harness(ABC):
     """The `modes` that without ``--deep`` run only the tests marked ``every_mode``: one
     that compiles what another mode compiles too.
     """
-    gradient_faults: ClassVar[tuple[Fault, ...]] = ("structure", "shape", "dtype")
-    """The mistakes in a gradient tree that reach gradaccum: the framework itself does
-    not refuse them first.
-    """
+    gradient_shapes_reach_gradaccum: ClassVar[bool] = True
+    """False if the framework itself refuses a gradient of another shape."""
 
     @abstractmethod
     def start(self, setup: Setup) -> Session:
@@ -239,18 +216,6 @@ class Harness(ABC):
         loss: Loss = "mean",
     ) -> Arrays:
         """The framework's own gradient of the whole batch, without gradaccum."""
-
-    @abstractmethod
-    def not_an_optimizer(self) -> object:
-        """An object of the framework's package that is no optimizer, such as a
-        model.
-        """
-
-    @abstractmethod
-    def bad_gradients(self, session: Session, fault: Fault) -> None:
-        """Hand `session` a gradient tree with one of `gradient_faults`, past the
-        harness's own conversions; must raise.
-        """
 
 
 Returns = Callable[[Any, Any], Any]
@@ -284,8 +249,6 @@ class LargeBatchCall(NamedTuple):
     """If given, what the loss function returns in place of the loss; a coupled one's
     logits are ``left``.
     """
-    outputs: Callable[[Any], Any] | None = None
-    """If given, what a coupled call's outputs are, of what they would be."""
 
 
 class Outcome(NamedTuple):
@@ -331,15 +294,13 @@ class LargeBatchHarness(Harness):
         """
 
     @abstractmethod
-    def coupled(
-        self, call: LargeBatchCall, coupling: Coupling, batch: Batch
-    ) -> Outcome:
+    def coupled(self, call: LargeBatchCall, batch: Batch) -> Outcome:
         """The backend's call for losses that couple the items of a batch; its options
         are ``steps`` and the like.
 
         The outputs of a micro-batch are a dict: ``left``, the model's of ``x``, and
-        ``right``, the model's of `mirrored` ``x``. The loss of all outputs is that of
-        `coupling`, with its parameter ``temperature``, a scalar that begins at
+        ``right``, the model's of `mirrored` ``x``. The loss of all outputs is
+        `contrast`, with its parameter ``temperature``, a scalar that begins at
         `TEMPERATURE`. The gradient has an entry of that name.
         """
 

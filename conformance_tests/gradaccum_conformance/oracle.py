@@ -13,19 +13,17 @@ from functools import singledispatch
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from gradaccum_conformance.couplings import COUPLINGS, TEMPERATURE, Coupling, mirrored
+from gradaccum_conformance.coupled_loss import TEMPERATURE, contrast, mirrored
 from gradaccum_conformance.harness import Loss
 from gradaccum_conformance.specs import (
     Array,
     Arrays,
-    Attention,
     AvgPool,
     Batch,
     Conv,
     Dense,
     Flatten,
     Layer,
-    MeanOverLength,
     Model,
     Tanh,
 )
@@ -66,24 +64,23 @@ def outputs_and_backward(
 
 
 def coupled_loss_and_gradient(
-    model: Model, weights: Arrays, coupling: Coupling, batch: Batch
+    model: Model, weights: Arrays, batch: Batch
 ) -> tuple[float, Arrays]:
-    """The coupled loss of the whole batch and its gradient, that of ``temperature``
-    among it.
+    """The `contrast` loss of the whole batch and its gradient, with that of
+    ``temperature``.
     """
-    left, from_left = outputs_and_backward(model, weights, batch.x)
-    right, from_right = outputs_and_backward(model, weights, mirrored(batch.x))
-    coupled = COUPLINGS[coupling](left, right, TEMPERATURE)
-    one, other = from_left(coupled.left), from_right(coupled.right)
-    gradient = {name: one[name] + other[name] for name in weights}
+    left, left_backward = outputs_and_backward(model, weights, batch.x)
+    right, right_backward = outputs_and_backward(model, weights, mirrored(batch.x))
+    coupled = contrast(left, right, TEMPERATURE)
+    left_gradient = left_backward(coupled.left)
+    right_gradient = right_backward(coupled.right)
+    gradient = {name: left_gradient[name] + right_gradient[name] for name in weights}
     return coupled.loss, gradient | {"temperature": np.asarray(coupled.temperature)}
 
 
 def predict(model: Model, weights: Arrays, x: Array) -> Array:
     """The model's output for inputs (batch, *input_shape)."""
-    for index, layer in enumerate(model.layers):
-        x, _ = forward(layer, _own(weights, index), x)
-    return x
+    return outputs_and_backward(model, weights, x)[0]
 
 
 @singledispatch
@@ -123,33 +120,6 @@ def _(layer: Conv, w: Arrays, x: Array) -> tuple[Array, Backward]:
 
 
 @forward.register
-def _(layer: Attention, w: Arrays, x: Array) -> tuple[Array, Backward]:
-    q, k, v = x @ w["query"].T, x @ w["key"].T, x @ w["value"].T
-    p = _softmax(q @ k.swapaxes(1, 2) / np.sqrt(layer.size))
-    mixed = p @ v
-
-    def weight_gradient(dy: Array, value: Array) -> Array:
-        gradient: Array = dy.reshape(-1, layer.size).T @ value.reshape(-1, layer.size)
-        return gradient
-
-    def backward(dy: Array) -> tuple[Array, Arrays]:
-        d_mixed = dy @ w["output"]
-        dv, dp = p.swapaxes(1, 2) @ d_mixed, d_mixed @ v.swapaxes(1, 2)
-        ds = p * (dp - (dp * p).sum(-1, keepdims=True)) / np.sqrt(layer.size)
-        dq, dk = ds @ k, ds.swapaxes(1, 2) @ q
-        dx = dy + dq @ w["query"] + dk @ w["key"] + dv @ w["value"]
-        inputs = {
-            "query": (dq, x),
-            "key": (dk, x),
-            "value": (dv, x),
-            "output": (dy, mixed),
-        }
-        return dx, {name: weight_gradient(*pair) for name, pair in inputs.items()}
-
-    return x + mixed @ w["output"].T, backward
-
-
-@forward.register
 def _(layer: Tanh, w: Arrays, x: Array) -> tuple[Array, Backward]:
     y = np.tanh(x)
     return y, lambda dy: (dy * (1 - y * y), {})
@@ -178,12 +148,6 @@ def _(layer: Flatten, w: Arrays, x: Array) -> tuple[Array, Backward]:
     return x.reshape(len(x), -1), lambda dy: (dy.reshape(x.shape), {})
 
 
-@forward.register
-def _(layer: MeanOverLength, w: Arrays, x: Array) -> tuple[Array, Backward]:
-    length = x.shape[1]
-    return x.mean(1), lambda dy: (np.repeat(dy[:, None] / length, length, 1), {})
-
-
 def _own(weights: Arrays, index: int) -> Arrays:
     prefix = f"{index}."
     return {
@@ -193,21 +157,14 @@ def _own(weights: Arrays, index: int) -> Arrays:
     }
 
 
-def _softmax(x: Array) -> Array:
-    e: Array = np.exp(x - x.max(-1, keepdims=True))
-    p: Array = e / e.sum(-1, keepdims=True)
-    return p
-
-
 def _cross_entropy(logits: Array, labels: Array, loss: Loss) -> tuple[float, Array]:
     rows = np.arange(len(labels))
-    p = _softmax(logits)
     shifted = logits - logits.max(-1, keepdims=True)
-    losses = np.log(np.exp(shifted).sum(-1)) - shifted[rows, labels]
-    gradient = p.copy()
+    exponentials = np.exp(shifted)
+    totals = exponentials.sum(-1, keepdims=True)
+    losses = np.log(totals[:, 0]) - shifted[rows, labels]
+    gradient = exponentials / totals
     gradient[rows, labels] -= 1
-    return (
-        (float(losses.sum()), gradient)
-        if loss == "sum"
-        else (float(losses.mean()), gradient / len(labels))
-    )
+    if loss == "sum":
+        return float(losses.sum()), gradient
+    return float(losses.mean()), gradient / len(labels)

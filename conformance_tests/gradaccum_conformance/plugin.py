@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gradaccum import available_backends, registered_backends
-from gradaccum_conformance.harness import Harness, LargeBatchHarness, VerifyingHarness
+from gradaccum_conformance.harness import (
+    Harness,
+    LargeBatchHarness,
+    VerifyingHarness,
+    WorkersHarness,
+)
 from gradaccum_conformance.loading import load_harness
 from gradaccum_conformance.measuring import Errors
 from gradaccum_conformance.no_skips import NoSkips
@@ -102,64 +108,45 @@ def _choose(config: pytest.Config) -> list[str]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make a case for each backend that can do what the test is about, and for each of
+    its modes if the test asks for one.
+    """
     if "backend" not in metafunc.fixturenames:
         return
-    harnesses = [load_harness(name) for name in chosen_backends(metafunc.config)]
-    if "crews" in metafunc.fixturenames:
-        workers.parametrize_crews(metafunc, harnesses)
-    elif kind := _kind_of(metafunc):
-        _parametrize_able(
-            metafunc, [harness for harness in harnesses if isinstance(harness, kind)]
-        )
-    elif "mode" in metafunc.fixturenames:
-        cases = [(harness, mode) for harness in harnesses for mode in harness.modes]
-        parameters = [
-            _parameter(harness, mode, brief=_is_brief(metafunc))
-            for harness, mode in cases
-        ]
-        metafunc.parametrize(("backend", "mode"), parameters, scope="session")
+    kind = _kind_of(metafunc)
+    chosen = [load_harness(name) for name in chosen_backends(metafunc.config)]
+    harnesses = [harness for harness in chosen if isinstance(harness, kind)]
+    names = ("backend", "worker_mode", "workers")
+    if kind is WorkersHarness:
+        cases = workers.cases_of(harnesses)
     else:
-        metafunc.parametrize(
-            "backend", [_parameter(harness) for harness in harnesses], scope="session"
+        brief = _is_brief(metafunc)
+        names = tuple(
+            name
+            for name in ("backend", "mode", "large_batch_mode")
+            if name in metafunc.fixturenames
         )
-
-
-def _kind_of(metafunc: pytest.Metafunc) -> type[Any] | None:
-    """What a backend must be able to do for a test, which says so by the type of its
-    backend.
-    """
-    asked = metafunc.function.__annotations__.get("backend")
-    return next(
-        (
-            kind
-            for kind in (LargeBatchHarness, VerifyingHarness)
-            if asked in (kind, kind.__name__)
-        ),
-        None,
-    )
-
-
-def _parametrize_able(metafunc: pytest.Metafunc, able: Sequence[Any]) -> None:
-    """A case for each of these backends, and for each of its modes if the test asks for
-    ``large_batch_mode``.
-    """
-    if "large_batch_mode" in metafunc.fixturenames:
         cases = [
-            _parameter(harness, mode, brief=_is_brief(metafunc))
-            for harness in able
-            for mode in harness.large_batch_modes
+            _parameter(harness, *mode, brief=brief)
+            for harness in harnesses
+            for mode in product(*(getattr(harness, f"{name}s") for name in names[1:]))
         ]
-        none = pytest.param(None, "", marks=pytest.mark.no_such_backend)
-        metafunc.parametrize(
-            ("backend", "large_batch_mode"), cases or [none], scope="session"
-        )
-    else:
-        none = pytest.param(None, marks=pytest.mark.no_such_backend)
-        metafunc.parametrize(
-            "backend",
-            [_parameter(harness) for harness in able] or [none],
-            scope="session",
-        )
+    # Pytest would skip a test that has no case.
+    nothing = pytest.param(*names, marks=pytest.mark.no_such_backend)
+    metafunc.parametrize(names, cases or [nothing], scope="session")
+
+
+def _kind_of(metafunc: pytest.Metafunc) -> type[Any]:
+    """What a backend must be able to do for a test, which says so by the type of its
+    backend, or by asking for crews of workers.
+    """
+    if "crews" in metafunc.fixturenames:
+        return WorkersHarness
+    annotation = metafunc.function.__annotations__.get("backend")
+    for kind in (LargeBatchHarness, VerifyingHarness):
+        if annotation in (kind, kind.__name__):
+            return kind
+    return Harness
 
 
 def _is_brief(metafunc: pytest.Metafunc) -> bool:

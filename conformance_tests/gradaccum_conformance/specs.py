@@ -43,21 +43,6 @@ class Conv(NamedTuple):
         }
 
 
-class Attention(NamedTuple):
-    """Single-head self-attention with a residual, on (batch, length, size).
-
-    ``x + softmax(q k^T / sqrt(size)) v @ output.T`` with ``q = x @ query.T``, and k and
-    v alike; four weights (size, size), no bias.
-    """
-
-    size: int
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return dict.fromkeys(
-            ("query", "key", "value", "output"), (self.size, self.size)
-        )
-
-
 class Tanh(NamedTuple):
     """Elementwise tanh."""
 
@@ -83,14 +68,7 @@ class Flatten(NamedTuple):
         return {}
 
 
-class MeanOverLength(NamedTuple):
-    """(batch, length, size) to (batch, size)."""
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {}
-
-
-Layer = Dense | Conv | Attention | Tanh | AvgPool | Flatten | MeanOverLength
+Layer = Dense | Conv | Tanh | AvgPool | Flatten
 
 
 class Model(NamedTuple):
@@ -153,10 +131,7 @@ LENET = Model(
         Dense(64, 10),
     ),
 )
-ATTENTION = Model(
-    "attention", (5, 6), (Dense(6, 8), Attention(8), MeanOverLength(), Dense(8, 4))
-)
-MODELS = (LINEAR, MLP, LENET, ATTENTION)
+MODELS = (LINEAR, MLP, LENET)
 
 
 def make_weights(model: Model, seed: int = 0) -> Arrays:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,17 +33,12 @@ class MicroBatch(NamedTuple):
     """One micro-batch of the open window."""
 
     contribution: Arrays
-    """w_i g_i for ``"mean"``, else g_i; times the loss scale."""
+    """w_i g_i for ``"mean"``, else g_i; times the loss scale. Empty if it is dropped."""
     weight: float
     dropped: bool
     """Its gradient is not finite, and the window leaves it out."""
     loss: float
-    """Not scaled; NaN if nobody told it."""
-
-    @property
-    def counts(self) -> bool:
-        """Whether it is a part of the window's sum."""
-        return self.weight > 0 and not self.dropped
+    """Not scaled; NaN if it is not known."""
 
 
 class ReferenceAccumulation:
@@ -60,7 +56,9 @@ class ReferenceAccumulation:
         options: Options,
         workers: Workers | None = None,
     ) -> None:
-        self.optimizer, self.options, self.workers = optimizer, options, workers
+        self.optimizer = optimizer
+        self.options = options
+        self.workers = workers
         self.model = optimizer.parameters
         if options.master_weights:
             optimizer.parameters = {
@@ -70,9 +68,12 @@ class ReferenceAccumulation:
         self.window: list[MicroBatch] = []
         self.half_made = False
         """An exception ended the last update."""
-        self.optimizer_step = self.skipped_windows = self.growth_tracker = 0
+        self.optimizer_step = 0
+        self.skipped_windows = 0
+        self.growth_tracker = 0
         self.loss_scale = float32(options.scale_rule.init_scale)
-        self.grad_norm, self.loss = 0.0, math.nan
+        self.grad_norm = 0.0
+        self.loss = math.nan
         self.divisor = 1.0
         """What the last window's sum was divided by, clipping included."""
         self._note()
@@ -92,12 +93,10 @@ class ReferenceAccumulation:
         size = self._size()  # A bad one is refused before the micro-batch counts.
         self.window.append(micro_batch)
         self._note(overflow=micro_batch.dropped)
-        held = (
-            self.weight()
-            if isinstance(self.options.steps, UntilWeight)
-            else len(self.window)
-        )
-        if size is not None and held >= size:
+        by_weight = isinstance(self.options.steps, UntilWeight)
+        if size is not None and size <= (
+            self.weight() if by_weight else len(self.window)
+        ):
             self.flush()
 
     def flush(self, denominator: float | None = None) -> None:
@@ -109,64 +108,29 @@ class ReferenceAccumulation:
         self._require_whole()
         if denominator is not None:
             denominator = require_denominator(denominator, self.options)
-        windows = (
-            [self.window] if self.workers is None else self.workers.gather(self.window)
-        )
-        self.window = [micro_batch for window in windows for micro_batch in window]
+        if self.workers is not None:
+            self.window = list(chain(*self.workers.gather(self.window)))
         if not self.window:
-            return self._note()
-        denominator = self._denominator() if denominator is None else denominator
-        divisor = self._rounded(self.loss_scale * denominator)
-        normal = self._limits().tiny <= divisor <= self._limits().max
-        gradient = {
-            name: array / (divisor if normal else 1.0)
-            for name, array in self.total().items()
-        }
-        handed_over = self._cast(gradient)
-        bad_total = not normal or not all(
-            np.isfinite(array).all() for array in handed_over.values()
-        )
-        self.loss = self._loss(denominator)
-        self.grad_norm = math.inf if bad_total else norm(gradient)
-        if not self._measures():
-            self.grad_norm, bad_total = math.nan if normal else math.inf, not normal
-        applied = self._may_apply(bad_total, normal)
-        limit = self.options.clip_norm or math.inf
-        if (
-            applied
-            and not bad_total
-            and divisor * self.grad_norm / limit > self._limits().max
-        ):
-            applied, bad_total = False, True
-        overflow = bad_total or any(m.dropped for m in self.window)
-        self.half_made = True
-        clips = applied and limit < self.grad_norm < math.inf
-        self.divisor = divisor * self.grad_norm / limit if clips else divisor
-        if applied:
-            self.optimizer.step(self._cast(self._clipped(gradient)))
-            for name, p in self.model.items():
-                p[...] = self.optimizer.parameters[name]
-            self.optimizer_step += 1
-        else:
-            self.skipped_windows += 1
-        self._move_scale(overflow, empty=self.weight() == 0)
-        self.window, self.half_made = [], False
-        self._note(applied=applied, skipped=not applied, overflow=overflow)
+            self._note()
+            return
+        if denominator is None:
+            by_weight = self.options.reduction != "sum"
+            denominator = (by_weight and self.weight()) or 1.0
+        self._close(denominator)
 
     def discard(self) -> None:
         """Forget the window, and that its update was half made."""
-        self.window, self.half_made = [], False
+        self.window = []
+        self.half_made = False
         self._note()
 
     def resume(self, fields: State, options: Options) -> None:
         """Go on under other options, with the loss scale and the growth tracker of
         `fields`.
         """
-        self.options, self.loss_scale, self.growth_tracker = (
-            options,
-            fields.loss_scale,
-            fields.growth_tracker,
-        )
+        self.options = options
+        self.loss_scale = fields.loss_scale
+        self.growth_tracker = fields.growth_tracker
         self._note()
 
     def weight(self) -> float:
@@ -189,11 +153,64 @@ class ReferenceAccumulation:
 
     def state(self) -> State:
         """The seven fields."""
-        overflow = any(m.dropped for m in self.window)
-        counters = (len(self.window), self.optimizer_step, self.skipped_windows)
         return State(
-            *counters, self.weight(), overflow, self.loss_scale, self.growth_tracker
+            len(self.window),
+            self.optimizer_step,
+            self.skipped_windows,
+            self.weight(),
+            any(m.dropped for m in self.window),
+            self.loss_scale,
+            self.growth_tracker,
         )
+
+    def _close(self, denominator: float) -> None:
+        options, limits = self.options, self._limits()
+        self.divisor = self._rounded(self.loss_scale * denominator)
+        in_range = limits.tiny <= self.divisor <= limits.max
+        gradient = {
+            name: array / (self.divisor if in_range else 1.0)
+            for name, array in self.total().items()
+        }
+        ignores = options.on_overflow == "ignore"
+        measures = not ignores or options.clip_norm or options.skip_norm
+        finite = all(
+            np.isfinite(array).all() for array in self._cast(gradient).values()
+        )
+        bad = not in_range or bool(measures and not finite)
+        self.grad_norm = norm(gradient) if measures and not bad else math.nan
+        if bad:
+            self.grad_norm = math.inf
+        clips = options.clip_norm and options.clip_norm < self.grad_norm < math.inf
+        if clips:
+            self.divisor *= self.grad_norm / options.clip_norm
+        applied = (
+            self.weight() > 0
+            and (not bad or (ignores and in_range))
+            and not (options.skip_norm and self.grad_norm > options.skip_norm)
+        )
+        if applied and clips and self.divisor > limits.max:
+            applied = False
+            bad = True
+        self.loss = self._loss(denominator)
+        self.half_made = True
+        if applied:
+            self._update(gradient, options.clip_norm / self.grad_norm if clips else 1.0)
+        else:
+            self.skipped_windows += 1
+        overflow = bad or any(m.dropped for m in self.window)
+        self._move_scale(overflow, empty=self.weight() == 0)
+        self.window = []
+        self.half_made = False
+        self._note(applied=applied, skipped=not applied, overflow=overflow)
+
+    def _update(self, gradient: Arrays, factor: float) -> None:
+        clipped = {
+            name: array * array.dtype.type(factor) for name, array in gradient.items()
+        }
+        self.optimizer.step(self._cast(clipped))
+        for name, p in self.model.items():
+            p[...] = self.optimizer.parameters[name]
+        self.optimizer_step += 1
 
     def _require_whole(self) -> None:
         if self.half_made:
@@ -204,32 +221,20 @@ class ReferenceAccumulation:
         losses = [
             m.loss * (m.weight if self.options.reduction == "mean" else 1.0)
             for m in self.window
-            if m.counts
+            if m.weight > 0 and not m.dropped
         ]
         return sum(losses) / denominator if losses else math.nan
-
-    def _measures(self) -> bool:
-        """Whether anything asks for the norm."""
-        asked = (
-            self.options.clip_norm,
-            self.options.skip_norm,
-        )
-        return self.options.on_overflow != "ignore" or any(
-            each is not None for each in asked
-        )
 
     def _micro_batch(
         self, gradient: Mapping[str, Array | None], weight: float, loss: float
     ) -> MicroBatch:
         factor = weight if self.options.reduction == "mean" else 1.0
         contribution: Arrays = {}
-        if weight > 0:
-            for name, g in gradient.items():
-                if g is not None:
-                    dtype = self._dtype(self.model[name])
-                    contribution[name] = (
-                        np.asarray(g, dtype) * dtype.type(factor)
-                    ).astype(dtype)
+        for name, g in gradient.items():
+            if weight > 0 and g is not None:
+                dtype = self._dtype(self.model[name])
+                term = np.asarray(g, dtype) * dtype.type(factor)
+                contribution[name] = term.astype(dtype)
         finite = all(np.isfinite(array).all() for array in contribution.values())
         dropped = self.options.on_overflow == "drop_micro_batch" and not finite
         return MicroBatch(
@@ -251,28 +256,6 @@ class ReferenceAccumulation:
             self.options.accumulate_dtype or (np.float32 if is_half(p) else p.dtype)
         )
 
-    def _denominator(self) -> float:
-        return 1.0 if self.options.reduction == "sum" else self.weight() or 1.0
-
-    def _may_apply(self, bad_total: bool, normal: bool) -> bool:
-        ignoring = self.options.on_overflow == "ignore" and normal
-        if (bad_total and not ignoring) or self.weight() == 0:
-            return False
-        return (
-            self.options.skip_norm is None or self.grad_norm <= self.options.skip_norm
-        )
-
-    def _clipped(self, gradient: Arrays) -> Arrays:
-        limit = self.options.clip_norm
-        factor = (
-            limit / self.grad_norm
-            if limit is not None and limit < self.grad_norm < math.inf
-            else 1.0
-        )
-        return {
-            name: array * array.dtype.type(factor) for name, array in gradient.items()
-        }
-
     def _cast(self, gradient: Arrays) -> Arrays:
         """In the dtype of the inner optimizer's parameters. A large sum may leave
         float16's range.
@@ -286,45 +269,42 @@ class ReferenceAccumulation:
     def _move_scale(self, overflow: bool, *, empty: bool) -> None:
         rule = self.options.scale_rule
         if overflow:
-            self.loss_scale = max(
-                float32(self.loss_scale * rule.backoff_factor), float32(rule.min_scale)
-            )
+            lowered = float32(self.loss_scale * rule.backoff_factor)
+            self.loss_scale = max(lowered, float32(rule.min_scale))
             self.growth_tracker = 0
         elif not empty:
             self.growth_tracker += 1
-            if self.growth_tracker >= rule.growth_interval:
-                grown = min(
-                    float32(self.loss_scale * rule.growth_factor),
-                    float32(rule.max_scale),
-                )
-                self.loss_scale = grown if math.isfinite(grown) else self.loss_scale
-                self.growth_tracker = 0
+        if self.growth_tracker >= rule.growth_interval:
+            raised = float32(self.loss_scale * rule.growth_factor)
+            raised = min(raised, float32(rule.max_scale))
+            if math.isfinite(raised):
+                self.loss_scale = raised
+            self.growth_tracker = 0
 
     def _size(self) -> Any:
-        sizes = (
-            self.options.steps.weight
-            if isinstance(self.options.steps, UntilWeight)
-            else self.options.steps
-        )
+        sizes = self.options.steps
+        if isinstance(sizes, UntilWeight):
+            sizes = sizes.weight
         if isinstance(sizes, tuple):
             return [size for first, size in sizes if first <= self.optimizer_step][-1]
-        return (
-            require_steps(sizes(self.optimizer_step), self.optimizer_step, sizes)
-            if callable(sizes)
-            else sizes
-        )
+        if callable(sizes):
+            size = sizes(self.optimizer_step)
+            return require_steps(size, self.optimizer_step, sizes)
+        return sizes
 
     def _note(
         self, *, applied: bool = False, skipped: bool = False, overflow: bool = False
     ) -> None:
-        last = (
+        self.result = StepResult(
+            applied,
+            skipped,
+            overflow,
             self.grad_norm,
             self.loss_scale,
             len(self.window),
             self.optimizer_step,
             self.loss,
         )
-        self.result = StepResult(applied, skipped, overflow, *last)
 
 
 def float32(value: float) -> float:

@@ -8,7 +8,6 @@ import copy
 import math
 import pickle
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -25,11 +24,10 @@ from gradaccum.kit import (
     terms_of,
 )
 from gradaccum_conformance import oracle
-from gradaccum_conformance.couplings import COUPLINGS, TEMPERATURE, Coupling, mirrored
+from gradaccum_conformance.coupled_loss import TEMPERATURE, contrast, mirrored
 from gradaccum_conformance.harness import (
     Captured,
     Dtype,
-    Fault,
     GradientTree,
     LargeBatchCall,
     LargeBatchHarness,
@@ -40,7 +38,6 @@ from gradaccum_conformance.harness import (
     Session,
     Setup,
     Snapshot,
-    View,
     WorkersHarness,
     WrapOptions,
 )
@@ -83,9 +80,9 @@ class NumpySession(Session):
     def gradients(self, tree: GradientTree, *, weight: float | None = None) -> None:
         self.gradients_with_loss(tree, weight, math.nan)
 
-    def gradients_in(self, memory: Array, views: Mapping[str, View]) -> None:
+    def gradients_in(self, tree: Arrays) -> None:
         # Past the copies that `gradients_with_loss` makes.
-        self.accumulation.step({name: view.of(memory) for name, view in views.items()})
+        self.accumulation.step(tree)
 
     def gradients_with_loss(
         self, tree: GradientTree, weight: float | None, loss: float
@@ -137,14 +134,9 @@ class NumpySession(Session):
 
     def captured(self) -> Captured:
         calls = int(self.inner.state["calls"])
-        return Captured(
-            calls,
-            _plain(
-                {name: self.inner.state[f"{name}.gradient"] for name in self.weights}
-            )
-            if calls
-            else None,
-        )
+        names = self.weights if calls else ()
+        gradient = {name: self.inner.state[f"{name}.gradient"] for name in names}
+        return Captured(calls, _plain(gradient))
 
     def predict(self, x: Array) -> Array:
         return oracle.predict(self.model, self.weights, x)
@@ -221,19 +213,16 @@ class NumpyHarness(WorkersHarness, LargeBatchHarness):
         )[1]
 
     def value_and_grad(self, call: LargeBatchCall, batch: Batch) -> Outcome:
-        weights = {
-            name: w.astype(_DTYPES[call.dtype]) for name, w in call.weights.items()
-        }
-        loss_fn = partial(
-            loss_gradient_aux,
-            call.model,
-            weights,
-            call.loss,
-            call.returns,
-        )
+        weights = _typed_weights(call)
+
+        def loss_fn(piece: tuple[Any, ...]) -> tuple[Any, Arrays, Any]:
+            return loss_gradient_aux(
+                call.model, weights, call.loss, call.returns, Batch(*piece[:2])
+            )
+
         return Outcome(
             *self.large_batch.value_and_grad(
-                _of_two(loss_fn), _arguments(call, batch), **call.options
+                loss_fn, _arguments(call, batch), **call.options
             )
         )
 
@@ -264,41 +253,31 @@ class NumpyHarness(WorkersHarness, LargeBatchHarness):
             self.large_batch.update(session.accumulation, loss_fn, batch, **options)
         )
 
-    def coupled(
-        self, call: LargeBatchCall, coupling: Coupling, batch: Batch
-    ) -> Outcome:
-        weights = {
-            name: w.astype(_DTYPES[call.dtype]) for name, w in call.weights.items()
-        }
+    def coupled(self, call: LargeBatchCall, batch: Batch) -> Outcome:
+        weights = _typed_weights(call)
 
-        def outputs_fn(piece: Batch) -> tuple[Arrays, Callable[[Arrays], Arrays]]:
-            views = {"left": piece.x, "right": mirrored(piece.x)}
-            made = {
-                name: oracle.outputs_and_backward(call.model, weights, x)
-                for name, x in views.items()
-            }
+        def outputs_fn(
+            piece: tuple[Any, ...],
+        ) -> tuple[Arrays, Callable[[Arrays], Arrays]]:
+            left, left_backward = oracle.outputs_and_backward(
+                call.model, weights, piece[0]
+            )
+            right, right_backward = oracle.outputs_and_backward(
+                call.model, weights, mirrored(piece[0])
+            )
 
             def backward(gradients: Arrays) -> Arrays:
-                own = [made[name][1](gradient) for name, gradient in gradients.items()]
-                return {
-                    name: np.sum([part[name] for part in own], axis=0)
-                    for name in weights
-                }
+                left_part = left_backward(gradients["left"])
+                right_part = right_backward(gradients["right"])
+                return {name: left_part[name] + right_part[name] for name in weights}
 
-            change = call.outputs or np.asarray
-            return {
-                name: change(outputs) for name, (outputs, _) in made.items()
-            }, backward
+            return {"left": left, "right": right}, backward
 
         def loss_fn(outputs: Arrays) -> tuple[float, Arrays, Arrays]:
-            coupled = COUPLINGS[coupling](
-                outputs["left"], outputs["right"], TEMPERATURE
-            )
-            loss = (
-                coupled.loss
-                if call.returns is None
-                else call.returns(coupled.loss, outputs["left"])
-            )
+            coupled = contrast(outputs["left"], outputs["right"], TEMPERATURE)
+            loss = coupled.loss
+            if call.returns is not None:
+                loss = call.returns(loss, outputs["left"])
             return (
                 loss,
                 {"left": coupled.left, "right": coupled.right},
@@ -306,24 +285,9 @@ class NumpyHarness(WorkersHarness, LargeBatchHarness):
             )
 
         loss, gradient = self.large_batch.coupled_value_and_grad(
-            _of_two(outputs_fn), loss_fn, _arguments(call, batch), **call.options
+            outputs_fn, loss_fn, _arguments(call, batch), **call.options
         )
         return Outcome(loss, gradient, {})
-
-    def not_an_optimizer(self) -> object:
-        return self
-
-    def bad_gradients(self, session: Session, fault: Fault) -> None:
-        tree: dict[str, Array | None] = {
-            name: np.zeros_like(p) for name, p in session.parameters().items()
-        }
-        name, p = next((name, g) for name, g in tree.items() if g is not None)
-        wrong: dict[Fault, GradientTree] = {
-            "structure": {**tree, "no such parameter": p},
-            "shape": {**tree, name: p[:1]},
-            "dtype": {**tree, name: p.astype(np.int64)},
-        }
-        session.gradients(wrong[fault])
 
 
 _DTYPES: dict[Dtype, Any] = {
@@ -338,9 +302,8 @@ def _arguments(call: LargeBatchCall, batch: Batch) -> tuple[Any, ...]:
     return batch if call.extra is None else (*batch, call.extra)
 
 
-def _of_two(function: Callable[[Batch], Any]) -> Callable[[Any], Any]:
-    """`function` of the first two arguments of a micro-batch."""
-    return lambda piece: function(Batch(*piece[:2]))
+def _typed_weights(call: LargeBatchCall) -> Arrays:
+    return {name: w.astype(_DTYPES[call.dtype]) for name, w in call.weights.items()}
 
 
 def loss_gradient_aux(
@@ -356,12 +319,12 @@ def loss_gradient_aux(
     typed = Batch(piece.x.astype(next(iter(weights.values())).dtype), piece.y)
     with np.errstate(invalid="ignore"):
         value, gradient = oracle.loss_and_gradient(model, weights, typed, loss=loss)
-        logits = oracle.predict(model, weights, typed.x)
-        if returns is not None:
-            made = returns(value, logits)
-            value, aux = made if isinstance(made, tuple) else (made, None)
-            return value, gradient, aux
-        return value, gradient, None
+        if returns is None:
+            return value, gradient, None
+        returned = returns(value, oracle.predict(model, weights, typed.x))
+    if isinstance(returned, tuple):
+        return returned[0], gradient, returned[1]
+    return returned, gradient, None
 
 
 def _plain(arrays: Arrays) -> Arrays:

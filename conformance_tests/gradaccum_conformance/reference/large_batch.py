@@ -20,7 +20,6 @@ from gradaccum_conformance.specs import Array, Arrays, Batch
 class Part(NamedTuple):
     """What one micro-batch gave."""
 
-    items: int
     weight: float
     loss: float
     gradient: Arrays
@@ -119,6 +118,23 @@ def require_scalar(loss: Any) -> None:
         raise kit.scalar_loss_error(f"an array of shape {np.shape(loss)}")
 
 
+def reduced(parts: Sequence[Part], reduction: str) -> tuple[float, Arrays]:
+    """The loss and the gradient by the definition. Parts of weight 0 add nothing,
+    whatever they hold.
+    """
+    total_weight = sum(part.weight for part in parts)
+    divisor = (reduction != "sum" and total_weight) or 1.0
+    loss = 0.0
+    sums = {name: np.zeros_like(array) for name, array in parts[0].gradient.items()}
+    for part in parts:
+        if part.weight:
+            factor = part.weight if reduction == "mean" else 1.0
+            loss += factor * part.loss
+            for name, array in part.gradient.items():
+                sums[name] = sums[name] + np.asarray(factor, array.dtype) * array
+    return loss / divisor, {name: total / divisor for name, total in sums.items()}
+
+
 def value_and_grad(
     loss_fn: LossFn,
     batch: tuple[Any, ...],
@@ -132,20 +148,13 @@ def value_and_grad(
     """Loss, gradient and outputs of the large batch."""
     kit.require_reduction(reduction)
     parts = [
-        Part(len(piece[0]), w, *checked(loss_fn(piece), has_aux))
+        Part(w, *checked(loss_fn(piece), has_aux))
         for piece, w in pieces(batch, weight, division)
     ]
-    weights = [part.weight for part in parts]
-    factors = weights if reduction == "mean" else [1.0] * len(parts)
-    divisor = 1.0 if reduction == "sum" else sum(weights) or 1.0
-    loss = loss_of([part.loss for part in parts], weights, reduction)
-    gradient = {
-        name: _total(factors, [part.gradient[name] for part in parts], weights)
-        / divisor
-        for name in parts[0].gradient
-    }
     auxes = [part.aux for part in parts]
-    return loss, gradient, merged(auxes, weights, merge_aux) if has_aux else None
+    weights = [part.weight for part in parts]
+    aux = merged(auxes, weights, merge_aux) if has_aux else None
+    return *reduced(parts, reduction), aux
 
 
 def update(
@@ -160,18 +169,14 @@ def update(
     gradients of `loss_fn` have the loss scale.
     """
     require_closed_by_caller(optimizer.options)
-    given = [
-        (w, *checked(loss_fn(piece), False))
+    parts = [
+        Part(w, *checked(loss_fn(piece), False))
         for piece, w in pieces(batch, weight, division)
     ]
-    for w, loss, gradient, _ in given:
-        optimizer.step(gradient, w, loss)
+    for part in parts:
+        optimizer.step(part.gradient, part.weight, part.loss)
     optimizer.flush()
-    return loss_of(
-        [loss for _, loss, *_ in given],
-        [w for w, *_ in given],
-        optimizer.options.reduction,
-    )
+    return reduced(parts, optimizer.options.reduction)[0]
 
 
 def require_closed_by_caller(options: kit.Options) -> None:
@@ -185,20 +190,6 @@ def require_closed_by_caller(options: kit.Options) -> None:
             found=found,
             fix="Write steps=None.",
         )
-
-
-def loss_of(losses: Sequence[float], weights: Sequence[float], reduction: str) -> float:
-    """The large batch's loss from those of its micro-batches."""
-    factors = weights if reduction == "mean" else [1.0] * len(losses)
-    divisor = 1.0 if reduction == "sum" else sum(weights) or 1.0
-    return (
-        sum(
-            factor * loss
-            for factor, loss, weight in zip(factors, losses, weights, strict=True)
-            if weight
-        )
-        / divisor
-    )
 
 
 def coupled_value_and_grad(
@@ -223,31 +214,12 @@ def coupled_value_and_grad(
     require_scalar(loss)
     edges = np.cumsum([len(piece[0]) for piece in cut])[:-1]
     shares = {name: np.split(gradient, edges) for name, gradient in gradients.items()}
-    parts = [
-        outputs_fn(piece)[1]({name: share[place] for name, share in shares.items()})
-        for place, piece in enumerate(cut)
-    ]
-    return loss, {
-        name: _total([1.0] * len(parts), [part[name] for part in parts])
-        for name in parts[0]
-    } | own
-
-
-def _total(
-    factors: Sequence[float],
-    arrays: Sequence[Array],
-    weights: Sequence[float] | None = None,
-) -> Array:
-    """The sum of `arrays`, each by its factor; those of weight 0 add nothing, whatever
-    they hold.
-    """
-    kept = zip(factors, arrays, weights or [1.0] * len(arrays), strict=True)
-    terms = [
-        np.asarray(factor, array.dtype) * array
-        for factor, array, weight in kept
-        if weight
-    ]
-    return np.sum(terms, axis=0) if terms else np.zeros_like(arrays[0])
+    parts = []
+    for place, piece in enumerate(cut):
+        _, backward = outputs_fn(piece)
+        gradient = backward({name: share[place] for name, share in shares.items()})
+        parts.append(Part(1.0, 0.0, gradient, None))
+    return loss, reduced(parts, "sum")[1] | own
 
 
 def merged(auxes: Sequence[Any], weights: Sequence[float], merge_aux: Any) -> Any:

@@ -1,5 +1,6 @@
 """A run that is saved and resumed anywhere in a window equals the uninterrupted run,
-bit for bit.
+bit for bit. Under other options an open window is refused; between two windows the new
+options apply.
 """
 
 import math
@@ -8,31 +9,31 @@ from pathlib import Path
 import pytest
 
 import gradaccum
+from gradaccum_conformance.deep import deep_but
 from gradaccum_conformance.harness import Harness, Option, Session
 from gradaccum_conformance.scenarios import (
+    contents_of,
     poisoned,
     random_tree,
     refuses_to_load,
+    require_same_contents,
     same,
     start,
 )
 from gradaccum_conformance.specs import LINEAR, MLP, Optimizer
 
+DYNAMIC = gradaccum.DynamicLossScale(init_scale=64.0, growth_interval=3)
 OPTIONS: dict[str, dict[str, Option]] = {
     "plain": {},
     "clipped and scaled": {
         "clip_norm": 0.5,
         "loss_scale": gradaccum.DynamicLossScale(init_scale=64.0, growth_interval=1),
     },
-    "dropping": {
-        "on_overflow": "drop_micro_batch",
-        "loss_scale": gradaccum.DynamicLossScale(init_scale=64.0),
-    },
+    "dropping": {"on_overflow": "drop_micro_batch", "loss_scale": DYNAMIC},
     "schedule": {"steps": [(0, 4), (1, 2)]},
     "by weight": {"steps": gradaccum.until_weight(7)},
     "wide sums": {"accumulate_dtype": "float64"},
 }
-by_options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
 
 def begin(backend: Harness, mode: str | None = None, **options: Option) -> Session:
@@ -42,90 +43,57 @@ def begin(backend: Harness, mode: str | None = None, **options: Option) -> Sessi
 
 
 def go_on(session: Session, first: int, last: int) -> None:
+    """Micro-batches of these numbers. Number 1 and number 9 are not finite."""
     for step in range(first, last):
         tree = random_tree(MLP, step)
         session.gradients(
-            poisoned(tree, math.inf) if step == 1 else tree, weight=1.0 + step % 3
+            poisoned(tree, math.inf) if step in (1, 9) else tree, weight=1.0 + step % 3
         )
 
 
-def assert_equal(a: Session, b: Session) -> None:
-    assert a.state() == b.state()
-    assert same(a.parameters(), b.parameters())
-    assert same(a.optimizer_state(), b.optimizer_state())
-    assert same(a.accumulator(), b.accumulator())
-
-
-@by_options
-@pytest.mark.parametrize("stop", [1, 2, 3, 4, 6])
-def test_resumed_run_equals_uninterrupted_run(
-    backend: Harness, tmp_path: Path, options: dict[str, Option], stop: int
-) -> None:
-    resume_at(backend, tmp_path, options, stop, backend.modes[0])
-
-
-@pytest.mark.every_mode
-def test_resume_in_every_mode(backend: Harness, mode: str, tmp_path: Path) -> None:
-    resume_at(backend, tmp_path, {}, 6, mode)
-
-
 def resume_at(
-    backend: Harness, tmp_path: Path, options: dict[str, Option], stop: int, mode: str
+    tmp_path: Path, stop: int, whole: Session, first: Session, resumed: Session
 ) -> None:
-    whole, first, resumed = (begin(backend, mode, **options) for _ in range(3))
     go_on(whole, 0, stop)
     go_on(first, 0, stop)
     first.save(tmp_path)
     resumed.load(tmp_path)
-    assert_equal(resumed, whole)
-    go_on(whole, stop, 10)
-    go_on(resumed, stop, 10)
-    assert_equal(resumed, whole)
+    require_same_contents(resumed, contents_of(whole))
+    go_on(whole, stop, 14)
+    go_on(resumed, stop, 14)
+    require_same_contents(resumed, contents_of(whole))
     assert whole.state().optimizer_step > 0
 
 
-def test_load_into_a_used_session(backend: Harness, mode: str, tmp_path: Path) -> None:
-    whole, other = begin(backend, mode), begin(backend, mode)
-    go_on(whole, 2, 8)
-    whole.save(tmp_path)
-    go_on(other, 20, 27)
-    other.load(tmp_path)
-    go_on(whole, 8, 12)
-    go_on(other, 8, 12)
-    assert_equal(other, whole)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("stop", [1, 2, 4, 6])
+def test_resumed_run_equals_uninterrupted_run(
+    backend: Harness, tmp_path: Path, options: dict[str, Option], stop: int
+) -> None:
+    sessions = (begin(backend, **options) for _ in range(3))
+    resume_at(tmp_path, stop, *sessions)
+
+
+@pytest.mark.every_mode
+def test_resume_in_every_mode(backend: Harness, mode: str, tmp_path: Path) -> None:
+    """Into a session that is in the middle of another window."""
+    whole, first, resumed = (begin(backend, mode) for _ in range(3))
+    go_on(resumed, 20, 27)
+    resume_at(tmp_path, 6, whole, first, resumed)
 
 
 def test_every_state_field_survives(backend: Harness, tmp_path: Path) -> None:
-    options: dict[str, Option] = {
-        "loss_scale": gradaccum.DynamicLossScale(init_scale=64.0, growth_interval=3),
-        "on_overflow": "drop_micro_batch",
-    }
-    session, resumed = begin(backend, **options), begin(backend, **options)
-    go_on(session, 0, 10)
-    session.gradients(poisoned(random_tree(MLP, 1), math.nan))
-    state = session.state()
-    assert state.micro_step == 3
-    assert state.overflow
-    assert state.weight > 0
-    assert state.optimizer_step > 0
-    assert state.growth_tracker > 0
-    assert state.loss_scale != 64.0
+    """None of them is what a new session has."""
+    options = OPTIONS["dropping"]
+    session, resumed, new = (begin(backend, **options) for _ in range(3))
+    go_on(session, 0, 8)
+    session.flush()
+    go_on(session, 8, 10)
+    skipped = session.state()._replace(skipped_windows=1)
+    assert all(a != b for a, b in zip(skipped, new.state(), strict=True))
     session.save(tmp_path)
     resumed.load(tmp_path)
-    assert resumed.state() == state
-
-
-def test_snapshot_can_be_restored_twice(backend: Harness) -> None:
-    session = begin(backend)
-    go_on(session, 2, 5)
-    snapshot = session.snapshot()
-    go_on(session, 5, 9)
-    after = session.state(), session.parameters()
-    for _ in range(2):
-        session.restore(snapshot)
-        go_on(session, 5, 9)
-        assert session.state() == after[0]
-        assert same(session.parameters(), after[1])
+    assert resumed.state() == session.state()
 
 
 def test_other_parameters_are_refused(backend: Harness, tmp_path: Path) -> None:
@@ -135,3 +103,58 @@ def test_other_parameters_are_refused(backend: Harness, tmp_path: Path) -> None:
     own = begin(backend)
     go_on(own, 2, 3)
     refuses_to_load(own, tmp_path)
+
+
+OTHER_OPTIONS: dict[str, tuple[dict[str, Option], dict[str, Option], str]] = {
+    "fewer steps": ({}, {"steps": 2}, "steps"),
+    "no steps": ({}, {"steps": None}, "steps"),
+    "a weight, then as many": (
+        {"steps": gradaccum.until_weight(9)},
+        {},
+        "until_weight",
+    ),
+    "reduction": ({}, {"reduction": "sum"}, "reduction"),
+    "policy": ({}, {"on_overflow": "drop_micro_batch"}, "on_overflow"),
+    "a scale, then none": ({"loss_scale": DYNAMIC}, {}, "loss_scale"),
+    "no scale, then one": ({}, {"loss_scale": DYNAMIC}, "loss_scale"),
+    "another static scale": ({"loss_scale": 8.0}, {"loss_scale": 1024.0}, "loss_scale"),
+}
+USUAL = ("fewer steps", "a weight, then as many", "policy", "another static scale")
+
+
+@pytest.mark.parametrize("change", deep_but(USUAL, OTHER_OPTIONS))
+def test_open_window_refuses_other_options(
+    backend: Harness, tmp_path: Path, change: str
+) -> None:
+    saved, own, name = OTHER_OPTIONS[change]
+    first, second = begin(backend, **saved), begin(backend, **own)
+    go_on(first, 2, 4)
+    first.save(tmp_path)
+    go_on(second, 2, 3)
+    refuses_to_load(second, tmp_path, name)
+
+
+SCALES: dict[str, tuple[Option, Option, float]] = {
+    "a scale, then none": (DYNAMIC, None, 1.0),
+    "no scale, then one": (None, DYNAMIC, 64.0),
+    "another static scale": (8.0, 1024.0, 1024.0),
+    "dynamic goes on": (DYNAMIC, gradaccum.DynamicLossScale(init_scale=2.0**16), 32.0),
+}
+
+
+@pytest.mark.parametrize(("saved", "own", "scale"), SCALES.values(), ids=SCALES)
+def test_closed_window_takes_own_scale(
+    backend: Harness, tmp_path: Path, saved: Option, own: Option, scale: float
+) -> None:
+    """The gradient after it is exact, and the counters go on."""
+    first, second = begin(backend, loss_scale=saved), begin(backend, loss_scale=own)
+    go_on(first, 0, 4)
+    first.save(tmp_path)
+    second.load(tmp_path)
+    assert second.state()[:3] == first.state()[:3]
+    assert (second.state().loss_scale, second.result().loss_scale) == (scale, scale)
+    plain = begin(backend)
+    for session in (second, plain):
+        go_on(session, 4, 8)
+    assert second.result().applied
+    assert same(second.parameters(), plain.parameters())

@@ -1,44 +1,46 @@
 """Clipping and skipping by norm: once per window, on the window's true gradient."""
 
+import math
+
+import numpy as np
 import pytest
 
 from gradaccum_conformance.bounds import bound_of_sum, gamma, worst
-from gradaccum_conformance.harness import Dtype, Harness, Option
+from gradaccum_conformance.harness import Dtype, Harness, Session
 from gradaccum_conformance.measuring import Errors
 from gradaccum_conformance.scenarios import (
+    feed_gradients,
     global_norm,
-    mean_of,
+    outcome_of,
     random_tree,
-    same,
     start,
+    window_gradient,
 )
-from gradaccum_conformance.specs import LINEAR
+from gradaccum_conformance.specs import LINEAR, MLP, Arrays
 
-SEEDS = (0, 1, 2)
-TREES = [random_tree(LINEAR, seed) for seed in SEEDS]
-TRUE = mean_of(TREES)
-NORM = global_norm(TRUE)
-ELEMENTS = sum(array.size for array in TRUE.values())
+TREES = [random_tree(LINEAR, seed) for seed in range(3)]
+GRADIENT = window_gradient(TREES)
+NORM = global_norm(GRADIENT)
+ELEMENTS = sum(array.size for array in GRADIENT.values())
 
 
-def bound(dtype: Dtype) -> float:
-    """Return the bound of the sum, plus that of a sum of squares over all elements."""
+def bound(dtype: Dtype = "float32") -> float:
+    """The bound of the sum, plus that of a sum of squares over all elements."""
     return bound_of_sum(TREES, dtype) + gamma(2 * ELEMENTS, dtype)
 
 
-BOUND = bound("float32")
+def scaled(tree: Arrays, factor: float) -> Arrays:
+    return {name: factor * array for name, array in tree.items()}
 
 
-def run(backend: Harness, scale: float = 1.0, **options: Option):
-    session = start(backend, steps=len(SEEDS), **options)
-    for seed in SEEDS:
-        session.gradients(random_tree(LINEAR, seed, scale))
-    return session
+def check_norm(errors: Errors, session: Session, norm: float) -> None:
+    errors.check("norm", abs(session.result().grad_norm - norm) / norm, bound())
 
 
 def test_norm_is_reported(backend: Harness, mode: str, errors: Errors) -> None:
-    session = run(backend, mode=mode)
-    errors.check("norm", abs(session.result().grad_norm - NORM) / NORM, BOUND)
+    session = start(backend, steps=3, mode=mode)
+    feed_gradients(session, TREES)
+    check_norm(errors, session, NORM)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -46,18 +48,28 @@ def test_gradient_is_clipped_to_limit(
     backend: Harness, mode: str, errors: Errors, reduction: str
 ) -> None:
     """The result reports the norm before clipping."""
-    factor = 1.0 if reduction == "mean" else len(SEEDS)
-    limit = NORM * factor / 4
-    session = run(backend, clip_norm=limit, reduction=reduction, mode=mode)
-    clipped = {name: array / 4 * factor for name, array in TRUE.items()}
-    errors.check(
-        "clipped gradient", worst(session.captured().gradient or {}, clipped), BOUND
+    whole = window_gradient(TREES, reduction=reduction)
+    norm = global_norm(whole)
+    session = start(
+        backend, steps=3, clip_norm=norm / 4, reduction=reduction, mode=mode
     )
-    errors.check(
-        "norm before clipping",
-        abs(session.result().grad_norm - NORM * factor) / (NORM * factor),
-        BOUND,
+    feed_gradients(session, TREES)
+    clipped = session.captured().gradient
+    errors.check("clipped gradient", worst(clipped, scaled(whole, 1 / 4)), bound())
+    check_norm(errors, session, norm)
+
+
+def test_float64_gradient_is_clipped_in_float64(
+    backend: Harness, errors: Errors
+) -> None:
+    """Beside a limit for skipping, which the norm does not reach."""
+    session = start(
+        backend, steps=3, skip_norm=NORM * 2, clip_norm=NORM / 2, dtype="float64"
     )
+    feed_gradients(session, TREES)
+    clipped = session.captured().gradient
+    halved = scaled(GRADIENT, 1 / 2)
+    errors.check("clipped gradient", worst(clipped, halved), bound("float64"))
 
 
 def test_only_the_window_is_clipped(backend: Harness, errors: Errors) -> None:
@@ -65,64 +77,64 @@ def test_only_the_window_is_clipped(backend: Harness, errors: Errors) -> None:
     Clipping either would change the sum.
     """
     session = start(backend, steps=2, clip_norm=1.0)
-    big, small = random_tree(LINEAR, 0, 8.0), random_tree(LINEAR, 1, 2.0**-4)
-    session.gradients(big)
-    opposite = {name: small[name] - big[name] for name in big}
-    session.gradients(opposite)
-    expected = {name: array / 2 for name, array in small.items()}
+    large, small = random_tree(LINEAR, 0, 8.0), random_tree(LINEAR, 1, 2.0**-4)
+    trees = [large, {name: small[name] - large[name] for name in large}]
+    feed_gradients(session, trees)
     errors.check(
         "gradient",
-        worst(session.captured().gradient or {}, expected),
-        bound_of_sum([big, opposite], "float32"),
-    )
-
-
-def test_norm_below_limit_changes_nothing(backend: Harness) -> None:
-    assert same(
-        run(backend, clip_norm=10 * NORM).parameters(), run(backend).parameters()
+        worst(session.captured().gradient, scaled(small, 1 / 2)),
+        bound_of_sum(trees, "float32"),
     )
 
 
 def test_norm_above_skip_norm_skips(backend: Harness, mode: str) -> None:
-    session = run(backend, skip_norm=NORM / 2, mode=mode)
-    result, state = session.result(), session.state()
-    assert (result.applied, result.skipped, result.overflow) == (False, True, False)
-    assert (session.captured().calls, state.optimizer_step, state.skipped_windows) == (
-        0,
-        0,
-        1,
-    )
-    assert all(not array.any() for array in session.accumulator().values()), (
-        "the skipped window was not cleared"
-    )
+    """The skipped window is cleared, and is no overflow."""
+    session = start(backend, steps=3, skip_norm=NORM / 2, mode=mode)
+    feed_gradients(session, TREES)
+    assert outcome_of(session.result()) == {"skipped"}
+    assert session.captured().calls == 0
+    assert session.state().optimizer_step == 0
+    assert session.state().skipped_windows == 1
+    assert all(not array.any() for array in session.accumulator().values())
 
 
-def test_norm_below_skip_norm_updates(backend: Harness) -> None:
-    assert run(backend, skip_norm=NORM * 2).captured().calls == 1
-
-
-def test_skip_and_clip_are_independent(backend: Harness, errors: Errors) -> None:
-    """The norm of float64 sums is float64 too."""
-    session = run(backend, skip_norm=NORM * 2, clip_norm=NORM / 2, dtype="float64")
-    halved = {name: array / 2 for name, array in TRUE.items()}
-    errors.check(
-        "clipped gradient",
-        worst(session.captured().gradient or {}, halved),
-        bound("float64"),
-    )
-
-
-@pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}], ids=["plain", "clipped"])
-def test_large_finite_gradients_are_no_overflow(
-    backend: Harness, mode: str, errors: Errors, options: dict[str, Option]
+@pytest.mark.parametrize("clips", [False, True], ids=["plain", "clipped"])
+@pytest.mark.parametrize("scale", [2.0**66, 2.0**-100], ids=["large", "tiny"])
+def test_squares_outside_float32(
+    backend: Harness, mode: str, errors: Errors, scale: float, clips: bool
 ) -> None:
-    """Their squares leave float32's range; they themselves do not."""
-    session = run(backend, scale=2.0**66, mode=mode, **options)
-    result = session.result()
-    assert (result.applied, result.overflow) == (True, False)
-    errors.check("norm", abs(result.grad_norm / 2.0**66 - NORM) / NORM, BOUND)
-    if options:
-        unit = {name: array / NORM for name, array in TRUE.items()}
+    """The squares of these gradients overflow or vanish in float32; they themselves do
+    not.
+    """
+    limit = scale * NORM / 4
+    session = start(backend, steps=3, clip_norm=limit if clips else None, mode=mode)
+    feed_gradients(session, [scaled(tree, scale) for tree in TREES])
+    assert outcome_of(session.result()) == {"applied"}
+    check_norm(errors, session, scale * NORM)
+    if clips:
+        clipped = scaled(session.captured().gradient, 1 / scale)
         errors.check(
-            "clipped gradient", worst(session.captured().gradient or {}, unit), BOUND
+            "clipped gradient", worst(clipped, scaled(GRADIENT, 1 / 4)), bound()
         )
+
+
+def test_mixed_magnitudes_have_a_right_norm(
+    backend: Harness, mode: str, errors: Errors
+) -> None:
+    """The square of one element is a float32 number, and the elements whose squares are
+    not make up most of the norm.
+    """
+    session = start(backend, MLP, steps=1, mode=mode)
+    tree = {
+        name: np.full(shape, 2.0**-76) for name, shape in MLP.parameter_shapes().items()
+    }
+    first = next(iter(tree.values()))
+    first.flat[0] = 2.0**-74
+    session.gradients(tree)
+    squares = sum(float(((array * 2.0**76) ** 2).sum()) for array in tree.values())
+    truth = 2.0**-76 * math.sqrt(squares)
+    errors.check(
+        "norm",
+        abs(session.result().grad_norm - truth) / truth,
+        gamma(200, "float32"),
+    )

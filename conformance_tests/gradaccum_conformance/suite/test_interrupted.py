@@ -16,18 +16,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import pytest
 
 import gradaccum
-from gradaccum.kit import State
 from gradaccum_conformance.deep import deep_but
 from gradaccum_conformance.harness import Harness, Option, Session
-from gradaccum_conformance.scenarios import coarse, same, start
+from gradaccum_conformance.scenarios import coarse, feed_gradients, same, start
 from gradaccum_conformance.specs import LINEAR, Arrays, Optimizer
 
-ADAM = Optimizer("adamw")
 SCALE = gradaccum.DynamicLossScale(init_scale=4.0, growth_interval=1)
 VARIANTS: dict[str, dict[str, Option]] = {
     "plain": {},
@@ -50,29 +49,21 @@ class Interrupted(KeyboardInterrupt):
     """The exception that the test raises."""
 
 
-class Learned(NamedTuple):
-    """What a user has after some windows."""
-
-    parameters: Arrays
-    optimizer_state: Arrays
-    state: State | None = None
-
-    def equals(self, other: Learned) -> bool:
-        """Whether all is the same, but for the number of skipped windows, and the state
-        if one was not asked for.
-        """
-        equal = same(self.parameters, other.parameters) and same(
-            self.optimizer_state, other.optimizer_state
-        )
-        states = [
-            each.state and each.state._replace(skipped_windows=0)
-            for each in (self, other)
-        ]
-        return equal and (None in states or states[0] == states[1])
+def learned(session: Session) -> Arrays:
+    """The parameters and the optimizer's state."""
+    return {
+        **{f"parameter {name}": p for name, p in session.parameters().items()},
+        **{f"optimizer {name}": p for name, p in session.optimizer_state().items()},
+    }
 
 
-def learned(session: Session) -> Learned:
-    return Learned(session.parameters(), session.optimizer_state(), session.state())
+def everything(session: Session) -> Arrays:
+    """What was learned, and the state but for the number of skipped windows."""
+    fields = session.state()._replace(skipped_windows=0)._asdict()
+    return {
+        **learned(session),
+        **{f"state {name}": np.asarray(value) for name, value in fields.items()},
+    }
 
 
 def in_backward(frame: FrameType | None) -> bool:
@@ -111,47 +102,41 @@ def raising_at(number: int, backend: Harness) -> Iterator[list[int]]:
         sys.setprofile(None)
 
 
-def window(session: Session, first: int = 4) -> Learned:
-    session.gradients(TREES[first])
-    session.gradients(TREES[first + 1])
-    return learned(session)
-
-
 class Truth:
     """A session in mid-window, and what it has after each way to go on that an
     exception may leave.
     """
 
     def __init__(self, backend: Harness, mode: str, options: dict[str, Option]) -> None:
-        self.session = start(
+        self.session = session = start(
             backend,
             LINEAR,
-            ADAM,
+            Optimizer("adamw"),
             dtype="bfloat16" if "master_weights" in options else "float32",
             mode=mode,
             steps=2,
             **options,
         )
-        window(self.session, 0)
-        self.session.gradients(LARGE if "skip_norm" in options else TREES[2])
-        self.before, self.old, self.skipped = (
-            self.session.snapshot(),
-            learned(self.session),
-            self.session.state().skipped_windows,
-        )
+        feed_gradients(session, TREES[:2])
+        session.gradients(LARGE if "skip_norm" in options else TREES[2])
+        self.before = session.snapshot()
+        self.learned_before = learned(session)
+        self.skipped_before = session.state().skipped_windows
         with raising_at(0, backend) as made:
-            self.session.gradients(TREES[3])
+            session.gradients(TREES[3])
         self.calls = made[0]
-        closed = learned(self.session), window(self.session)
-        self.session.restore(self.before)
-        self.session.flush()
-        self.ways = {
-            "closed": closed,
-            "closed without the last": (learned(self.session), window(self.session)),
-        }
-        self.session.restore(self.before)
-        self.session.discard()
-        self.discarded = window(self.session)
+        self.ways = {"closed": (everything(session), self.next_window())}
+        session.restore(self.before)
+        session.flush()
+        self.ways["closed without the last"] = everything(session), self.next_window()
+        session.restore(self.before)
+        session.discard()
+        self.discarded = self.next_window()
+        self.learned_after_discard = learned(session)
+
+    def next_window(self) -> Arrays:
+        feed_gradients(self.session, TREES[4:])
+        return everything(self.session)
 
     def outcome(self, backend: Harness, call: int) -> str:
         """Raise at `call`, and go on as a user may; returns what the exception left."""
@@ -162,25 +147,26 @@ class Truth:
         try:
             session.flush()
         except gradaccum.GradAccumError:
-            if Learned(session.parameters(), session.optimizer_state()).equals(
-                self.old
-            ):
+            if same(learned(session), self.learned_before):
                 session.discard()
-                assert window(session).equals(self.discarded)
+                assert same(self.next_window(), self.discarded)
                 return "open, its micro-batch not counted"
             with pytest.raises(gradaccum.GradAccumError):
                 session.gradients(TREES[4])
             return "refused"
-        now = learned(session)
+        now = everything(session)
+        skipped = session.state().skipped_windows > self.skipped_before
+        if skipped:
+            assert same(learned(session), self.learned_before)
         # A framework may hold the gradient of the micro-batch that was not counted.
         session.discard()
-        if now.state is not None and now.state.skipped_windows > self.skipped:
-            assert now._replace(state=None).equals(self.old)
+        after = self.next_window()
+        if skipped:
             # A framework may count an overflow, and lower its scale.
-            assert window(session)._replace(state=None).equals(self.discarded)
+            assert same(learned(session), self.learned_after_discard)
             return "skipped"
-        (way,) = (name for name, (truth, _) in self.ways.items() if now.equals(truth))
-        assert window(session).equals(self.ways[way][1])
+        (way,) = (name for name, (truth, _) in self.ways.items() if same(now, truth))
+        assert same(after, self.ways[way][1])
         return way
 
 
@@ -201,11 +187,9 @@ def test_end_of_a_window(
     for mode in set(backend.modes) - {*COMPILED, *backend.deep_modes}:
         truth = Truth(backend, mode, options)
         calls = range(1, truth.calls + 1)
-        drawn = (
-            calls
-            if points is None
-            else random.Random(5).sample(calls, min(points, len(calls)))
-        )
+        drawn = list(calls)
+        if points is not None:
+            drawn = random.Random(5).sample(calls, min(points, len(calls)))
         found = Counter(truth.outcome(backend, call) for call in drawn)
         print(f"{mode}: {len(drawn)} of {truth.calls} calls: {dict(found)}")
         assert found

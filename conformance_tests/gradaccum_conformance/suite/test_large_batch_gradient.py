@@ -19,11 +19,11 @@ from gradaccum_conformance.specs import MLP, MODELS, Model
 
 EVEN = {1: (12,), 2: (6, 6), 3: (4, 4, 4), 4: (3, 3, 3, 3), 8: (2, 2, 2, 2, 1, 1, 1, 1)}
 RAGGED = {"short last": (5, 5, 2), "one item": (11, 1), "growing": (1, 2, 3, 6)}
-by_name = pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+by_model = pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 by_dtype = pytest.mark.parametrize("dtype", ["float32", "float64"])
 
 
-def run(
+def check(
     backend: Harness,
     errors: Errors,
     model: Model,
@@ -51,35 +51,21 @@ def run(
 
 
 @by_dtype
-@by_name
+@by_model
 @pytest.mark.parametrize("n", deep_but((4,), EVEN))
 def test_equal_micro_batches(
     backend: Harness, errors: Errors, model: Model, n: int, dtype: Dtype
 ) -> None:
-    run(backend, errors, model, EVEN[n], dtype)
+    check(backend, errors, model, EVEN[n], dtype)
 
 
 @by_dtype
 @pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("sizes", deep_but([(11, 1)], RAGGED.values()), ids=RAGGED)
 @pytest.mark.parametrize(
-    "sizes", deep_but((RAGGED["one item"],), RAGGED.values()), ids=RAGGED
+    "model", deep_but([MLP], MODELS), ids=[model.name for model in MODELS]
 )
 def test_ragged_micro_batches(
-    backend: Harness,
-    errors: Errors,
-    sizes: tuple[int, ...],
-    reduction: str,
-    dtype: Dtype,
-) -> None:
-    run(backend, errors, MLP, sizes, dtype, reduction)
-
-
-@pytest.mark.deep
-@by_dtype
-@by_name
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("sizes", RAGGED.values(), ids=RAGGED)
-def test_ragged_micro_batches_every_model(
     backend: Harness,
     errors: Errors,
     model: Model,
@@ -87,7 +73,7 @@ def test_ragged_micro_batches_every_model(
     reduction: str,
     dtype: Dtype,
 ) -> None:
-    run(backend, errors, model, sizes, dtype, reduction)
+    check(backend, errors, model, sizes, dtype, reduction)
 
 
 @pytest.mark.every_mode
@@ -95,4 +81,4 @@ def test_ragged_micro_batches_every_model(
 def test_ragged_micro_batches_every_mode(
     backend: Harness, mode: str, errors: Errors, reduction: str
 ) -> None:
-    run(backend, errors, MLP, (5, 5, 2), "float32", reduction, mode)
+    check(backend, errors, MLP, (5, 5, 2), "float32", reduction, mode)

@@ -29,15 +29,14 @@ from gradaccum_conformance.measuring import Errors
 from gradaccum_conformance.scenarios import (
     REDUCTIONS,
     cut,
-    large_loss,
     micro_loss,
     standard_batch,
+    window_gradient,
 )
 from gradaccum_conformance.specs import (
     LINEAR,
     MLP,
     MODELS,
-    Arrays,
     Batch,
     Model,
     make_weights,
@@ -56,82 +55,75 @@ WAYS: dict[str, tuple[dict[str, int], int]] = {
 """Ways to split the twelve items of the standard batch, each with the number of
 micro-batches that it makes.
 """
+BATCH = standard_batch(MLP)
+PIECES = cut(BATCH, (5, 5, 2))
 TOKENS = np.array([3, 1, 4, 1, 5, 2, 6, 5, 3, 5, 0, 7])
 """An uneven weight for each item of the standard batch, one of them 0."""
+TOKENS_OF_PIECES = [14.0, 21.0, 7.0]
+LOGITS = oracle.predict(MLP, make_weights(MLP), BATCH.x)
+MEANS = [part.mean(0) for part in np.split(LOGITS, [5, 10])]
 
 
 def split(
     backend: LargeBatchHarness,
     options: Mapping[str, Option],
     model: Model = MLP,
+    batch: Batch = BATCH,
     *,
-    dtype: Dtype = "float32",
+    dtype: Dtype = "float64",
     mode: str | None = None,
     returns: Returns | None = None,
 ) -> Outcome:
-    reduction = str(options.get("reduction", "mean"))
+    """The backend's call, in micro-batches of 5 items unless `options` say another."""
+    if "steps" not in options:
+        options = {"micro_batch_size": 5, **options}
+    loss = micro_loss(str(options.get("reduction", "mean")))
     call = LargeBatchCall(
-        model,
-        make_weights(model),
-        dtype,
-        mode,
-        micro_loss(reduction),
-        options,
-        returns=returns,
+        model, make_weights(model), dtype, mode, loss, options, returns=returns
     )
-    return backend.value_and_grad(call, standard_batch(model))
-
-
-def of_the_definition(
-    model: Model, pieces: Sequence[Batch], weights: Sequence[float], reduction: str
-) -> tuple[float, Arrays]:
-    """The loss and the gradient in float64, from the definition of the reduction over
-    these micro-batches.
-    """
-    parts = [
-        oracle.loss_and_gradient(
-            model, make_weights(model), piece, loss=micro_loss(reduction)
-        )
-        for piece in pieces
-    ]
-    factors = weights if reduction == "mean" else [1.0] * len(parts)
-    divisor = 1.0 if reduction == "sum" else sum(weights)
-    loss = (
-        sum(factor * value for factor, (value, _) in zip(factors, parts, strict=True))
-        / divisor
-    )
-    names = parts[0][1]
-    return loss, {
-        n: np.sum([f * g[n] for f, (_, g) in zip(factors, parts, strict=True)], axis=0)
-        / divisor
-        for n in names
-    }
+    return backend.value_and_grad(call, batch)
 
 
 def check(
     errors: Errors,
     got: Outcome,
-    loss: float,
-    truth: Arrays,
-    model: Model,
-    micro_batches: int,
-    dtype: Dtype,
+    pieces: Sequence[Batch],
+    weights: Sequence[float] | None = None,
+    reduction: str = "mean",
+    *,
+    model: Model = MLP,
+    dtype: Dtype = "float64",
+    micro_batches: int = 3,
 ) -> None:
-    additions = additions_in_gradient(model, 12, micro_batches)
+    """The loss and the gradient against the definition of the reduction over these
+    micro-batches, in float64. Weights are the numbers of items by default.
+    """
+    weights = weights or [piece.items for piece in pieces]
+    trees = []
+    for piece in pieces:
+        loss, gradient = oracle.loss_and_gradient(
+            model, make_weights(model), piece, loss=micro_loss(reduction)
+        )
+        trees.append({**gradient, "loss": np.asarray(loss)})
+    truth = window_gradient(trees, weights, reduction)
     # Twice the bound: of a sum that partly cancels, the error is larger beside the
     # truth.
-    limit = FLOAT64_RELATIVE if dtype == "float64" else 2 * gamma(additions, dtype)
-    errors.check(f"loss, {dtype}", abs(got.loss - loss) / abs(loss), limit)
-    errors.check(f"gradient, {dtype}", worst(got.gradient, truth), limit)
+    limit = 2 * gamma(additions_in_gradient(model, 12, micro_batches), dtype)
+    if dtype == "float64":
+        limit = FLOAT64_RELATIVE
+    measured = {**got.gradient, "loss": np.asarray(got.loss)}
+    errors.check(f"loss and gradient, {dtype}", worst(measured, truth), limit)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("options", "micro_batches"), WAYS.values(), ids=WAYS)
 def test_gradient_of_the_large_batch(
-    backend: LargeBatchHarness, errors: Errors, way: str
+    backend: LargeBatchHarness,
+    errors: Errors,
+    options: dict[str, int],
+    micro_batches: int,
 ) -> None:
-    options, micro_batches = WAYS[way]
-    loss, truth = oracle.loss_and_gradient(MLP, make_weights(MLP), standard_batch(MLP))
-    check(errors, split(backend, options), loss, truth, MLP, micro_batches, "float32")
+    got = split(backend, options, dtype="float32")
+    check(errors, got, [BATCH], dtype="float32", micro_batches=micro_batches)
 
 
 @pytest.mark.every_mode
@@ -139,52 +131,27 @@ def test_gradient_of_the_large_batch(
 def test_every_mode(
     backend: LargeBatchHarness, large_batch_mode: str, errors: Errors, reduction: str
 ) -> None:
-    loss, truth = oracle.loss_and_gradient(
-        MLP, make_weights(MLP), standard_batch(MLP), loss=large_loss(reduction)
-    )
     got = split(
-        backend, {"micro_batch_size": 5, "reduction": reduction}, mode=large_batch_mode
+        backend, {"reduction": reduction}, dtype="float32", mode=large_batch_mode
     )
-    check(errors, got, loss, truth, MLP, 3, "float32")
+    check(errors, got, [BATCH], None, reduction, dtype="float32")
 
 
 def test_last_batch_of_fewer_items_than_steps(
     backend: LargeBatchHarness, large_batch_mode: str, errors: Errors
 ) -> None:
     """Each item is a micro-batch: `steps` are at most so many."""
-    batch = standard_batch(MLP).rows(0, 3)
-    got = backend.value_and_grad(
-        LargeBatchCall(
-            MLP, make_weights(MLP), "float64", large_batch_mode, options={"steps": 4}
-        ),
-        batch,
-    )
-    check(
-        errors,
-        got,
-        *oracle.loss_and_gradient(MLP, make_weights(MLP), batch),
-        MLP,
-        3,
-        "float64",
-    )
+    batch = BATCH.rows(0, 3)
+    got = split(backend, {"steps": 4}, batch=batch, mode=large_batch_mode)
+    check(errors, got, [batch])
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 def test_float64_of_every_model(
     backend: LargeBatchHarness, errors: Errors, model: Model
 ) -> None:
-    loss, truth = oracle.loss_and_gradient(
-        model, make_weights(model), standard_batch(model)
-    )
-    check(
-        errors,
-        split(backend, {"micro_batch_size": 5}, model, dtype="float64"),
-        loss,
-        truth,
-        model,
-        3,
-        "float64",
-    )
+    batch = standard_batch(model)
+    check(errors, split(backend, {}, model, batch), [batch], model=model)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -192,23 +159,8 @@ def test_weights_of_items(
     backend: LargeBatchHarness, errors: Errors, reduction: str
 ) -> None:
     """A micro-batch counts by the sum of its items' weights."""
-    pieces, weights = (
-        cut(standard_batch(MLP), (5, 5, 2)),
-        [float(part.sum()) for part in np.split(TOKENS, [5, 10])],
-    )
-    got = split(
-        backend,
-        {"micro_batch_size": 5, "reduction": reduction, "weight": TOKENS},
-        dtype="float64",
-    )
-    check(
-        errors,
-        got,
-        *of_the_definition(MLP, pieces, weights, reduction),
-        MLP,
-        3,
-        "float64",
-    )
+    got = split(backend, {"reduction": reduction, "weight": TOKENS})
+    check(errors, got, PIECES, TOKENS_OF_PIECES, reduction)
 
 
 def firsts_squared(x: Any, y: Any) -> Any:
@@ -219,18 +171,10 @@ def firsts_squared(x: Any, y: Any) -> Any:
 def test_weight_by_a_function(
     backend: LargeBatchHarness, large_batch_mode: str, errors: Errors, reduction: str
 ) -> None:
-    pieces = cut(standard_batch(MLP), (5, 5, 2))
-    weights = [float(piece.x[:, 0].sum()) ** 2 for piece in pieces]
-    options = {"micro_batch_size": 5, "reduction": reduction, "weight": firsts_squared}
-    got = split(backend, options, dtype="float64", mode=large_batch_mode)
-    check(
-        errors,
-        got,
-        *of_the_definition(MLP, pieces, weights, reduction),
-        MLP,
-        3,
-        "float64",
-    )
+    options = {"reduction": reduction, "weight": firsts_squared}
+    got = split(backend, options, mode=large_batch_mode)
+    weights = [float(firsts_squared(*piece)) for piece in PIECES]
+    check(errors, got, PIECES, weights, reduction)
 
 
 def with_mean(loss: Any, logits: Any) -> Any:
@@ -241,65 +185,40 @@ def with_rows(loss: Any, logits: Any) -> Any:
     return loss, {"rows": logits}
 
 
-def test_outputs_of_each_micro_batch(
-    backend: LargeBatchHarness, large_batch_mode: str
-) -> None:
-    """Without a way to merge them, there is one for each micro-batch, in order."""
-    got = split(
-        backend,
-        {"micro_batch_size": 5, "has_aux": True},
-        mode=large_batch_mode,
-        returns=with_mean,
-    )
-    logits = oracle.predict(MLP, make_weights(MLP), standard_batch(MLP).x)
-    means = [part.mean(0) for part in np.split(logits, [5, 10])]
-    np.testing.assert_allclose(got.aux["mean"], means, rtol=1e-5, atol=1e-6)
-
-
-def test_outputs_concatenated(
-    backend: LargeBatchHarness, large_batch_mode: str, errors: Errors
-) -> None:
-    """One row per item, in the order of the items, the short last micro-batch too."""
-    got = split(
-        backend,
-        {"micro_batch_size": 5, "has_aux": True, "merge_aux": "concatenate"},
-        dtype="float64",
-        mode=large_batch_mode,
-        returns=with_rows,
-    )
-    logits = oracle.predict(MLP, make_weights(MLP), standard_batch(MLP).x)
-    np.testing.assert_allclose(got.aux["rows"], logits, rtol=1e-12)
-    loss, truth = oracle.loss_and_gradient(MLP, make_weights(MLP), standard_batch(MLP))
-    check(errors, got, loss, truth, MLP, 3, "float64")
-
-
 def weighted_mean(auxes: Sequence[Any], weights: Sequence[Any]) -> Any:
     total = sum(weights)
     terms = [aux["mean"] * w for aux, w in zip(auxes, weights, strict=True)]
     return {"mean": sum(terms[1:], terms[0]) / total}
 
 
+def test_outputs_of_each_micro_batch(
+    backend: LargeBatchHarness, large_batch_mode: str
+) -> None:
+    """Without a way to merge them, there is one for each micro-batch, in order."""
+    options = {"has_aux": True}
+    got = split(backend, options, mode=large_batch_mode, returns=with_mean)
+    np.testing.assert_allclose(got.aux["mean"], MEANS, rtol=1e-12)
+
+
+def test_outputs_concatenated(
+    backend: LargeBatchHarness, large_batch_mode: str, errors: Errors
+) -> None:
+    """One row per item, in the order of the items, the short last micro-batch too."""
+    options = {"has_aux": True, "merge_aux": "concatenate"}
+    got = split(backend, options, mode=large_batch_mode, returns=with_rows)
+    np.testing.assert_allclose(got.aux["rows"], LOGITS, rtol=1e-12)
+    check(errors, got, [BATCH])
+
+
 def test_outputs_merged_by_a_function(
     backend: LargeBatchHarness, large_batch_mode: str
 ) -> None:
     """The function is given the outputs and the weights of all micro-batches."""
-    got = split(
-        backend,
-        {
-            "micro_batch_size": 5,
-            "weight": TOKENS,
-            "has_aux": True,
-            "merge_aux": weighted_mean,
-        },
-        mode=large_batch_mode,
-        returns=with_mean,
-    )
-    logits = oracle.predict(MLP, make_weights(MLP), standard_batch(MLP).x)
-    parts = zip(np.split(logits, [5, 10]), np.split(TOKENS, [5, 10]), strict=True)
-    terms = [part.mean(0) * tokens.sum() for part, tokens in parts]
-    mean = np.sum(terms, axis=0) / TOKENS.sum()
-    assert np.abs(mean - logits.mean(0)).max() > 1e-3
-    np.testing.assert_allclose(got.aux["mean"], mean, rtol=1e-5, atol=1e-6)
+    options = {"weight": TOKENS, "has_aux": True, "merge_aux": weighted_mean}
+    got = split(backend, options, mode=large_batch_mode, returns=with_mean)
+    mean = np.average(MEANS, axis=0, weights=TOKENS_OF_PIECES)
+    assert np.abs(mean - LOGITS.mean(0)).max() > 1e-3
+    np.testing.assert_allclose(got.aux["mean"], mean, rtol=1e-12)
 
 
 @pytest.mark.parametrize("reduction", deep_but(("mean",), REDUCTIONS))
@@ -312,31 +231,11 @@ def test_weight_zero_adds_nothing(
     batch = standard_batch(MLP)
     batch.x[5:10] = np.nan
     weight = np.repeat([1.0, 0.0, 2.0], (5, 5, 2))
-    options = {
-        "micro_batch_size": 5,
-        "reduction": reduction,
-        "weight": weight,
-    }
-    call = LargeBatchCall(
-        MLP,
-        make_weights(MLP),
-        "float64",
-        large_batch_mode,
-        micro_loss(reduction),
-        options,
-    )
-    got, (first, _, last) = backend.value_and_grad(call, batch), cut(batch, (5, 5, 2))
-    check(
-        errors,
-        got,
-        *of_the_definition(MLP, [first, last], [5.0, 4.0], reduction),
-        MLP,
-        3,
-        "float64",
-    )
-    got = backend.value_and_grad(
-        call._replace(options={**options, "weight": np.zeros(12)}), batch
-    )
+    options = {"reduction": reduction, "weight": weight}
+    got = split(backend, options, batch=batch, mode=large_batch_mode)
+    check(errors, got, [PIECES[0], PIECES[2]], [5.0, 4.0], reduction)
+    options["weight"] = np.zeros(12)
+    got = split(backend, options, batch=batch, mode=large_batch_mode)
     assert got.loss == 0
     assert all(not gradient.any() for gradient in got.gradient.values())
 
@@ -348,15 +247,12 @@ def test_half_precision_is_summed_in_float32(backend: LargeBatchHarness) -> None
     batch, weights = standard_batch(LINEAR, 256), make_weights(LINEAR)
     for dtype in backend.half_dtypes:
         terms = [
-            backend.gradient(LINEAR, weights, batch.rows(i, i + 1), dtype=dtype)
-            for i in range(batch.items)
+            backend.gradient(LINEAR, weights, item, dtype=dtype)
+            for item in cut(batch, (1,) * 256)
         ]
-        truth = {
-            name: np.mean([term[name].astype(np.float64) for term in terms], axis=0)
-            for name in weights
-        }
-        got = backend.value_and_grad(
-            LargeBatchCall(LINEAR, weights, dtype, options={"micro_batch_size": 1}),
-            batch,
-        )
-        assert worst(got.gradient, truth) <= 2 * unit_roundoff(dtype)
+        wide = [
+            {name: array.astype(np.float64) for name, array in term.items()}
+            for term in terms
+        ]
+        got = split(backend, {"micro_batch_size": 1}, LINEAR, batch, dtype=dtype)
+        assert worst(got.gradient, window_gradient(wide)) <= 2 * unit_roundoff(dtype)

@@ -3,71 +3,52 @@ trace in the next window.
 """
 
 import math
-from collections.abc import Sequence
 
 import pytest
 
 import gradaccum
-from gradaccum_conformance.bounds import bound_of_sum, gamma, worst
-from gradaccum_conformance.harness import Harness, Session
+from gradaccum_conformance.bounds import bound_of_sum, worst
+from gradaccum_conformance.harness import Harness
 from gradaccum_conformance.measuring import Errors
-from gradaccum_conformance.scenarios import mean_of, poisoned, random_tree, same, start
+from gradaccum_conformance.scenarios import (
+    feed_gradients,
+    outcome_of,
+    poisoned,
+    random_tree,
+    same,
+    start,
+    window_gradient,
+)
 from gradaccum_conformance.specs import LINEAR
 
-VALUES = pytest.mark.parametrize(
-    "value", [math.inf, -math.inf, math.nan], ids=["inf", "-inf", "nan"]
-)
-POSITIONS = pytest.mark.parametrize("position", [0, 1, 2])
-STEPS = 3
+TREES = [random_tree(LINEAR, seed) for seed in range(6)]
+by_value = pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan], ids=str)
 
 
-def window(
-    session: Session, seeds: Sequence[int], bad: dict[int, float] | None = None
-) -> None:
-    for index, seed in enumerate(seeds):
-        tree = random_tree(LINEAR, seed)
-        session.gradients(poisoned(tree, bad[index]) if bad and index in bad else tree)
-
-
-@VALUES
-@POSITIONS
+@by_value
 def test_overflow_skips_this_window_only(
-    backend: Harness, value: float, position: int
+    backend: Harness, mode: str, value: float
 ) -> None:
-    """The next window is, bit for bit, that of a session without the overflow."""
-    hurt, clean = start(backend, steps=STEPS), start(backend, steps=STEPS)
-    before = hurt.parameters()
-    window(hurt, (0, 1, 2), {position: value})
-    result, state = hurt.result(), hurt.state()
-    assert (result.applied, result.skipped, result.overflow, result.grad_norm) == (
-        False,
-        True,
-        True,
-        math.inf,
-    )
-    assert (
-        state.optimizer_step,
-        state.skipped_windows,
-        state.overflow,
-        hurt.captured().calls,
-    ) == (0, 1, False, 0)
-    assert same(hurt.parameters(), before)
-    for session in (hurt, clean):
-        window(session, (3, 4, 5))
-    assert same(hurt.parameters(), clean.parameters()), "the overflow left a trace"
-
-
-@VALUES
-def test_overflow_in_every_mode(backend: Harness, mode: str, value: float) -> None:
-    hurt, clean = (
-        start(backend, steps=STEPS, mode=mode),
-        start(backend, steps=STEPS, mode=mode),
-    )
-    window(hurt, (0, 1, 2), {1: value})
-    assert hurt.captured().calls == 0
-    for session in (hurt, clean):
-        window(session, (3, 4, 5))
-    assert same(hurt.parameters(), clean.parameters())
+    """In each micro-batch of a window. The next window is, bit for bit, that of a
+    session without the overflow.
+    """
+    clean = start(backend, steps=3, mode=mode)
+    feed_gradients(clean, TREES[3:])
+    for bad in range(3):
+        session = start(backend, steps=3, mode=mode)
+        before = session.parameters()
+        trees = TREES[:3]
+        trees[bad] = poisoned(trees[bad], value)
+        feed_gradients(session, trees)
+        assert outcome_of(session.result()) == {"skipped", "overflow"}
+        assert session.result().grad_norm == math.inf
+        state = session.state()
+        assert (state.optimizer_step, state.skipped_windows) == (0, 1)
+        assert not state.overflow
+        assert session.captured().calls == 0
+        assert same(session.parameters(), before)
+        feed_gradients(session, TREES[3:])
+        assert same(session.parameters(), clean.parameters())
 
 
 @pytest.mark.parametrize(
@@ -83,13 +64,9 @@ def test_divisor_outside_float32_overflows(
         backend, steps=1, loss_scale=scale, reduction="sum_per_item", mode=mode
     )
     before = session.parameters()
-    session.gradients(random_tree(LINEAR, 0), weight=weight)
-    result = session.result()
-    assert (result.applied, result.overflow, result.grad_norm) == (
-        False,
-        True,
-        math.inf,
-    )
+    session.gradients(TREES[0], weight=weight)
+    assert outcome_of(session.result()) == {"skipped", "overflow"}
+    assert session.result().grad_norm == math.inf
     assert same(session.parameters(), before)
 
 
@@ -99,93 +76,40 @@ def test_scale_recovers_from_divisor_overflow(backend: Harness) -> None:
     """
     rule = gradaccum.DynamicLossScale(init_scale=2.0**112, growth_interval=1)
     session = start(backend, steps=1, loss_scale=rule, reduction="sum_per_item")
-    for seed in range(3):
-        session.gradients(random_tree(LINEAR, seed), weight=2.0**17)
+    feed_gradients(session, TREES[:3], [2.0**17] * 3)
     assert session.state().optimizer_step == 1
     assert session.state().skipped_windows == 2
 
 
-@VALUES
-def test_flush_reports_the_overflow(backend: Harness, value: float) -> None:
-    session = start(backend, steps=8)
-    window(session, (0, 1), {0: value})
-    session.flush()
-    assert session.result().overflow
-    assert session.captured().calls == 0
-
-
-@VALUES
-@POSITIONS
+@by_value
 def test_dropped_micro_batch_adds_nothing(
-    backend: Harness, errors: Errors, value: float, position: int
+    backend: Harness, mode: str, errors: Errors, value: float
 ) -> None:
-    session = start(backend, steps=STEPS, on_overflow="drop_micro_batch")
-    window(session, (0, 1, 2), {position: value})
-    good = [
-        random_tree(LINEAR, seed)
-        for index, seed in enumerate((0, 1, 2))
-        if index != position
-    ]
-    errors.check(
-        "gradient of the good ones",
-        worst(session.captured().gradient or {}, mean_of(good)),
-        bound_of_sum(good, "float32"),
-    )
-    assert session.result().overflow
-    assert session.result().applied
+    for bad in range(3):
+        session = start(backend, steps=3, on_overflow="drop_micro_batch", mode=mode)
+        good = TREES[:3]
+        hurt = poisoned(good.pop(bad), value)
+        feed_gradients(session, [*good[:bad], hurt, *good[bad:]])
+        errors.check(
+            "gradient of the good ones",
+            worst(session.captured().gradient, window_gradient(good)),
+            bound_of_sum(good, "float32"),
+        )
+        assert outcome_of(session.result()) == {"applied", "overflow"}
 
 
 @pytest.mark.every_mode
 def test_drop_in_every_mode(backend: Harness, mode: str, errors: Errors) -> None:
-    session = start(backend, steps=STEPS, on_overflow="drop_micro_batch", mode=mode)
-    window(session, (0, 1, 2), {0: math.nan, 2: math.inf})
+    """Two micro-batches of three, and then all."""
+    session = start(backend, steps=3, on_overflow="drop_micro_batch", mode=mode)
+    bad = poisoned(TREES[0], math.nan)
+    feed_gradients(session, [bad, TREES[1], poisoned(TREES[2], math.inf)])
     errors.check(
         "gradient",
-        worst(session.captured().gradient or {}, random_tree(LINEAR, 1)),
-        gamma(8, "float32"),
+        worst(session.captured().gradient, TREES[1]),
+        bound_of_sum([TREES[1]], "float32"),
     )
-
-
-def test_dropping_all_makes_no_update(backend: Harness, mode: str) -> None:
-    session = start(backend, steps=2, on_overflow="drop_micro_batch", mode=mode)
-    window(session, (0, 1), {0: math.inf, 1: math.nan})
-    result, state = session.result(), session.state()
-    assert (result.applied, result.skipped, result.overflow) == (False, True, True)
-    assert (state.skipped_windows, state.micro_step, session.captured().calls) == (
-        1,
-        0,
-        0,
-    )
-
-
-@VALUES
-@pytest.mark.parametrize("on_overflow", ["skip_window", "drop_micro_batch"])
-def test_clean_window_after_twenty_overflows(
-    backend: Harness, value: float, on_overflow: str
-) -> None:
-    """Nothing moves in the twenty lost windows, the scale stops at its floor. The clean
-    window then equals a first one at that scale.
-    """
-    rule = gradaccum.DynamicLossScale(init_scale=2.0**8, min_scale=2.0)
-    hurt = start(backend, steps=2, loss_scale=rule, on_overflow=on_overflow)
-    clean = start(
-        backend,
-        steps=2,
-        loss_scale=gradaccum.DynamicLossScale(init_scale=2.0),
-        on_overflow=on_overflow,
-    )
-    before = hurt.parameters()
-    for _ in range(20):
-        window(hurt, (0, 1), {0: value, 1: value})
-    state = hurt.state()
-    assert (
-        state.optimizer_step,
-        state.skipped_windows,
-        state.loss_scale,
-        hurt.captured().calls,
-    ) == (0, 20, 2.0, 0)
-    assert same(hurt.parameters(), before)
-    for session in (hurt, clean):
-        window(session, (3, 4))
-    assert same(hurt.parameters(), clean.parameters())
-    assert hurt.state() == clean.state()._replace(skipped_windows=20)
+    feed_gradients(session, [bad] * 3)
+    assert outcome_of(session.result()) == {"skipped", "overflow"}
+    assert session.captured().calls == 1
+    assert (session.state().skipped_windows, session.state().micro_step) == (1, 0)

@@ -4,6 +4,7 @@ ones, and leaves the user's random states alone.
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -66,11 +67,6 @@ def over_positives(out: Any, weights: Any, x: Any, positives: Any) -> Any:
     return (each(out) * positives).sum() / positives.sum()
 
 
-def hardest(out: Any, weights: Any, x: Any, y: Any) -> Any:
-    """The largest error of the batch alone."""
-    return ((out[:, 0] - y) ** 2).max()
-
-
 def pairs(out: Any, weights: Any, x: Any, y: Any) -> Any:
     return ((out @ out.T) ** 2).mean()
 
@@ -79,10 +75,6 @@ def in_groups(out: Any, weights: Any, x: Any, y: Any) -> Any:
     """Four items belong together, and a micro-batch has three."""
     groups = out[:, 0].reshape(-1, 4)
     return ((groups - groups.mean(1).reshape(-1, 1)) ** 2).mean()
-
-
-def variance(out: Any, weights: Any, x: Any, y: Any) -> Any:
-    return ((out - out.mean(0)) ** 2).mean()
 
 
 def weakly_coupled(out: Any, weights: Any, x: Any, y: Any) -> Any:
@@ -97,11 +89,6 @@ def standardised(out: Any, weights: Any, x: Any, rewards: Any) -> Any:
 def penalised(out: Any, weights: Any, x: Any, y: Any) -> Any:
     """A weight decay in a sum, which each micro-batch adds in full."""
     return summed(out, weights, x, y) + (weights["0.weight"] ** 2).sum()
-
-
-def with_sum(out: Any, weights: Any, x: Any, y: Any) -> Any:
-    """A sum over items beside a mean over items."""
-    return plain(out, weights, x, y) + 0.1 * (out**2).sum()
 
 
 def two_counts(out: Any, weights: Any, x: Any, mask: Any) -> Any:
@@ -127,28 +114,13 @@ def seeded(out: Any, weights: Any, x: Any, y: Any) -> Any:
 
 MISTAKES: dict[str, tuple[Loss, Array, dict[str, Option], str, str]] = {
     "token mean": (token_mean, MASK, {}, "weights", "batch[1]"),
-    "ignored labels": (
-        ignored_labels,
-        LABELS,
-        {},
-        "weights",
-        "batch[1] != -100",
-    ),
+    "ignored labels": (ignored_labels, LABELS, {}, "weights", "batch[1] != -100"),
     "over positives": (over_positives, POSITIVES, {}, "weights", "batch[1]"),
-    "hardest": (hardest, Y, {}, "coupled", ""),
     "pairs": (pairs, Y, {}, "coupled", ""),
-    "variance": (variance, Y, {}, "coupled", ""),
     "weakly coupled": (weakly_coupled, Y, {}, "coupled", ""),
     "standardised": (standardised, Y, {}, "coupled", ""),
     "penalised": (penalised, Y, {"reduction": "sum"}, "weights", "weight"),
-    "with sum": (with_sum, Y, {}, "weights", "weight"),
-    "two counts": (
-        two_counts,
-        MASK,
-        {},
-        "coupled",
-        "",
-    ),
+    "two counts": (two_counts, MASK, {}, "coupled", ""),
     "sum under mean": (summed, Y, {}, "weights", ""),
     "mean under sum": (plain, Y, {"reduction": "sum"}, "weights", ""),
     "infinite": (infinite, Y, {}, "not_finite", ""),
@@ -188,14 +160,9 @@ SOUND: dict[str, tuple[Loss, Array, dict[str, Option]]] = {
 }
 BAD: dict[str, tuple[tuple[Array, ...], dict[str, Option], str]] = {
     "unequal arrays": ((X, Y[:-1]), {}, r"batch\[1\]: expected 12 items"),
-    "axes of another nest": ((X, Y), {"axes": (0, 0, 0)}, "axes: expected a prefix"),
-    "nothing to split": ((X, Y), {"axes": None}, "batch: expected an array to split"),
     "too few items": ((X[:3], Y[:3]), {}, "batch: expected at least 4 items"),
-    "one item": ((X[:1], Y[:1]), {"steps": None}, "batch: expected at least 2 items"),
     "too few weights": ((X, Y), {"weight": [1.0, 2.0]}, "weight: expected 12"),
-    "negative weights": ((X, Y), {"weight": [-1.0] * ITEMS}, "weight: expected"),
     "a negative weight": ((X, Y), {"weight": lambda x, y: -1.0}, "weight: expected"),
-    "weights of items": ((X, Y), {"weight": lambda x, y: y}, "weight: expected"),
 }
 
 
@@ -258,17 +225,6 @@ def test_bad_input(backend: VerifyingHarness, name: str) -> None:
         verify(backend, plain, *batch, **options)
 
 
-@pytest.mark.parametrize("has_aux", [False, True])
-def test_loss_that_is_no_scalar_raises(
-    backend: VerifyingHarness, has_aux: bool
-) -> None:
-    def loss(out: Any, weights: Any, x: Any, y: Any) -> Any:
-        return (out, x) if has_aux else out
-
-    with pytest.raises(Exception):  # noqa: B017, PT011 -- each framework has its own.
-        verify(backend, loss, X, Y, has_aux=has_aux)
-
-
 @pytest.mark.parametrize("raises", [False, True])
 def test_random_states_stay(backend: VerifyingHarness, raises: bool) -> None:
     """Also if the loss raises in the middle."""
@@ -282,10 +238,7 @@ def test_random_states_stay(backend: VerifyingHarness, raises: bool) -> None:
 
     random.seed(1)
     np.random.seed(1)
-    if raises:
-        with pytest.raises(ZeroDivisionError):
-            verify(backend, drawing, X, Y)
-    else:
+    with pytest.raises(ZeroDivisionError) if raises else nullcontext():
         verify(backend, drawing, X, Y)
     ours = random.random(), np.random.random()
     random.seed(1)

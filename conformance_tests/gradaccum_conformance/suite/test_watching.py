@@ -21,6 +21,10 @@ from gradaccum_conformance.scenarios import (
 )
 from gradaccum_conformance.specs import LINEAR, MLP, Batch, make_weights
 
+BATCH = standard_batch(MLP)
+FIRST, LAST = cut(BATCH, (7, 5))
+BAD = Batch(FIRST.x * math.inf, FIRST.y)
+
 
 class Heard:
     """A session, and what its listener heard. Where the optimizer has no listeners,
@@ -30,79 +34,74 @@ class Heard:
     def __init__(self, backend: Harness, **options: Option) -> None:
         self.session: Session = start(backend, MLP, **{"steps": 2, **options})
         self.windows: list[ClosedWindow | StepResult] = []
-        self.own = self.session.listen(self.windows.append)
+        self.listens = self.session.listen(self.windows.append)
 
-    def learn(self, piece: Batch) -> None:
+    def micro_batch(self, piece: Batch) -> None:
         self.session.micro_batch(piece, weight=piece.items)
         self.look()
 
-    def close(self, call: str) -> None:
-        getattr(self.session, call)()
+    def flush(self) -> None:
+        self.session.flush()
         self.look()
 
     def look(self) -> None:
-        if not self.own and self.session.result().closed:
+        if not self.listens and self.session.result().closed:
             self.windows.append(self.session.result())
 
-    def counts(self) -> list[tuple[float, float]]:
-        """The micro-batches and the weight of each window, which a listener hears."""
-        windows = [each for each in self.windows if isinstance(each, ClosedWindow)]
-        return [(window.micro_batches, window.weight) for window in windows]
 
-
-def bad(piece: Batch) -> Batch:
-    return Batch(piece.x * math.inf, piece.y)
+def check_loss(errors: Errors, window: ClosedWindow | StepResult, batch: Batch) -> None:
+    loss, _ = oracle.loss_and_gradient(MLP, make_weights(MLP), batch)
+    errors.check("loss", abs(window.loss - loss) / loss, gamma(200, "float32"))
 
 
 def test_listener_hears_the_large_batch(backend: Harness, errors: Errors) -> None:
-    heard, batch = Heard(backend), standard_batch(MLP)
-    loss, gradient = oracle.loss_and_gradient(MLP, make_weights(MLP), batch)
-    first, last = cut(batch, (7, 5))
-    heard.learn(first)
-    heard.close("discard")
-    heard.close("flush")
-    heard.learn(first)
+    """Once of each window, and not of one that is discarded or empty."""
+    heard = Heard(backend)
+    heard.micro_batch(FIRST)
+    heard.session.discard()
+    heard.flush()
+    heard.micro_batch(FIRST)
     assert not heard.windows
-    heard.learn(last)
+    heard.micro_batch(LAST)
     (window,) = heard.windows
     assert (window.optimizer_step, window.applied) == (1, True)
-    errors.check("loss", abs(window.loss - loss) / loss, gamma(200, "float32"))
-    errors.check(
-        "norm",
-        abs(window.grad_norm / global_norm(gradient) - 1),
-        gamma(2000, "float32"),
-    )
-    heard.learn(last)
+    check_loss(errors, window, BATCH)
+    _, gradient = oracle.loss_and_gradient(MLP, make_weights(MLP), BATCH)
+    distance = abs(window.grad_norm / global_norm(gradient) - 1)
+    errors.check("norm", distance, gamma(2000, "float32"))
+    heard.micro_batch(LAST)
     for _ in range(2):
-        heard.close("flush")
+        heard.flush()
     assert [window.optimizer_step for window in heard.windows] == [1, 2]
-    assert heard.counts() == ([(2, 12), (1, 5)] if heard.own else [])
     assert all(type(value) in (int, float, bool) for value in heard.windows[1])
+    counts = [
+        (window.micro_batches, window.weight)
+        for window in heard.windows
+        if isinstance(window, ClosedWindow)
+    ]
+    assert counts == ([(2, 12), (1, 5)] if heard.listens else [])
 
 
 def test_listener_hears_what_is_lost(backend: Harness, errors: Errors) -> None:
     """A window that is skipped, by its norm or by an overflow, and the part of one that
     was dropped.
     """
-    first, last = cut(standard_batch(MLP), (7, 5))
     skipped = Heard(backend, skip_norm=1e-9)
     scaled = Heard(backend, loss_scale=gradaccum.DynamicLossScale(init_scale=8.0))
     dropping = Heard(backend, on_overflow="drop_micro_batch")
     for heard in (skipped, scaled, dropping):
-        heard.learn(first if heard is skipped else bad(first))
-        heard.learn(last)
-    assert [
-        (w.applied, w.skipped, w.overflow, w.optimizer_step) for w in skipped.windows
-    ] == [(False, True, False, 0)]
-    assert [
-        (w.skipped, w.overflow, w.grad_norm, w.loss_scale) for w in scaled.windows
-    ] == [(True, True, math.inf, 4.0)]
+        heard.micro_batch(FIRST if heard is skipped else BAD)
+        heard.micro_batch(LAST)
+    (window,) = skipped.windows
+    assert (window.applied, window.skipped, window.overflow) == (False, True, False)
+    (window,) = scaled.windows
+    assert (window.skipped, window.overflow) == (True, True)
+    assert (window.grad_norm, window.loss_scale) == (math.inf, 4.0)
     (window,) = dropping.windows
-    loss = oracle.loss_and_gradient(MLP, make_weights(MLP), last)[0]
     assert window.applied
     if isinstance(window, ClosedWindow):  # A result does not tell what was dropped.
         assert (window.overflow, window.weight) == (True, 5)
-        errors.check("loss", abs(window.loss - loss) / loss, gamma(200, "float32"))
+        check_loss(errors, window, LAST)
 
 
 def test_listener_that_raises_loses_nothing(backend: Harness) -> None:
@@ -110,16 +109,15 @@ def test_listener_that_raises_loses_nothing(backend: Harness) -> None:
     nothing had been.
     """
     heard, quiet = Heard(backend), Heard(backend)
-    heard.own = heard.session.listen(lambda window: 1 // 0)
-    first, last = cut(standard_batch(MLP), (7, 5))
-    for piece in (first, last, first, last):
-        quiet.learn(piece)
+    heard.listens = heard.session.listen(lambda window: 1 // 0)
+    for piece in (FIRST, LAST, FIRST, LAST):
+        quiet.micro_batch(piece)
         try:
-            heard.learn(piece)
+            heard.micro_batch(piece)
         except ZeroDivisionError:
             assert heard.session.result().closed
         else:
-            assert not (heard.own and heard.session.result().closed)
+            assert not (heard.listens and heard.session.result().closed)
     assert [window.optimizer_step for window in heard.windows] == [1, 2]
     assert same(heard.session.parameters(), quiet.session.parameters())
 
@@ -141,8 +139,7 @@ def test_what_moves_per_update_moves_once(backend: Harness, mode: str) -> None:
         if not hooked and session.result().applied:
             move()
 
-    small = random_tree(LINEAR, 0)
-    large = {name: array * 1e9 for name, array in small.items()}
+    small, large = random_tree(LINEAR, 0), random_tree(LINEAR, 0, 1e9)
     for trees in ((small, small), (small, large), (small, small), (small,)):
         for tree in trees:
             session.gradients(tree)

@@ -7,7 +7,6 @@ state, bit for bit.
 
 import math
 
-import numpy as np
 import pytest
 
 from gradaccum_conformance import oracle
@@ -19,10 +18,13 @@ from gradaccum_conformance.bounds import (
 )
 from gradaccum_conformance.measuring import Errors
 from gradaccum_conformance.scenarios import (
+    constant_tree,
     cut,
+    outcome_of,
     poisoned,
     random_tree,
     same,
+    same_result,
     standard_batch,
 )
 from gradaccum_conformance.specs import MLP, make_weights
@@ -31,10 +33,11 @@ from gradaccum_conformance.workers.options import REDUCTIONS
 from gradaccum_conformance.workers.shares import (
     Share,
     check_update,
-    expected,
+    close,
     feed,
-    on_first,
+    random_shares,
     require_equal,
+    truth_and_bound,
     unequal,
 )
 
@@ -49,8 +52,7 @@ def test_gradient_is_that_of_all_workers(
     crew = crews(**REDUCTIONS[reduction])
     for window in range(2):
         shares = unequal(crew.workers, window)
-        feed(crew, shares)
-        crew.flush()
+        close(crew, shares)
         check_update(errors, crew, shares, calls=window + 1, reduction=reduction)
 
 
@@ -59,23 +61,19 @@ def test_worker_without_micro_batches(crews: Crews, errors: Errors) -> None:
     one but the last, in the third all of them.
     """
     crew = crews()
-    shares = on_first(
-        crew.workers, *(Share(random_tree(MLP, seed), 1.0 + seed) for seed in range(2))
-    )
-    feed(crew, shares)
-    crew.flush()
-    check_update(errors, crew, shares, calls=1)
-    shares.reverse()
-    feed(crew, shares)
-    crew.flush()
-    check_update(errors, crew, shares, calls=2)
-    before, parameters = crew.states(), crew.parameters()
+    counts = [2, *[0] * (crew.workers - 1)]
+    for calls in (1, 2):
+        shares = random_shares(counts, calls)
+        close(crew, shares)
+        check_update(errors, crew, shares, calls=calls)
+        counts.reverse()
+    states, parameters = crew.ask("state"), crew.ask("parameters")
     result = require_equal(crew)
     assert result.applied
     crew.flush()
-    assert repr(require_equal(crew)) == repr(result._replace(applied=False))
-    assert crew.states() == before
-    assert all(same(*pair) for pair in zip(crew.parameters(), parameters, strict=True))
+    assert same_result(require_equal(crew), result._replace(applied=False))
+    assert crew.ask("state") == states
+    assert all(map(same, crew.ask("parameters"), parameters))
 
 
 def test_missing_gradients_count_as_zero(crews: Crews, errors: Errors) -> None:
@@ -85,14 +83,13 @@ def test_missing_gradients_count_as_zero(crews: Crews, errors: Errors) -> None:
     crew = crews()
     front, *_, back = MLP.parameter_shapes()
     for window in range(2):
-        trees = [
-            [random_tree(MLP, 10 * window + 2 * rank + index) for index in range(2)]
-            for rank in range(crew.workers)
+        shares = []
+        for first, last in random_shares([2] * crew.workers, window):
+            shares.append([first, last._replace(tree={**last.tree, back: None})])
+        shares[-1] = [
+            share._replace(tree={**share.tree, front: None}) for share in shares[-1]
         ]
-        shares = [[Share(first), Share({**last, back: None})] for first, last in trees]
-        shares[-1] = [Share({**share.tree, front: None}) for share in shares[-1]]
-        feed(crew, shares)
-        crew.flush()
+        close(crew, shares)
         check_update(errors, crew, shares, calls=window + 1)
 
 
@@ -102,19 +99,14 @@ def test_weight_of_zero_adds_nothing(crews: Crews, errors: Errors) -> None:
     """
     crew = crews()
     nothing = Share(poisoned(random_tree(MLP, 9), math.nan), 0.0)
-    shares: list[list[Share]] = [
-        [Share(random_tree(MLP, rank), 2.0), nothing] for rank in range(crew.workers)
-    ]
+    shares = [[*own, nothing] for own in random_shares([1] * crew.workers)]
     shares[-1] = [nothing]
-    feed(crew, shares)
-    crew.flush()
+    close(crew, shares)
     check_update(errors, crew, shares, calls=1)
-    before = crew.parameters()
-    feed(crew, [[nothing]] * crew.workers)
-    crew.flush()
-    result = require_equal(crew)
-    assert (result.applied, result.skipped, result.overflow) == (False, True, False)
-    assert same(crew.parameters()[0], before[0])
+    before = crew.ask("parameters")[0]
+    result = close(crew, [[nothing]] * crew.workers)
+    assert outcome_of(result) == {"skipped"}
+    assert same(crew.ask("parameters")[0], before)
 
 
 def test_bad_weight_is_refused_or_an_overflow(crews: Crews, errors: Errors) -> None:
@@ -124,24 +116,22 @@ def test_bad_weight_is_refused_or_an_overflow(crews: Crews, errors: Errors) -> N
     crew = crews()
     shares = unequal(crew.workers)
     feed(crew, shares)
-    before = crew.states()
+    before = crew.ask("state")
+    trees = [random_tree(MLP, 9)] * crew.workers
     refusals = [
-        crew.refusals([random_tree(MLP, 9)] * crew.workers, [weight] * crew.workers)
-        for weight in (-1.0, math.nan)
+        crew.refusals(trees, [weight] * crew.workers) for weight in (-1.0, math.nan)
     ]
     if any(refusals):
-        assert all(
-            text.startswith("ArgumentValueError: weight: expected")
-            for texts in refusals
-            for text in texts or ("none",)
-        ), refusals
-        assert crew.states() == before
+        words = "ArgumentValueError: weight: expected"
+        for texts in refusals:
+            assert texts
+            assert all(text.startswith(words) for text in texts)
+        assert crew.ask("state") == before
         crew.flush()
         check_update(errors, crew, shares, calls=1)
     else:
         crew.flush()
-        result = require_equal(crew)
-        assert (result.applied, result.skipped, result.overflow) == (False, True, True)
+        assert outcome_of(require_equal(crew)) == {"skipped", "overflow"}
 
 
 def test_model_matches_the_large_batch(crews: Crews, errors: Errors) -> None:
@@ -151,14 +141,13 @@ def test_model_matches_the_large_batch(crews: Crews, errors: Errors) -> None:
     crew = crews()
     batch = standard_batch(MLP, 5 * crew.workers)
     pieces = cut(batch, (1, 4) * crew.workers)
-    for index in range(2):
-        row = pieces[index::2]
+    for row in (pieces[::2], pieces[1::2]):
         crew.micro_batch(row, [piece.items for piece in row])
     crew.flush()
     require_equal(crew)
     _, truth = oracle.loss_and_gradient(MLP, make_weights(MLP), batch)
     bound = gamma(additions_in_gradient(MLP, batch.items, len(pieces)), "float32")
-    errors.check("gradient", worst(crew.captured()[0].gradient or {}, truth), bound)
+    errors.check("gradient", worst(crew.ask("captured")[0].gradient, truth), bound)
 
 
 def test_half_precision_gradients_are_summed_in_float32(
@@ -168,18 +157,11 @@ def test_half_precision_gradients_are_summed_in_float32(
     is left is below bfloat16's resolution of them.
     """
     crew = crews(dtype="bfloat16")
-    sizes = [[2.0**-9, 2.0**-9] for _ in range(crew.workers)]
-    sizes[0][0], sizes[-1][0] = 1.0, -1.0
-    ones = {name: np.ones(shape) for name, shape in MLP.parameter_shapes().items()}
-    shares = [
-        [Share({name: size * array for name, array in ones.items()}) for size in own]
-        for own in sizes
-    ]
-    feed(crew, shares)
-    crew.flush()
-    require_equal(crew)
-    errors.check(
-        "gradient",
-        worst(crew.captured()[0].gradient or {}, expected(shares, "mean")),
-        unit_roundoff("bfloat16"),
-    )
+    small = Share(constant_tree(MLP, 2.0**-9))
+    shares = [[small, small] for _ in range(crew.workers)]
+    shares[0][0] = Share(constant_tree(MLP, 1.0))
+    shares[-1][0] = Share(constant_tree(MLP, -1.0))
+    close(crew, shares)
+    truth, _ = truth_and_bound(shares)
+    distance = worst(crew.ask("captured")[0].gradient, truth)
+    errors.check("gradient", distance, unit_roundoff("bfloat16"))

@@ -15,73 +15,62 @@ from gradaccum_conformance.scenarios import (
     large_loss,
     micro_loss,
 )
-from gradaccum_conformance.specs import MLP, Batch, make_batch, make_weights
-from gradaccum_conformance.workers import Crews, WorkerError
+from gradaccum_conformance.specs import MLP, Arrays, Batch, make_batch, make_weights
+from gradaccum_conformance.workers import Crew, Crews, WorkerError
 from gradaccum_conformance.workers.shares import require_equal
 
-ROUNDING = gamma(400, "float32")
+
+def run_window(crew: Crew, reduction: str = "mean") -> tuple[Batch, float, Arrays]:
+    """One micro-batch on each worker, and a second one on the last; returns the batch
+    of all, its loss and its gradient.
+    """
+    first = [make_batch(MLP, 3 + rank, seed=10 + rank) for rank in range(crew.workers)]
+    second: list[Batch | None] = [None] * crew.workers
+    more = second[-1] = make_batch(MLP, 4, seed=9)
+    for row in (first, second):
+        crew.micro_batch(
+            row, [batch and batch.items for batch in row], micro_loss(reduction)
+        )
+    crew.flush()
+    batch = Batch(
+        np.concatenate([each.x for each in (*first, more)]),
+        np.concatenate([each.y for each in (*first, more)]),
+    )
+    loss, gradient = oracle.loss_and_gradient(
+        MLP, make_weights(MLP), batch, loss=large_loss(reduction)
+    )
+    return batch, loss, gradient
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_loss_is_that_of_all_workers(
     crews: Crews, errors: Errors, reduction: str
 ) -> None:
-    """The first worker has a micro-batch more than the others."""
     crew = crews(reduction=reduction)
-    own = [make_batch(MLP, 3 + rank, seed=10 + rank) for rank in range(crew.workers)]
-    crew.micro_batch(own, [batch.items for batch in own], micro_loss(reduction))
-    more = make_batch(MLP, 4, seed=9)
-    absent = [None] * (crew.workers - 1)
-    crew.micro_batch([more, *absent], [4, *absent], micro_loss(reduction))
-    crew.flush()
-    everything = Batch(
-        np.concatenate([b.x for b in (*own, more)]),
-        np.concatenate([b.y for b in (*own, more)]),
-    )
-    truth = oracle.loss_and_gradient(
-        MLP, make_weights(MLP), everything, loss=large_loss(reduction)
-    )[0]
-    errors.check("loss", abs(require_equal(crew).loss - truth) / truth, ROUNDING)
+    _, loss, _ = run_window(crew, reduction)
+    distance = abs(require_equal(crew).loss - loss) / loss
+    errors.check("loss", distance, gamma(400, "float32"))
 
 
 def test_listeners_hear_the_window_of_all(crews: Crews, errors: Errors) -> None:
-    """Once on every worker. A worker knows the number of its own micro-batches; the
-    last one has one more than the others.
-    """
+    """Once on every worker, which knows the number of its own micro-batches."""
     crew = crews()
     listening = crew.listen()
-    own = [make_batch(MLP, 3 + rank, seed=10 + rank) for rank in range(crew.workers)]
-    crew.micro_batch(own, [batch.items for batch in own])
-    assert not any(crew.heard())
-    more = make_batch(MLP, 4, seed=9)
-    crew.micro_batch(
-        [None] * (crew.workers - 1) + [more], [None] * (crew.workers - 1) + [4]
-    )
+    batch, loss, gradient = run_window(crew)
+    heard: list[list[Any]] = [[result] for result in crew.ask("result")]
     crew.flush()
-    results = crew.results()
-    crew.flush()
-    everything = Batch(
-        np.concatenate([b.x for b in (*own, more)]),
-        np.concatenate([b.y for b in (*own, more)]),
-    )
-    truth, gradient = oracle.loss_and_gradient(MLP, make_weights(MLP), everything)
-    heard: list[list[Any]] = [*crew.heard()]
-    if not listening:
-        heard = [[result] for result in results if result.closed]
+    if listening:
+        heard = [*crew.heard()]
     for rank, windows in enumerate(heard):
         (window,) = windows
         assert (window.applied, window.optimizer_step) == (True, 1)
-        errors.check("loss", abs(window.loss - truth) / truth, ROUNDING)
-        errors.check(
-            "norm",
-            abs(window.grad_norm / global_norm(gradient) - 1),
-            gamma(2000, "float32"),
-        )
+        distance = abs(window.loss - loss) / loss
+        errors.check("loss", distance, gamma(400, "float32"))
+        distance = abs(window.grad_norm / global_norm(gradient) - 1)
+        errors.check("norm", distance, gamma(2000, "float32"))
         if listening:
-            assert (window.weight, window.micro_batches) == (
-                everything.items,
-                1 + (rank == crew.workers - 1),
-            )
+            assert window.weight == batch.items
+            assert window.micro_batches == 1 + (rank == crew.workers - 1)
 
 
 def test_window_by_weight_is_refused(crews: Crews) -> None:
@@ -89,6 +78,4 @@ def test_window_by_weight_is_refused(crews: Crews) -> None:
     with pytest.raises(WorkerError, match="until_weight") as caught:
         crews(steps=gradaccum.until_weight(8))
     assert len(caught.value.failures) == crews.workers
-    assert all("flush()" in failure for failure in caught.value.failures.values()), (
-        caught.value
-    )
+    assert all("flush()" in failure for failure in caught.value.failures.values())

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from gradaccum import StepResult
-from gradaccum.kit import State
 from gradaccum.watching import ClosedWindow
-from gradaccum_conformance.harness import Captured, GradientTree, Loss
-from gradaccum_conformance.specs import Arrays, Batch
+from gradaccum_conformance.harness import GradientTree, Loss
+from gradaccum_conformance.specs import Batch
 from gradaccum_conformance.workers.messages import Raised, Request
 from gradaccum_conformance.workers.pool import Pool
 
@@ -71,35 +69,15 @@ class Crew:
 
     def flush(self) -> None:
         """Close the open window."""
-        self._all("flush")
+        self.ask("flush")
 
     def discard(self) -> None:
         """Forget the open window."""
-        self._all("discard")
+        self.ask("discard")
 
-    def results(self) -> list[StepResult]:
-        """The API's `StepResult` of each worker."""
-        return cast(list[StepResult], self._all("result"))
-
-    def states(self) -> list[State]:
-        """Second door: the seven fields on each worker."""
-        return cast(list[State], self._all("state"))
-
-    def captured(self) -> list[Captured]:
-        """Second door: the calls of each worker's ``capture`` optimizer."""
-        return cast(list[Captured], self._all("captured"))
-
-    def parameters(self) -> list[Arrays]:
-        """Second door: each worker's copy of the model's parameters."""
-        return cast(list[Arrays], self._all("parameters"))
-
-    def optimizer_states(self) -> list[Arrays]:
-        """Second door: the arrays of each worker's inner optimizer."""
-        return cast(list[Arrays], self._all("optimizer_state"))
-
-    def accumulators(self) -> list[Arrays]:
-        """Second door: the sum as each worker stores it now."""
-        return cast(list[Arrays], self._all("accumulator"))
+    def ask(self, method: str) -> list[Any]:
+        """What this method of each worker's `Session` returns."""
+        return self._each(method, [()] * self.workers)
 
     def heard(self) -> list[list[ClosedWindow]]:
         """The windows that each worker has heard of since the last call; see
@@ -160,9 +138,6 @@ class Crew:
                 for given, weight in zip(inputs, weights, strict=True)
             ]
         )
-
-    def _all(self, method: str) -> list[Any]:
-        return self._each(method, [()] * self.workers)
 
     def _each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         return self.pool.ask([self._request(method, *own) for own in arguments])

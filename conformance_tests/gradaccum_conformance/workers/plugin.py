@@ -1,8 +1,5 @@
 """Tests over several workers: a test that asks for ``crews`` runs in each of a
 backend's `worker_modes`, with two workers; deep, with four.
-
-A backend without workers has no such case. Pytest would make a skipped one of it, and a
-machine that allows no skip would fail.
 """
 
 from __future__ import annotations
@@ -12,31 +9,24 @@ from typing import Any
 
 import pytest
 
-from gradaccum_conformance.harness import Harness, WorkersHarness
+from gradaccum_conformance.harness import WorkersHarness
 from gradaccum_conformance.workers.pools import Crews, Pools
 
-ARGUMENTS = ("backend", "worker_mode", "workers")
 WORKERS = 2
 DEEP_WORKERS = 4
 
 
-def parametrize_crews(metafunc: pytest.Metafunc, harnesses: Sequence[Harness]) -> None:
-    """A case for each backend, mode and number of workers."""
-    sharing = [harness for harness in harnesses if isinstance(harness, WorkersHarness)]
+def cases_of(harnesses: Sequence[WorkersHarness]) -> list[Any]:
+    """A case for each backend and mode, and one with more workers."""
     cases = [
         _case(harness, mode, WORKERS)
-        for harness in sharing
+        for harness in harnesses
         for mode in harness.worker_modes
     ]
-    cases += [
+    return cases + [
         _case(harness, harness.worker_modes[0], DEEP_WORKERS, pytest.mark.deep)
-        for harness in sharing
+        for harness in harnesses
     ]
-    metafunc.parametrize(
-        ARGUMENTS,
-        cases or [pytest.param(None, "", 0, marks=pytest.mark.no_such_backend)],
-        scope="session",
-    )
 
 
 def _case(harness: WorkersHarness, mode: str, workers: int, *marks: Any) -> Any:

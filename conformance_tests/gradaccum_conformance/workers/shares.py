@@ -8,14 +8,20 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
-import numpy as np
-
 from gradaccum import StepResult
 from gradaccum_conformance.bounds import bound_of_sum, gamma, worst
-from gradaccum_conformance.harness import Dtype, GradientTree
+from gradaccum_conformance.harness import GradientTree
 from gradaccum_conformance.measuring import Errors
-from gradaccum_conformance.scenarios import global_norm, random_tree, same, same_result
-from gradaccum_conformance.specs import MLP, Array, Arrays
+from gradaccum_conformance.scenarios import (
+    global_norm,
+    outcome_of,
+    random_tree,
+    same,
+    same_result,
+    terms_of_sum,
+    window_gradient,
+)
+from gradaccum_conformance.specs import MLP, Arrays
 from gradaccum_conformance.workers.crew import Crew
 
 
@@ -33,21 +39,20 @@ COUNTS = (3, 1, 0, 2)
 """Micro-batches of each worker."""
 
 
+def random_shares(counts: Sequence[int], seed: int = 0) -> Shares:
+    """So many micro-batches by rank, with different weights."""
+    return [
+        [
+            Share(random_tree(MLP, number), 1.0 + number % 7)
+            for number in range(100 * seed + 10 * rank, 100 * seed + 10 * rank + count)
+        ]
+        for rank, count in enumerate(counts)
+    ]
+
+
 def unequal(workers: int, seed: int = 0) -> Shares:
     """Different numbers of micro-batches of different weights."""
-    draw = [
-        [100 * seed + 10 * rank + index for index in range(COUNTS[rank])]
-        for rank in range(workers)
-    ]
-    return [
-        [Share(random_tree(MLP, number), 1.0 + number % 7) for number in own]
-        for own in draw
-    ]
-
-
-def on_first(workers: int, *own: Share) -> list[list[Share]]:
-    """Micro-batches of the first worker; the others have none."""
-    return [list(own), *([] for _ in range(workers - 1))]
+    return random_shares(COUNTS[:workers], seed)
 
 
 def feed(crew: Crew, shares: Shares) -> None:
@@ -61,40 +66,22 @@ def feed(crew: Crew, shares: Shares) -> None:
         )
 
 
-def terms(shares: Shares, reduction: str) -> list[Arrays]:
-    """The terms of the sum over all workers: w g for ``"mean"``, else g. A missing
-    gradient is zero.
+def close(crew: Crew, shares: Shares) -> StepResult:
+    """A whole window; returns the result, which is the same on every worker."""
+    feed(crew, shares)
+    crew.flush()
+    return require_equal(crew)
+
+
+def truth_and_bound(shares: Shares, reduction: str = "mean") -> tuple[Arrays, float]:
+    """The gradient of all workers' micro-batches by its definition, and the bound of
+    its error in float32.
     """
-    used = [share for worker in shares for share in worker if share.weight > 0]
-    like = {
-        name: array
-        for share in used
-        for name, array in share.tree.items()
-        if array is not None
-    }
-
-    def term(share: Share, name: str) -> Array:
-        array = share.tree[name]
-        factor = share.weight if reduction == "mean" else 1.0
-        return np.zeros_like(like[name]) if array is None else factor * array
-
-    return [{name: term(share, name) for name in like} for share in used]
-
-
-def expected(shares: Shares, reduction: str) -> Arrays:
-    """The definition: sum(w g)/sum(w), sum(g), sum(g)/sum(w), over all workers, in
-    float64.
-    """
-    divisor = (
-        1.0
-        if reduction == "sum"
-        else sum(share.weight for worker in shares for share in worker)
-    )
-    added = terms(shares, reduction)
-    return {
-        name: np.sum([term[name] for term in added], axis=0) / divisor
-        for name in added[0]
-    }
+    trees = [share.tree for worker in shares for share in worker]
+    weights = [share.weight for worker in shares for share in worker]
+    terms = terms_of_sum(trees, weights, reduction)
+    truth = window_gradient(trees, weights, reduction)
+    return truth, bound_of_sum(terms, "float32")
 
 
 def check_update(
@@ -104,54 +91,42 @@ def check_update(
     *,
     calls: int,
     reduction: str = "mean",
-    dtype: Dtype = "float32",
 ) -> None:
     """The window that ended made one update on every worker, by the gradient of all of
     them, which reports its norm.
     """
-    truth, bound = (
-        expected(shares, reduction),
-        bound_of_sum(terms(shares, reduction), dtype),
-    )
-    captured, result = crew.captured()[0], require_equal(crew)
+    truth, bound = truth_and_bound(shares, reduction)
+    captured = crew.ask("captured")[0]
     assert captured.calls == calls
-    errors.check(f"gradient, {reduction}", worst(captured.gradient or {}, truth), bound)
-    size = global_norm(truth)
+    errors.check(f"gradient, {reduction}", worst(captured.gradient, truth), bound)
+    result = require_equal(crew)
+    norm = global_norm(truth)
     elements = sum(array.size for array in truth.values())
     errors.check(
         f"norm, {reduction}",
-        abs(result.grad_norm - size) / size,
-        bound + gamma(2 * elements, dtype),
+        abs(result.grad_norm - norm) / norm,
+        bound + gamma(2 * elements, "float32"),
     )
-    assert (
-        result.applied,
-        result.skipped,
-        result.micro_step,
-        result.optimizer_step,
-    ) == (True, False, 0, calls)
+    assert outcome_of(result) - {"overflow"} == {"applied"}
+    assert (result.micro_step, result.optimizer_step) == (0, calls)
 
 
 def require_equal(crew: Crew) -> StepResult:
     """Between two windows every worker has the same of everything, bit for bit; returns
     the result.
     """
-    results, states, calls = crew.results(), crew.states(), crew.captured()
+    results: list[StepResult] = crew.ask("result")
+    states = crew.ask("state")
+    captured = crew.ask("captured")
+    arrays = {
+        "gradient": [each.gradient for each in captured],
+        "parameters": crew.ask("parameters"),
+        "optimizer's state": crew.ask("optimizer_state"),
+    }
     for rank in range(1, crew.workers):
-        assert same_result(results[rank], results[0]), (
-            f"the result of rank {rank} is another"
-        )
-        assert states[rank] == states[0], f"the state of rank {rank} is another"
-        assert calls[rank].calls == calls[0].calls, (
-            f"the optimizer of rank {rank} ran another number of times"
-        )
-    gradients = [own.gradient or {} for own in calls]
-    for kind, arrays in (
-        ("gradient", gradients),
-        ("parameters", crew.parameters()),
-        ("optimizer's state", crew.optimizer_states()),
-    ):
-        for rank in range(1, crew.workers):
-            assert same(arrays[rank], arrays[0]), (
-                f"the {kind} of rank {rank} differ from those of rank 0"
-            )
+        assert same_result(results[rank], results[0]), f"the result of rank {rank}"
+        assert states[rank] == states[0], f"the state of rank {rank}"
+        assert captured[rank].calls == captured[0].calls, f"the calls of rank {rank}"
+        for kind, trees in arrays.items():
+            assert same(trees[rank], trees[0]), f"the {kind} of rank {rank}"
     return results[0]

@@ -16,7 +16,6 @@ from gradaccum_conformance import (
     TEMPERATURE,
     Arrays,
     Batch,
-    Coupling,
     LargeBatchCall,
     LargeBatchHarness,
     Loss,
@@ -29,7 +28,6 @@ from gradaccum_conformance import (
     VerifyingHarness,
     mirrored,
 )
-from gradaccum_harnesses.jax.couplings import COUPLINGS
 from gradaccum_harnesses.jax.models import forward, total_loss
 from gradaccum_harnesses.jax.program import Program, x64
 from gradaccum_harnesses.jax.session import JaxSession, to_numpy
@@ -101,25 +99,22 @@ class JaxLargeBatch(JaxWorkers, VerifyingHarness, LargeBatchHarness):
             )
             return gradaccum.verify(params, loss_fn, batch, **call.options)
 
-    def coupled(
-        self, call: LargeBatchCall, coupling: Coupling, batch: Batch
-    ) -> Outcome:
+    def coupled(self, call: LargeBatchCall, batch: Batch) -> Outcome:
         def outputs_fn(params: Any, left: Any, right: Any, *_: Any) -> Any:
-            made = {
+            return {
                 "left": forward(call.model, params, left),
                 "right": forward(call.model, params, right),
             }
-            return (
-                made
-                if call.outputs is None
-                else {name: call.outputs(value) for name, value in made.items()}
-            )
 
         def loss_fn(params: Any, outputs: Any) -> Any:
-            loss = COUPLINGS[coupling](
-                outputs["left"], outputs["right"], params["temperature"]
+            """The suite's `contrast`."""
+            left = outputs["left"]
+            scores = jnp.exp(params["temperature"]) * left @ outputs["right"].T
+            losses = optax.softmax_cross_entropy_with_integer_labels(
+                scores, jnp.arange(len(left))
             )
-            return loss if call.returns is None else call.returns(loss, outputs["left"])
+            loss = jnp.mean(losses)
+            return loss if call.returns is None else call.returns(loss, left)
 
         with x64(call.dtype == "float64"):
             dtype = getattr(jnp, call.dtype)

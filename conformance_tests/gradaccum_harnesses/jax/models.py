@@ -36,23 +36,13 @@ def _apply(layer: Any, own: dict[str, Any], x: Any) -> Any:
                 )
                 + own["bias"][:, None, None]
             )
-        case "Attention":
-            return _attend(own, x)
         case "Tanh":
             return jnp.tanh(x)
         case "AvgPool":
             return _pool(x, layer.size)
         case "Flatten":
             return x.reshape(x.shape[0], -1)
-        case "MeanOverLength":
-            return jnp.mean(x, axis=1)
     raise AssertionError(f"no JAX form of the layer {layer}")
-
-
-def _attend(own: dict[str, Any], x: Any) -> Any:
-    query, key, value = (x @ own[name].T for name in ("query", "key", "value"))
-    scores = query @ jnp.swapaxes(key, 1, 2) / x.shape[-1] ** 0.5
-    return x + jax.nn.softmax(scores, axis=-1) @ value @ own["output"].T
 
 
 def _pool(x: Any, size: int) -> Any:

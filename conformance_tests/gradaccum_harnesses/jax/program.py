@@ -82,6 +82,10 @@ class Program:
         self.model, self.mode, self.wrapped = model, mode, options is not None
         self.tx: Any = inner if options is None else gradaccum.wrap(inner, **options)
 
+    @property
+    def init(self) -> Callable[..., Any]:
+        return self.tx.init
+
     @cached_property
     def train(self) -> Callable[..., Any]:
         """The function ``train(params, state, x, y, weight, loss)`` of one micro-batch;

@@ -15,7 +15,6 @@ from gradaccum.kit import FIELD_DTYPES, State
 from gradaccum_conformance import (
     Captured,
     Dtype,
-    Fault,
     Harness,
     Loss,
     Model,
@@ -29,7 +28,7 @@ from gradaccum_harnesses.jax.models import total_loss
 from gradaccum_harnesses.jax.program import Program, needs_x64, program, x64
 from gradaccum_jax.gradient_sum import clear
 from gradaccum_jax.saving import check_state, rebuild
-from gradaccum_jax.state import AccumulationState, result
+from gradaccum_jax.state import result
 
 FILE = "checkpoint.npz"
 
@@ -46,21 +45,27 @@ class Checkpoint(NamedTuple):
 class JaxSession(Session):
     """A `Program` and its two trees."""
 
-    def __init__(
-        self, model: Model, weights: Arrays, program: Program, dtype: Dtype, wide: bool
-    ) -> None:
-        self.model, self.program, self.dtype, self.wide = (
-            model,
-            program,
-            jnp.dtype(getattr(jnp, dtype)),
-            wide,
-        )
-        with x64(wide):
-            self.params = {
-                name: jnp.asarray(weights[name], self.dtype)
-                for name in model.parameter_shapes()
-            }
-            self.opt_state = program.tx.init(self.params)
+    def __init__(self, setup: Setup, program: Program) -> None:
+        self.model = setup.model
+        self.program = program
+        self.dtype = jnp.dtype(getattr(jnp, setup.dtype))
+        self.wide = needs_x64(setup.dtype, setup.options)
+        with x64(self.wide):
+            self.params = self.placed(
+                {
+                    name: jnp.asarray(setup.weights[name], self.dtype)
+                    for name in setup.model.parameter_shapes()
+                }
+            )
+            self.opt_state = program.init(self.params)
+
+    def local(self, tree: Any) -> Any:
+        """What this process holds of a tree."""
+        return tree
+
+    def placed(self, tree: Any) -> Any:
+        """A tree where the program expects its parameters."""
+        return tree
 
     def micro_batch(
         self, batch: Batch, *, weight: float | None = None, loss: Loss = "mean"
@@ -114,20 +119,26 @@ class JaxSession(Session):
 
     def result(self) -> StepResult:
         with x64(self.wide):
-            return StepResult(*(scalar.item() for scalar in result(self.opt_state)))
+            scalars = result(self.local(self.opt_state))
+            return StepResult(*(scalar.item() for scalar in scalars))
 
     def state(self) -> State:
+        local = self.local(self.opt_state)
         return State(
-            *(np.asarray(getattr(self.opt_state, name)).item() for name in FIELD_DTYPES)
+            *(np.asarray(getattr(local, name)).item() for name in FIELD_DTYPES)
         )
 
     def accumulator(self) -> Arrays:
-        return to_numpy(sums_of(self.opt_state))
+        """The open window's sums; zeros between two windows, when the accumulator is
+        unused.
+        """
+        state = self.local(self.opt_state)
+        sums = state.accumulator if int(state.micro_step) else clear(state.accumulator)
+        return to_numpy(sums)
 
     def parameters(self) -> Arrays:
-        return to_numpy(
-            {name: self.params[name] for name in self.model.parameter_shapes()}
-        )
+        local = self.local(self.params)
+        return to_numpy({name: local[name] for name in self.model.parameter_shapes()})
 
     def masters(self) -> Arrays:
         own = self.opt_state.masters
@@ -138,19 +149,18 @@ class JaxSession(Session):
             }
         )
 
+    def inner_state(self) -> Any:
+        local = self.local(self.opt_state)
+        return local.inner_state if self.program.wrapped else local
+
     def optimizer_state(self) -> Arrays:
-        inner = self.opt_state.inner_state if self.program.wrapped else self.opt_state
-        return to_numpy(
-            {
-                jax.tree_util.keystr(path): leaf
-                for path, leaf in jax.tree_util.tree_flatten_with_path(inner)[0]
-            }
-        )
+        leaves, _ = jax.tree_util.tree_flatten_with_path(self.inner_state())
+        return to_numpy({jax.tree_util.keystr(path): leaf for path, leaf in leaves})
 
     def captured(self) -> Captured:
-        inner = self.opt_state.inner_state if self.program.wrapped else self.opt_state
+        inner = self.inner_state()
         calls = int(inner.calls)
-        return Captured(calls, to_numpy(inner.gradient) if calls else None)
+        return Captured(calls, to_numpy(inner.gradient) if calls else {})
 
     def predict(self, x: Array) -> Array:
         with x64(self.wide):
@@ -166,7 +176,7 @@ class JaxSession(Session):
             self._adopt(snapshot.params, snapshot.opt_state)
 
     def save(self, directory: Path) -> None:
-        write(directory / FILE, self.snapshot()._asdict())
+        write(directory / FILE, self.local(self.snapshot()._asdict()))
 
     def load(self, directory: Path) -> None:
         with x64(self.wide):
@@ -193,20 +203,9 @@ class JaxHarness(Harness):
     """Under ``jit`` the same source runs compiled, and it takes half the time."""
 
     def start(self, setup: Setup) -> JaxSession:
-        kept = program(
-            setup.model,
-            setup.optimizer,
-            setup.options,
-            setup.dtype,
-            setup.mode or self.modes[0],
-        )
-        return JaxSession(
-            setup.model,
-            setup.weights,
-            kept,
-            setup.dtype,
-            needs_x64(setup.dtype, setup.options),
-        )
+        mode = setup.mode or self.modes[0]
+        kept = program(setup.model, setup.optimizer, setup.options, setup.dtype, mode)
+        return JaxSession(setup, kept)
 
     def gradient(
         self,
@@ -222,41 +221,20 @@ class JaxHarness(Harness):
                 name: jnp.asarray(weights[name], getattr(jnp, dtype))
                 for name in model.parameter_shapes()
             }
-            x, y = (
-                jnp.asarray(batch.x, getattr(jnp, dtype)),
-                jnp.asarray(batch.y, jnp.int32),
-            )
-            return to_numpy(_gradient(params, x, y, model=model, loss=loss))
-
-    def not_an_optimizer(self) -> Any:
-        import optax
-
-        return optax.MultiSteps(optax.sgd(0.1), 2)
-
-    def bad_gradients(self, session: Session, fault: Fault) -> None:
-        assert isinstance(session, JaxSession)
-        with x64(session.wide):
-            grads = {name: jnp.ones_like(leaf) for name, leaf in session.params.items()}
-            first = next(iter(grads))
-            match fault:
-                case "structure":
-                    grads["no such parameter"] = grads.pop(first)
-                case "shape":
-                    grads[first] = jnp.ones((*grads[first].shape, 2), session.dtype)
-                case "dtype":
-                    grads[first] = jnp.ones(grads[first].shape, jnp.int32)
-            session.program.step(session.params, session.opt_state, grads, None)
+            return loss_and_gradient(model, params, batch, loss)[1]
 
 
-def sums_of(state: AccumulationState) -> Any:
-    """Return the open window's sums; zeros between two windows, when the accumulator is
-    unused.
-    """
-    return state.accumulator if int(state.micro_step) else clear(state.accumulator)
+def loss_and_gradient(
+    model: Model, params: Any, batch: Batch, loss: Loss
+) -> tuple[float, Arrays]:
+    dtype = next(iter(params.values())).dtype
+    x, y = jnp.asarray(batch.x, dtype), jnp.asarray(batch.y, jnp.int32)
+    value, gradient = _value_and_grad(params, x, y, model=model, loss=loss)
+    return float(value), to_numpy(gradient)
 
 
-_gradient = jax.jit(
-    jax.grad(
+_value_and_grad = jax.jit(
+    jax.value_and_grad(
         lambda params, x, y, *, model, loss: total_loss(model, params, x, y, loss)
     ),
     static_argnames=("model", "loss"),

@@ -1,27 +1,21 @@
 """Several workers for the conformance suite: one process each, joined by
 `jax.distributed`, all running one program.
 
-That program has one shape: forward and backward of a batch padded to a fixed length,
-plus a given gradient. A worker without a batch or micro-batch pads all of it.
+That program takes a gradient, its weight and its loss from each worker. A worker
+without a micro-batch gives zeros with a weight of 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 
-from gradaccum import StepResult
-from gradaccum.kit import FIELD_DTYPES, State
 from gradaccum_conformance import (
-    Captured,
-    Dtype,
     Loss,
     Model,
     Optimizer,
@@ -30,25 +24,20 @@ from gradaccum_conformance import (
 )
 from gradaccum_conformance.harness import GradientTree
 from gradaccum_conformance.specs import Arrays, Batch
-from gradaccum_harnesses.jax.files import read, write
-from gradaccum_harnesses.jax.models import forward
-from gradaccum_harnesses.jax.program import Program, needs_x64, x64
+from gradaccum_harnesses.jax.files import read
+from gradaccum_harnesses.jax.program import Program, x64
 from gradaccum_harnesses.jax.session import (
     FILE,
     JaxHarness,
     JaxSession,
-    sums_of,
-    to_numpy,
+    loss_and_gradient,
 )
 from gradaccum_jax import data_parallel
 from gradaccum_jax.optimizer import discard
 from gradaccum_jax.saving import check_state
-from gradaccum_jax.state import result, scale_loss
 from gradaccum_jax.workers.group import map_by_kind
 
 AXIS = "workers"
-LONGEST = 8
-"""Items in a worker's padded batch."""
 SECONDS = 60
 """For the workers to meet."""
 
@@ -62,43 +51,37 @@ class SharedProgram(Program):
         self, model: Model, optimizer: Optimizer, options: Mapping[str, Any], mode: str
     ) -> None:
         super().__init__(model, optimizer, {**options, "axis_name": AXIS}, mode)
-        self.mesh = _mesh()
+        first = {device.process_index: device for device in reversed(jax.devices())}
+        devices = np.array([first[rank] for rank in sorted(first)])
+        self.mesh = jax.sharding.Mesh(devices, (AXIS,))
 
     @cached_property
-    def event(self) -> Any:
-        """The function ``event(params, state, x, y, shares, gradients, weight,
-        tells)``, one row per worker; returns the losses too.
+    def init(self) -> Any:
+        return self.on_all(self.tx.init)
+
+    @cached_property
+    def apply(self) -> Any:
+        """The function ``apply(params, state, gradients, weight, loss)``, with one row
+        per worker in the last three.
         """
-        return self.over(self._event)
+
+        def apply(params: Any, state: Any, *rows: Any) -> Any:
+            return self.apply_plainly(
+                params, state, *jax.tree.map(lambda row: row[0], rows)
+            )
+
+        return self.on_all(apply)
 
     @cached_property
     def flush(self) -> Any:
-        return self.over(self.flush_plainly)
+        return self.on_all(self.flush_plainly)
 
     @cached_property
     def discard(self) -> Any:
-        return self.over(lambda params, state: (params, discard(self.tx, state)))
+        return self.on_all(lambda params, state: (params, discard(self.tx, state)))
 
-    def over(self, function: Any) -> Any:
+    def on_all(self, function: Any) -> Any:
         return data_parallel(function, self.mesh, AXIS)
-
-    def _event(self, params: Any, state: Any, *rows: Any) -> Any:
-        x, y, shares, given, weight, tells = jax.tree.map(lambda row: row[0], rows)
-
-        def objective(params: Any) -> tuple[Any, Any]:
-            losses = optax.softmax_cross_entropy_with_integer_labels(
-                forward(self.model, params, x), y
-            )
-            value = jnp.sum(shares * losses)
-            return scale_loss(value, state), value
-
-        own, value = jax.grad(objective, has_aux=True)(params)
-        gradients = jax.tree.map(
-            lambda g, more: g + scale_loss(more, state).astype(g.dtype), own, given
-        )
-        return *self.step(
-            params, state, gradients, weight, jnp.where(tells, value, jnp.nan)
-        ), value
 
 
 class SharedSession(JaxSession):
@@ -106,152 +89,73 @@ class SharedSession(JaxSession):
 
     program: SharedProgram
 
-    def __init__(
-        self,
-        model: Model,
-        weights: Arrays,
-        program: SharedProgram,
-        dtype: Dtype,
-        wide: bool,
-    ) -> None:
-        self.model, self.program, self.dtype, self.wide = (
-            model,
-            program,
-            jnp.dtype(getattr(jnp, dtype)),
-            wide,
-        )
-        with x64(wide):
-            self.params = self._whole(
-                {
-                    name: jnp.asarray(weights[name], self.dtype)
-                    for name in model.parameter_shapes()
-                }
-            )
-            self.opt_state = program.over(program.tx.init)(self.params)
-
     def micro_batch(
         self, batch: Batch, *, weight: float | None = None, loss: Loss = "mean"
     ) -> float:
-        return self._event(
-            batch, 1.0 / batch.items if loss == "mean" else 1.0, {}, weight
+        value, gradient = loss_and_gradient(
+            self.model, self.local(self.params), batch, loss
         )
-
-    def gradients(self, tree: GradientTree, *, weight: float | None = None) -> None:
-        self._event(None, 0.0, tree, weight)
+        self._apply(gradient, weight, value)
+        return value
 
     def idle(self) -> None:
-        self._event(None, 0.0, {}, 0.0)
+        self._apply({}, 0.0)
 
     def flush(self, denominator: Any = None) -> None:
+        assert denominator is None
         with x64(self.wide):
-            flush = (
-                self.program.flush
-                if denominator is None
-                else self.program.over(
-                    partial(self.program.flush_plainly, denominator=denominator)
-                )
+            self.params, self.opt_state = self.program.flush(
+                self.params, self.opt_state
             )
-            self.params, self.opt_state = flush(self.params, self.opt_state)
-
-    def result(self) -> StepResult:
-        return StepResult(*(scalar.item() for scalar in result(_local(self.opt_state))))
-
-    def state(self) -> State:
-        return State(
-            *(
-                np.asarray(_local(getattr(self.opt_state, name))).item()
-                for name in FIELD_DTYPES
-            )
-        )
 
     def accumulator(self) -> Arrays:
-        return to_numpy(
-            jax.tree.map(lambda leaf: leaf[0], sums_of(_local(self.opt_state)))
-        )
-
-    def parameters(self) -> Arrays:
-        return to_numpy(_local(self.params))
-
-    def optimizer_state(self) -> Arrays:
-        inner = _local(self.opt_state.inner_state)
-        return to_numpy(
-            {
-                jax.tree_util.keystr(path): leaf
-                for path, leaf in jax.tree_util.tree_flatten_with_path(inner)[0]
-            }
-        )
-
-    def captured(self) -> Captured:
-        inner = _local(self.opt_state.inner_state)
-        calls = int(inner.calls)
-        return Captured(calls, to_numpy(inner.gradient) if calls else None)
-
-    def save(self, directory: Path) -> None:
-        write(directory / FILE, _local(self.snapshot()._asdict()))
+        return {name: rows[0] for name, rows in super().accumulator().items()}
 
     def load(self, directory: Path) -> None:
         with x64(self.wide):
             saved = read(directory / FILE)
             own = check_state(self.program.tx, saved["opt_state"], self.params)
             self.opt_state = map_by_kind(
-                own, own=self._row, shared=self._whole, other=self._whole
+                own, own=self._rows, shared=self.placed, other=self.placed
             )
-            self.params = self._whole(
+            self.params = self.placed(
                 {name: saved["params"][name] for name in self.params}
             )
+
+    def local(self, tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf.addressable_data(0), tree)
+
+    def placed(self, tree: Any) -> Any:
+        return self._put(tree, jax.sharding.PartitionSpec())  # type: ignore[no-untyped-call]
+
+    def _rows(self, tree: Any) -> Any:
+        return self._put(tree, jax.sharding.PartitionSpec(AXIS))  # type: ignore[no-untyped-call]
+
+    def _put(self, tree: Any, spec: Any) -> Any:
+        sharding = jax.sharding.NamedSharding(self.program.mesh, spec)
+        put: Any = jax.make_array_from_process_local_data
+        return jax.tree.map(lambda leaf: put(sharding, np.asarray(leaf)), tree)
 
     def _adopt(self, params: Any, opt_state: Any) -> None:
         self.params, self.opt_state = params, opt_state
 
-    def _event(
-        self,
-        batch: Batch | None,
-        share: float,
-        tree: GradientTree,
-        weight: float | None,
-    ) -> float:
-        items = 0 if batch is None else batch.items
-        assert items <= LONGEST, (
-            f"{items} items are more than the {LONGEST} of a padded batch"
-        )
-        x, y = (
-            np.zeros((1, LONGEST, *self.model.input_shape), np.float32),
-            np.zeros((1, LONGEST), np.int32),
-        )
-        shares = np.zeros((1, LONGEST), np.float32)
-        if batch is not None:
-            x[0, :items], y[0, :items], shares[0, :items] = batch.x, batch.y, share
-        given = {
-            name: _gradient_of(tree, name, p.shape)[None].astype(self.dtype)
-            for name, p in self.params.items()
-        }
+    def _apply(
+        self, tree: GradientTree, weight: float | None, loss: float = np.nan
+    ) -> None:
+        """The program of all workers has a gradient for each parameter: zeros where it
+        takes no part.
+        """
+        gradients = {}
+        for name, p in self.params.items():
+            gradient = tree.get(name)
+            row = np.zeros(p.shape) if gradient is None else gradient
+            gradients[name] = np.asarray(row, self.dtype)[None]
+        weights = np.asarray([1.0 if weight is None else weight], np.float32)
+        losses = np.asarray([loss], np.float32)
         with x64(self.wide):
-            weights, tells = (
-                np.asarray([1.0 if weight is None else weight], np.float32),
-                np.asarray([batch is not None]),
+            self.params, self.opt_state = self.program.apply(
+                self.params, self.opt_state, *self._rows((gradients, weights, losses))
             )
-            rows = (
-                x.astype(self.dtype),
-                y,
-                shares.astype(self.dtype),
-                given,
-                weights,
-                tells,
-            )
-            self.params, self.opt_state, losses = self.program.event(
-                self.params, self.opt_state, *self._row(rows)
-            )
-            return float(_local(losses)[0])
-
-    def _row(self, tree: Any) -> Any:
-        return self._put(tree, jax.sharding.PartitionSpec(AXIS))  # type: ignore[no-untyped-call]
-
-    def _whole(self, tree: Any) -> Any:
-        return self._put(tree, jax.sharding.PartitionSpec())  # type: ignore[no-untyped-call]
-
-    def _put(self, tree: Any, spec: Any) -> Any:
-        sharding = jax.sharding.NamedSharding(self.program.mesh, spec)
-        return jax.tree.map(lambda leaf: _global(np.asarray(leaf), sharding), tree)
 
 
 class JaxWorkers(JaxHarness, WorkersHarness):
@@ -271,35 +175,4 @@ class JaxWorkers(JaxHarness, WorkersHarness):
         program = SharedProgram(
             setup.model, setup.optimizer, setup.options or {}, setup.mode or "jit"
         )
-        return SharedSession(
-            setup.model,
-            setup.weights,
-            program,
-            setup.dtype,
-            needs_x64(setup.dtype, setup.options),
-        )
-
-
-def _mesh() -> jax.sharding.Mesh:
-    """Return one device of each process, in one axis."""
-    first = {device.process_index: device for device in reversed(jax.devices())}
-    return jax.sharding.Mesh(np.array([first[rank] for rank in sorted(first)]), (AXIS,))
-
-
-def _global(array: Any, sharding: Any) -> Any:
-    """Return the array of all processes of which `array` is this one's part."""
-    put: Any = jax.make_array_from_process_local_data
-    return put(sharding, array)
-
-
-def _gradient_of(tree: GradientTree, name: str, shape: tuple[int, ...]) -> Any:
-    """Return zeros for a parameter that takes no part: the program of all workers has a
-    gradient for each.
-    """
-    gradient = tree.get(name)
-    return np.zeros(shape, np.float32) if gradient is None else gradient
-
-
-def _local(tree: Any) -> Any:
-    """Return this process's row of each array, or the whole of a replicated one."""
-    return jax.tree.map(lambda leaf: leaf.addressable_data(0), tree)
+        return SharedSession(setup, program)

@@ -16,7 +16,6 @@ from gradaccum_conformance import (
     Array,
     Arrays,
     Batch,
-    Coupling,
     LargeBatchCall,
     LargeBatchHarness,
     Loss,
@@ -29,7 +28,6 @@ from gradaccum_conformance import (
     VerifyingHarness,
     mirrored,
 )
-from gradaccum_harnesses.mindspore.couplings import COUPLINGS
 from gradaccum_harnesses.mindspore.session import (
     MindSporeHarness,
     MindSporeSession,
@@ -65,7 +63,7 @@ class Network(nn.Cell):  # type: ignore[misc]
         )
         self.network = build_network(call.model, self.named, self.dtype)
         self.mean = call.loss == "mean"
-        self.returns, self.changed = call.returns, call.outputs
+        self.returns = call.returns
 
     def loss(self, x: Any, labels: Any, extra: Any = None) -> Any:
         loss = self.network.loss(x, labels)
@@ -76,8 +74,6 @@ class Network(nn.Cell):  # type: ignore[misc]
         return loss
 
     def outputs(self, left: Any, right: Any, extra: Any = None) -> Any:
-        if self.changed is not None:
-            return self.changed(self.network(left)), self.changed(self.network(right))
         return self.network(left), self.network(right)
 
     def begin(self, call: LargeBatchCall) -> None:
@@ -170,18 +166,13 @@ class MindSporeLargeBatch(MindSporeWorkers, VerifyingHarness, LargeBatchHarness)
                 build_network(model, named, dtype), loss_fn, batch, **call.options
             )
 
-    def coupled(
-        self, call: LargeBatchCall, coupling: Coupling, batch: Batch
-    ) -> Outcome:
+    def coupled(self, call: LargeBatchCall, batch: Batch) -> Outcome:
         network = Network(call)
         network.begin(call)
-        loss_of, weights = (
-            COUPLINGS[coupling],
-            ms.ParameterTuple([*network.weights, network.temperature]),
-        )
+        weights = ms.ParameterTuple([*network.weights, network.temperature])
 
         def loss_fn(outputs: Any) -> Any:
-            loss = loss_of(outputs[0], outputs[1], network.temperature)
+            loss = contrast(outputs[0], outputs[1], network.temperature)
             if network.returns is not None:
                 return network.returns(loss, outputs[0])
             return loss
@@ -200,6 +191,17 @@ class MindSporeLargeBatch(MindSporeWorkers, VerifyingHarness, LargeBatchHarness)
                 *_extra(call),
             )
             return Outcome(float(loss.asnumpy()), _by_name(weights, gradients), {})
+
+
+def contrast(left: Any, right: Any, temperature: Any) -> Any:
+    """The suite's loss of the same name."""
+    scores = ops.exp(temperature) * ops.matmul(left, right.T)
+    largest = ops.stop_gradient(ops.ReduceMax(keep_dims=True)(scores, 1))
+    shifted = scores - largest
+    diagonal = shifted * ops.eye(left.shape[0], left.shape[0], left.dtype)
+    total = ops.ReduceSum()
+    losses = ops.log(total(ops.exp(shifted), 1)) - total(diagonal, 1)
+    return total(losses) / ops.full((), left.shape[0], dtype=left.dtype)
 
 
 class Graph(nn.Cell):  # type: ignore[misc]

@@ -63,29 +63,6 @@ class Convolution(nn.Cell):  # type: ignore[misc]
         )
 
 
-class SelfAttention(nn.Cell):  # type: ignore[misc]
-    """Single-head self-attention with a residual."""
-
-    def __init__(self, query: Any, key: Any, value: Any, output: Any) -> None:
-        super().__init__(auto_prefix=False)
-        self.query, self.key, self.value, self.output = query, key, value, output
-        self.root = Tensor(query.shape[0] ** 0.5, query.dtype)
-        self.product = ops.MatMul(transpose_b=True)
-        self.scores, self.mix = ops.BatchMatMul(transpose_b=True), ops.BatchMatMul()
-        self.softmax = ops.Softmax(-1)
-
-    def construct(self, x: Any) -> Any:
-        shape = x.shape
-        flat = x.reshape((-1, shape[-1]))
-        q = self.product(flat, self.query).reshape(shape)
-        k = self.product(flat, self.key).reshape(shape)
-        v = self.product(flat, self.value).reshape(shape)
-        mixed = self.mix(self.softmax(self.scores(q, k) / self.root), v)
-        return x + self.product(mixed.reshape((-1, shape[-1])), self.output).reshape(
-            shape
-        )
-
-
 class Tanh(nn.Cell):  # type: ignore[misc]
     """Elementwise tanh."""
 
@@ -120,13 +97,6 @@ class Flatten(nn.Cell):  # type: ignore[misc]
 
     def construct(self, x: Any) -> Any:
         return x.reshape((x.shape[0], -1))
-
-
-class LengthMean(nn.Cell):  # type: ignore[misc]
-    """Mean over the second axis."""
-
-    def construct(self, x: Any) -> Any:
-        return x.mean(1)
 
 
 class Network(nn.Cell):  # type: ignore[misc]

@@ -7,7 +7,7 @@ the next session of the same shape borrows it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import chdir, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,21 +15,19 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Tensor
 
 from gradaccum import StepResult
 from gradaccum.kit import FIELD_DTYPES, Listener, State, require_weight
 from gradaccum_conformance.harness import (
     Captured,
     Dtype,
-    Fault,
     GradientTree,
     Harness,
     Loss,
     Option,
     Session,
     Setup,
-    View,
 )
 from gradaccum_conformance.specs import Array, Arrays, Batch, Model, Optimizer
 from gradaccum_harnesses.mindspore.trainer import MASTER, Trainer, plain
@@ -62,7 +60,7 @@ class MindSporeSession(Session):
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.optimizer = trainer.optimizer
-        self._handed: dict[View, Tensor] = {}
+        self._handed: dict[str, Tensor] = {}
 
     def micro_batch(
         self, batch: Batch, *, weight: float | None = None, loss: Loss = "mean"
@@ -96,13 +94,14 @@ class MindSporeSession(Session):
             self.optimizer(gradients, weight, Tensor(loss, ms.float32))
         return True
 
-    def gradients_in(self, memory: Array, views: Mapping[str, View]) -> None:
+    def gradients_in(self, tree: Arrays) -> None:
+        """Hand over the same tensors at each micro-batch, with new values in them."""
         with context_mode(self.trainer.mode):
-            for view in views.values():
-                new = Tensor(np.ascontiguousarray(view.of(memory)), self.trainer.dtype)
-                self._handed.setdefault(view, new).assign_value(new)
+            for name, gradient in tree.items():
+                new = Tensor(np.ascontiguousarray(gradient), self.trainer.dtype)
+                self._handed.setdefault(name, new).assign_value(new)
             self.trainer.apply(
-                tuple(self._handed[views[p.name]] for p in self.trainer.parameters)
+                tuple(self._handed[p.name] for p in self.trainer.parameters)
             )
 
     def listen(self, listener: Listener) -> bool:
@@ -159,12 +158,8 @@ class MindSporeSession(Session):
     def captured(self) -> Captured:
         state = self.optimizer_state()
         calls = int(state["capture.calls"])
-        return Captured(
-            calls,
-            {p.name: state[f"seen.{p.name}"] for p in self.trainer.parameters}
-            if calls
-            else None,
-        )
+        names = [p.name for p in self.trainer.parameters] if calls else []
+        return Captured(calls, {name: state[f"seen.{name}"] for name in names})
 
     def predict(self, x: Array) -> Array:
         with context_mode("pynative"):
@@ -267,18 +262,3 @@ class MindSporeHarness(Harness):
         gradient = session.captured().gradient
         assert gradient is not None
         return gradient
-
-    def not_an_optimizer(self) -> Any:
-        return nn.Dense(2, 2)
-
-    def bad_gradients(self, session: Session, fault: Fault) -> None:
-        assert isinstance(session, MindSporeSession)
-        good = [Tensor(np.zeros(p.shape), p.dtype) for p in session.trainer.parameters]
-        first, rest = good[0], good[1:]
-        wrong = {
-            "structure": rest,
-            "shape": [first[:1], *rest],
-            "dtype": [first.astype(ms.int32), *rest],
-        }
-        with context_mode(session.trainer.mode):
-            session.trainer.apply(tuple(wrong[fault]))

@@ -20,11 +20,9 @@ from gradaccum_conformance.specs import (
     Dense,
     Flatten,
     Layer,
-    MeanOverLength,
     Model,
     Optimizer,
 )
-from gradaccum_conformance.specs import Attention as AttentionSpec
 from gradaccum_harnesses.mindspore import layers
 from gradaccum_mindspore.gradient_sum import write
 
@@ -152,14 +150,10 @@ def build_layer(layer: Layer, parameters: list[Any], dtype: Any) -> Any:
             return layers.Affine(*parameters)
         case Conv():
             return layers.Convolution(*parameters)
-        case AttentionSpec():
-            return layers.SelfAttention(*parameters)
         case AvgPool():
             return layers.SquareMean(layer.size, dtype)
         case Flatten():
             return layers.Flatten()
-        case MeanOverLength():
-            return layers.LengthMean()
         case _:
             return layers.Tanh()
 

@@ -16,7 +16,6 @@ from gradaccum_conformance import (
     TEMPERATURE,
     Arrays,
     Batch,
-    Coupling,
     LargeBatchCall,
     LargeBatchHarness,
     Loss,
@@ -29,7 +28,6 @@ from gradaccum_conformance import (
     VerifyingHarness,
     mirrored,
 )
-from gradaccum_harnesses.torch.couplings import COUPLINGS
 from gradaccum_harnesses.torch.session import (
     SpecModel,
     TorchSession,
@@ -99,9 +97,7 @@ class TorchLargeBatch(TorchWorkers, VerifyingHarness, LargeBatchHarness):
         )
         return gradaccum.verify(module, loss_fn, batch, **call.options)
 
-    def coupled(
-        self, call: LargeBatchCall, coupling: Coupling, batch: Batch
-    ) -> Outcome:
+    def coupled(self, call: LargeBatchCall, batch: Batch) -> Outcome:
         module = SpecModel(call.model, call.weights, call.dtype)
         temperature = torch.tensor(TEMPERATURE, dtype=module.dtype, requires_grad=True)
         views = [
@@ -109,16 +105,14 @@ class TorchLargeBatch(TorchWorkers, VerifyingHarness, LargeBatchHarness):
         ]
 
         def outputs_fn(left: Tensor, right: Tensor, *_: Any) -> dict[str, Tensor]:
-            made = {"left": module(left), "right": module(right)}
-            return (
-                made
-                if call.outputs is None
-                else {name: call.outputs(value) for name, value in made.items()}
-            )
+            return {"left": module(left), "right": module(right)}
 
         def loss_fn(outputs: dict[str, Tensor]) -> Any:
-            loss = COUPLINGS[coupling](outputs["left"], outputs["right"], temperature)
-            return loss if call.returns is None else call.returns(loss, outputs["left"])
+            """The suite's `contrast`."""
+            left = outputs["left"]
+            scores = temperature.exp() * left @ outputs["right"].T
+            loss = functional.cross_entropy(scores, torch.arange(len(left)))
+            return loss if call.returns is None else call.returns(loss, left)
 
         loss = coupled_backward(
             outputs_fn, loss_fn, *views, *_extra(call), **_options(call.options)

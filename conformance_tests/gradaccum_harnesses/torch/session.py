@@ -23,24 +23,20 @@ from gradaccum_conformance import (
     Batch,
     Captured,
     Dtype,
-    Fault,
     GradientTree,
     Loss,
     Model,
     Optimizer,
     Session,
     Setup,
-    View,
 )
 from gradaccum_conformance import Harness as BaseHarness
 from gradaccum_conformance.specs import (
-    Attention,
     AvgPool,
     Conv,
     Dense,
     Flatten,
     Layer,
-    MeanOverLength,
     Tanh,
 )
 
@@ -108,22 +104,12 @@ def _apply(layer: Layer, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
             return functional.linear(x, p["weight"], p["bias"])
         case Conv():
             return functional.conv2d(x, p["weight"], p["bias"])
-        case Attention(size):
-            query, key, value = (
-                functional.linear(x, p[name]) for name in ("query", "key", "value")
-            )
-            mixed = (
-                torch.softmax(query @ key.transpose(-1, -2) / size**0.5, dim=-1) @ value
-            )
-            return x + functional.linear(mixed, p["output"])
         case Tanh():
             return torch.tanh(x)
         case AvgPool(size):
             return functional.avg_pool2d(x, size)
         case Flatten():
             return x.flatten(1)
-        case MeanOverLength():
-            return x.mean(1)
 
 
 def make_optimizer(model: SpecModel, spec: Optimizer) -> torch.optim.Optimizer:
@@ -149,38 +135,12 @@ def to_numpy(tensor: Tensor) -> Array:
     )
 
 
-class _HandedOver(torch.autograd.Function):
-    """A zero whose gradients share one memory that each backward pass overwrites, as
-    the replay of a CUDA graph does.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        memory: Tensor,
-        values: Tensor,
-        views: Sequence[View],
-        *parameters: Tensor,
-    ) -> Tensor:
-        ctx.memory, ctx.values, ctx.views = memory, values, views
-        return memory.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.memory.copy_(ctx.values * upstream[0])
-        return (
-            None,
-            None,
-            None,
-            *(
-                ctx.memory.detach().as_strided(view.shape, view.strides, view.offset)
-                for view in ctx.views
-            ),
-        )
-
-
 class _GivenGradients(torch.autograd.Function):
-    """A number with the gradients that it is given."""
+    """A number with the gradients that it is given.
+
+    It hands over their memory, which the caller may write over later, as the replay of
+    a CUDA graph does. So a gradient is multiplied only where the loss was scaled.
+    """
 
     @staticmethod
     def forward(
@@ -191,7 +151,10 @@ class _GivenGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *(upstream[0] * gradient for gradient in ctx.gradients)
+        (scale,) = upstream
+        if scale == 1:
+            return None, None, *ctx.gradients
+        return None, None, *(scale * gradient for gradient in ctx.gradients)
 
 
 class TorchSession(Session):
@@ -204,13 +167,10 @@ class TorchSession(Session):
         optimizer: Any,
         forward: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self.model, self.inner, self.optimizer, self.forward = (
-            model,
-            inner,
-            optimizer,
-            forward,
-        )
-        self._memory: Tensor | None = None
+        self.model = model
+        self.inner = inner
+        self.optimizer = optimizer
+        self.forward = forward
         self.plain = False
 
     @property
@@ -225,20 +185,7 @@ class TorchSession(Session):
         return float(value.detach())
 
     def gradients(self, tree: GradientTree, *, weight: float | None = None) -> None:
-        # A sum of products has exactly the other factor as its gradient, inf and NaN
-        # included; rounded to half precision at the end.
-        dtype = torch.float64 if self.model.dtype == torch.float64 else torch.float32
-        value = torch.zeros((), dtype=dtype, requires_grad=True)
-        for name, gradient in tree.items():
-            if gradient is not None:
-                value = (
-                    value
-                    + (
-                        self.model.named[name].to(dtype)
-                        * torch.tensor(gradient, dtype=dtype)
-                    ).sum()
-                )
-        self._train(value, weight, plainly=self.plain)
+        self.gradients_with_loss(tree, weight, 0.0)
 
     def gradients_with_loss(
         self, tree: GradientTree, weight: float | None, loss: float
@@ -252,13 +199,11 @@ class TorchSession(Session):
         self._train(value, weight, plainly=self.plain)
         return True
 
-    def gradients_in(self, memory: Array, views: Mapping[str, View]) -> None:
-        values = torch.tensor(memory, dtype=self.model.dtype)
-        if self._memory is None:
-            self._memory = torch.empty_like(values)
-        own = [self.model.named[name] for name in views]
-        views_of = list(views.values())
-        loss = _HandedOver.apply(self._memory, values, views_of, *own)  # type: ignore[no-untyped-call]
+    def gradients_in(self, tree: Arrays) -> None:
+        parameters = [self.model.named[name] for name in tree]
+        gradients = [torch.from_numpy(gradient) for gradient in tree.values()]
+        number = torch.zeros((), dtype=torch.float64)
+        loss = _GivenGradients.apply(number, gradients, *parameters)  # type: ignore[no-untyped-call]
         self._train(loss, None)
 
     def _train(self, loss: Tensor, weight: float | None, plainly: bool = False) -> None:
@@ -310,12 +255,9 @@ class TorchSession(Session):
         }
 
     def masters(self) -> Arrays:
-        return {name: to_numpy(own) for name, own in self._worked_on().items()}
-
-    def _worked_on(self) -> dict[str, Tensor]:
-        masters = self.optimizer.master_weights if self.wrapped else {}
+        masters = self.optimizer.master_weights
         return {
-            name: masters.get(index, parameter)
+            name: to_numpy(masters.get(index, parameter))
             for index, (name, parameter) in enumerate(self.model.named.items())
         }
 
@@ -335,12 +277,13 @@ class TorchSession(Session):
             name: self.inner.state.get(own, {})
             for name, own in self.model.named.items()
         }
-        calls = max(entry.get("calls", 0) for entry in entries.values())
         return Captured(
-            calls,
-            {name: to_numpy(entry["gradient"]) for name, entry in entries.items()}
-            if calls
-            else None,
+            max(entry.get("calls", 0) for entry in entries.values()),
+            {
+                name: to_numpy(entry["gradient"])
+                for name, entry in entries.items()
+                if entry
+            },
         )
 
     def predict(self, x: Array) -> Array:
@@ -373,14 +316,12 @@ class TorchSession(Session):
 
 
 class TorchHarness(BaseHarness):
-    """The builder of torch sessions. Autograd refuses gradients of another shape or
-    dtype itself, so no faults get through.
-    """
+    """The builder of torch sessions. Autograd refuses gradients of another shape."""
 
     name: ClassVar[str] = "torch"
     modes: ClassVar[tuple[str, ...]] = ("eager", "separate")
     """The second with ``separate_sums=True``."""
-    gradient_faults: ClassVar[tuple[Fault, ...]] = ()
+    gradient_shapes_reach_gradaccum: ClassVar[bool] = False
 
     def start(self, setup: Setup) -> Session:
         module = SpecModel(setup.model, setup.weights, setup.dtype)
@@ -416,9 +357,3 @@ class TorchHarness(BaseHarness):
             name: to_numpy(gradient)
             for name, gradient in zip(module.named, gradients, strict=True)
         }
-
-    def not_an_optimizer(self) -> Any:
-        return torch.nn.Linear(2, 2)
-
-    def bad_gradients(self, session: Session, fault: Fault) -> None:
-        raise AssertionError(f"torch lets no gradient with the fault {fault!r} through")

@@ -45,13 +45,13 @@ MUTANTS = (
         "apply_what_is_to_be_skipped",
         "Ending(closed_state, total, decision.apply, decision.divisor, loss)",
         "Ending(closed_state, total, jnp.asarray(True), decision.divisor, loss)",
-        SUITE + "test_overflow.py::test_overflow_in_every_mode",
+        SUITE + "test_overflow.py::test_overflow_skips_this_window_only",
     ),
     Mutant(
         "forget_the_overflow",
         "            window.fields, decision.apply, decision.overflow, options, jnp.where\n",
         "            window.fields, decision.apply, decision.overflow & False, options, jnp.where\n",
-        SUITE + "test_loss_scale.py::test_scale_moves_once_per_window",
+        SUITE + "test_loss_scale.py::test_scale_after_each_micro_batch",
     ),
     Mutant(
         "close_this_device_s_fields",
@@ -160,7 +160,7 @@ MUTANTS = (
         "ask_no_weight_for_a_mean_of_items",
         "        given_weight(weight, use_of_weights(self.options))\n",
         "",
-        SUITE + "test_weights.py::test_sum_per_item_asks_for_the_weight",
+        SUITE + "test_bad_input.py::test_sum_per_item_asks_for_the_weight",
     ),
     Mutant(
         "divide_a_short_window_by_steps",
@@ -221,7 +221,7 @@ MUTANTS = (
         "resume_under_any_options",
         "    fields = resumed(saved_fields, saved_terms, options)\n",
         "    fields = saved_fields\n",
-        SUITE + "test_resuming.py::test_open_window_refuses_other_options",
+        SUITE + "test_checkpoint.py::test_open_window_refuses_other_options",
     ),
     Mutant(
         "restore_any_shape",

@@ -39,7 +39,7 @@ MUTANTS = (
         "apply_what_is_to_be_skipped",
         "        decision = self.decision(ending, options)\n",
         "        decision = self.decision(ending, options)._replace(apply=True)\n",
-        SUITE + "test_overflow.py::test_overflow_in_every_mode",
+        SUITE + "test_overflow.py::test_overflow_skips_this_window_only",
         "pynative",
     ),
     Mutant(
@@ -52,7 +52,7 @@ MUTANTS = (
             "        after = kit.close(\n"
             "            state, decision.apply, False, self.options, kit.select\n"
         ),
-        SUITE + "test_loss_scale.py::test_scale_moves_once_per_window",
+        SUITE + "test_loss_scale.py::test_scale_after_each_micro_batch",
         "pynative",
     ),
     Mutant(
@@ -73,7 +73,7 @@ MUTANTS = (
         "resume_under_any_terms",
         "    state = kit.resumed(saved_state, terms, options)\n",
         "    state = saved_state\n",
-        SUITE + "test_resuming.py::test_open_window_refuses_other_options",
+        SUITE + "test_checkpoint.py::test_open_window_refuses_other_options",
     ),
     Mutant(
         "load_no_sum",
@@ -126,14 +126,14 @@ MUTANTS = (
         "compiled_window_leaves_its_sums",
         "        gradient_sum.compiled_clear(storage.sums, after[WEIGHT])\n",
         "",
-        SUITE + "test_overflow.py::test_overflow_in_every_mode",
+        SUITE + "test_overflow.py::test_overflow_skips_this_window_only",
         "jit",
     ),
     Mutant(
         "compiled_window_applies_what_is_to_be_skipped",
         "        ops.assign(self.is_applied, apply)\n",
         "        ops.assign(self.is_applied, apply == apply)\n",
-        SUITE + "test_overflow.py::test_overflow_in_every_mode",
+        SUITE + "test_overflow.py::test_overflow_skips_this_window_only",
         "jit",
     ),
     Mutant(

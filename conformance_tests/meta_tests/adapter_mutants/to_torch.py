@@ -196,7 +196,7 @@ MUTANTS = (
         "leave_the_loss_scale",
         "        self.state = self.at_rest(closed_state)\n",
         "        self.state = self.at_rest((*closed_state[:5], ended_state.loss_scale, closed_state[6]))\n",
-        SUITE + "test_loss_scale.py::test_scale_stops_at_floor",
+        SUITE + "test_loss_scale.py::test_scale_after_each_micro_batch",
     ),
     Mutant(
         "weigh_no_micro_batch_of_a_large_batch",
@@ -215,7 +215,7 @@ MUTANTS = (
         "            *kit.decide(state, norm, is_finite, options, select, self.largest_number)\n",
         "            *kit.decide(State(*state)._replace(weight=float(options.steps or"
         " state[3])), norm, is_finite, options, select, self.largest_number)\n",
-        SUITE + "test_windows.py::test_flush_in_every_mode",
+        SUITE + "test_windows.py::test_flush_divides_by_held_weight",
     ),
     Mutant(
         "clip_the_scaled_norm",

@@ -190,7 +190,7 @@ def count_micro_batches_before_all_are_there(m: Module) -> None:
     around(m, "update", update)
 
 
-@caught_by("test_gradient_of_the_large_batch and contrast")
+@caught_by("test_coupled and test_gradient_of_the_large_batch")
 def temperature_once_per_micro_batch(m: Module) -> None:
     """As OpenCLIP's first accumulation had it: the loss's own parameter is
     differentiated in every backward pass.
@@ -206,7 +206,7 @@ def temperature_once_per_micro_batch(m: Module) -> None:
     around(m, "coupled_value_and_grad", changed)
 
 
-@caught_by("test_gradient_of_the_large_batch and covariance")
+@caught_by("test_coupled and test_gradient_of_the_large_batch")
 def couple_within_micro_batches_only(m: Module) -> None:
     def changed(
         original: Any, outputs_fn: Any, loss_fn: Any, batch: Any, **how: Any
@@ -220,7 +220,7 @@ def couple_within_micro_batches_only(m: Module) -> None:
     around(m, "coupled_value_and_grad", changed)
 
 
-@caught_by("test_gradient_of_the_large_batch and contrast")
+@caught_by("test_coupled and test_gradient_of_the_large_batch")
 def gradient_of_the_first_micro_batch_for_all(m: Module) -> None:
     """The second pass forgets to move on."""
 
