@@ -96,26 +96,26 @@ def large(items: int = 20, epochs: int = 2, size: int = 8) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("separate", [False, True])
-def test_loop_equals_large_batch(separate: bool) -> None:
-    run = Run(clip_norm=1.0, separate_sums=separate)
+@pytest.mark.parametrize("sums", ["in .grad", "separate", "scaled"])
+def test_loop_equals_large_batch(sums: str) -> None:
+    """Accelerate hands the wrapper to the scaler that it made for fp16, in each
+    micro-batch.
+    """
+    scaler = None
+    if sums == "scaled":
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    options = {"loss_scale": scaler, "separate_sums": sums == "separate"}
+    run = Run(scaler=scaler, clip_norm=1.0, **options)
     run.epoch()
     run.epoch()
     assert distance(run.model, large()) < 1e-12
     assert run.opt.result.optimizer_step == 6
     assert run.scheduler.get_last_lr() == pytest.approx([0.1 / 7])
+    assert scaler is None or scaler.state_dict()["_growth_tracker"] == 6
 
 
-def test_scaler_equals_large_batch() -> None:
-    """Accelerate hands the wrapper to the scaler that it made for fp16, in each
-    micro-batch. Another one is refused.
-    """
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    run = Run(scaler=scaler, clip_norm=1.0, loss_scale=scaler)
-    run.epoch()
-    run.epoch()
-    assert distance(run.model, large()) < 1e-12
-    assert scaler.state_dict()["_growth_tracker"] == 6
+def test_scaler_of_accelerate_alone_is_refused() -> None:
+    scaler = torch.amp.GradScaler("cpu")
     with refused(gradaccum.UsageError, "loss_scale=scaler"):
         Run(scaler=scaler).epoch()
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 import copy
 import inspect
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -162,14 +161,6 @@ def of_torch_optimizer(library: Any) -> Iterator[tuple[str, Case]]:
         yield name, Case(of(getattr(library, name)), graph=name == "Adahessian")
 
 
-def of_lion(library: Any) -> Iterator[tuple[str, Case]]:
-    yield "Lion", Case(of(library.Lion, lr=0.01, weight_decay=0.1))
-
-
-def of_prodigy(library: Any) -> Iterator[tuple[str, Case]]:
-    yield "Prodigy", Case(of(library.Prodigy))
-
-
 def of_timm(library: Any) -> Iterator[tuple[str, Case]]:
     """Without bitsandbytes' and APEX's, which timm refuses to make without CUDA."""
     ahead = [f"lookahead_{name}" for name in ("adamw", "lamb", "muon", "sgd")]
@@ -189,25 +180,25 @@ def of_schedulefree(library: Any) -> Iterator[tuple[str, Case]]:
     class Wrapper(library.ScheduleFreeWrapper, torch.optim.Optimizer):  # type: ignore[misc,name-defined]
         """Its own is no `torch.optim.Optimizer`; two lines make it one."""
 
-    makers = {
-        "AdamWScheduleFree": of(library.AdamWScheduleFree, warmup_steps=2),
-        "SGDScheduleFree": of(library.SGDScheduleFree, lr=0.1, foreach=True),
-        "AdamWScheduleFreeReference": of(library.AdamWScheduleFreeReference, lr=0.01),
-        "AdamWScheduleFreePaper": of(library.AdamWScheduleFreePaper, lr=0.01),
-        "RAdamScheduleFree": of(library.RAdamScheduleFree, lr=0.01),
-        "SGDScheduleFreeReference": of(library.SGDScheduleFreeReference, lr=0.01),
-        "Wrapper": lambda net: Wrapper(sgd(net), momentum=0.9),
-    }
-    for name, make in makers.items():
+    for name in (
+        "AdamWScheduleFree",
+        "AdamWScheduleFreePaper",
+        "AdamWScheduleFreeReference",
+        "RAdamScheduleFree",
+        "SGDScheduleFree",
+        "SGDScheduleFreeReference",
+    ):
+        make = of(getattr(library, name), lr=0.01)
         yield name, Case(lambda net, make=make: in_training(make(net)))
+    yield "Wrapper", Case(lambda net: in_training(Wrapper(sgd(net), momentum=0.9)))
 
 
-LIBRARIES = {
+LIBRARIES: dict[str, Callable[[Any], Iterable[tuple[str, Case]]]] = {
     "torch.optim": of_torch,
     "pytorch_optimizer": of_pytorch_optimizer,
     "torch_optimizer": of_torch_optimizer,
-    "lion_pytorch": of_lion,
-    "prodigyopt": of_prodigy,
+    "lion_pytorch": lambda library: [("Lion", Case(of(library.Lion, lr=0.01)))],
+    "prodigyopt": lambda library: [("Prodigy", Case(of(library.Prodigy)))],
     "timm.optim": of_timm,
     "schedulefree": of_schedulefree,
 }
@@ -271,9 +262,7 @@ def test_wrap_comes_last() -> None:
 
 @by_sum
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdEMAMix8bit", "Lion8bit", "SGD"])
-def test_bitsandbytes_has_the_same_bits(
-    name: str, options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_bitsandbytes_has_the_same_bits(name: str, options: dict[str, Any]) -> None:
     """As on the large batches, also after a checkpoint in mid-window."""
     kind = getattr(pytest.importorskip("bitsandbytes").optim, name)
     settings = {"momentum": 0.9} if name == "SGD" else {}
@@ -281,34 +270,30 @@ def test_bitsandbytes_has_the_same_bits(
     rows = torch.randint(-16, 17, (24, 64, 64), generator=generator) / 16
     start = torch.linspace(-1, 1, 4096).view(64, 64)
 
-    def make() -> tuple[nn.Parameter, Any]:
-        parameter = nn.Parameter(start.clone())
-        return parameter, kind([parameter], lr=0.01, **settings)
-
     def run(parameter: nn.Parameter, opt: Any, rows: Tensor) -> None:
         for part in rows:
             opt.zero_grad()
             (parameter * part).sum().backward()
             opt.step()
 
-    bare, inner = make()
+    bare = nn.Parameter(start.clone())
+    inner = kind([bare], lr=0.01, **settings)
     run(bare, inner, rows.unflatten(0, (3, 8)).mean(dim=1))
     assert not torch.equal(bare, start)
     micro_batches = rows.unflatten(0, (12, 2)).mean(dim=1)
-    parameter, inner = make()
-    opt = gradaccum.wrap(inner, steps=4, **options)
-    run(parameter, opt, micro_batches[:6])
-    torch.save([parameter.detach(), opt.state_dict()], tmp_path / "state.pt")
-    run(parameter, opt, micro_batches[6:])
-    resumed, inner = make()
-    opt = gradaccum.wrap(inner, steps=4, **options)
-    weights, state = torch.load(tmp_path / "state.pt", weights_only=True)
-    resumed.data.copy_(weights)
-    opt.load_state_dict(state)
-    run(resumed, opt, micro_batches[6:])
-    assert torch.equal(parameter, bare)
-    assert torch.equal(resumed, bare)
-    dtypes = [getattr(value, "dtype", None) for value in opt.state[resumed].values()]
+    weights = start
+    state = None
+    for part in (micro_batches[:6], micro_batches[6:]):
+        parameter = nn.Parameter(weights.clone())
+        inner = kind([parameter], lr=0.01, **settings)
+        opt = gradaccum.wrap(inner, steps=4, **options)
+        if state is not None:
+            opt.load_state_dict(state)
+        run(parameter, opt, part)
+        weights = parameter.detach()
+        state = copy.deepcopy(opt.state_dict())
+    assert torch.equal(weights, bare)
+    dtypes = [getattr(value, "dtype", None) for value in opt.state[parameter].values()]
     assert (torch.uint8 in dtypes) == name.endswith("8bit")
 
 
@@ -316,12 +301,14 @@ def test_bitsandbytes_has_the_same_bits(
 def test_schedulefree_resumes_in_mid_window(options: dict[str, Any]) -> None:
     """The averaged weights were put into the model before, and taken out."""
     kind = pytest.importorskip("schedulefree").AdamWScheduleFree
-    runs = []
-    for _ in range(2):
+
+    def make() -> tuple[nn.Module, Any]:
         net = make_net()
         inner = kind(net.parameters(), lr=0.01, warmup_steps=2)
-        runs.append((net, in_training(gradaccum.wrap(inner, steps=4, **options))))
-    (net, opt), (resumed, resumed_opt) = runs
+        return net, in_training(gradaccum.wrap(inner, steps=4, **options))
+
+    net, opt = make()
+    resumed, resumed_opt = make()
     step_on(net, opt, range(0, 12, 2))
     opt.eval()
     opt.train()
