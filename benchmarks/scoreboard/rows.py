@@ -41,7 +41,7 @@ MAXTEXT = (
         "sympy",
         "tensorboardx",
     ),
-    *("tokamax", "transformers"),
+    *("tokamax", "transformers", "tiktoken", "ml-goodput-measurement"),
 )
 """With what its training imports: the package itself names no dependency."""
 ENVIRONMENTS = {
@@ -285,6 +285,7 @@ ROWS = (
         "recipe with prompts, ragged tokens",
         "torchtune_rows.with_prompt",
         "torchtune",
+        program="test_torchtune.py::test_accumulated_update[with_prompt]",
     ),
     Row(
         "torchtune",
@@ -292,6 +293,7 @@ ROWS = (
         "torchtune_rows.without_prompt",
         "torchtune",
         COUNTED,
+        program="test_torchtune.py::test_accumulated_update[without_prompt]",
     ),
     Row("ms-swift", "SFT, ragged tokens", "swift_rows.sft", "swift"),
     Row(
@@ -300,10 +302,23 @@ ROWS = (
         "swift_rows.smoothed_sft",
         "swift",
         UNDIVIDED,
+        program="test_swift.py::test_sft[smoothed]",
     ),
-    Row("ms-swift", "DPO, short batch", "swift_rows.dpo_short_batch", "swift", MEANS),
     Row(
-        "ms-swift", "DPO, short window", "swift_rows.dpo_short_window", "swift", WINDOW
+        "ms-swift",
+        "DPO, short batch",
+        "swift_rows.dpo_short_batch",
+        "swift",
+        MEANS,
+        program="test_swift.py::test_dpo[short_batch]",
+    ),
+    Row(
+        "ms-swift",
+        "DPO, short window",
+        "swift_rows.dpo_short_window",
+        "swift",
+        WINDOW,
+        program="test_swift.py::test_dpo[short_window]",
     ),
     Row("verl", "SFT, ragged tokens", "verl_rows.sft", "verl"),
     Row("verl", "PPO, ragged responses", "verl_rows.token_mean", "verl"),
@@ -315,6 +330,7 @@ ROWS = (
         "verl",
         UNDIVIDED,
         ("verl-project/verl#7913",),
+        program="test_verl.py::test_gradient_of_a_mini_batch[geo_mean]",
     ),
     Row(
         "timm",
@@ -394,6 +410,7 @@ ROWS = (
         "maxtext_rows.experts",
         "maxtext",
         WEAKENED,
+        program="test_maxtext.py::test_accumulated_gradient[experts]",
     ),
     Row(
         "maxtext",
@@ -402,6 +419,7 @@ ROWS = (
         "maxtext",
         WEAKENED,
         ("AI-Hypercomputer/maxtext#3311",),
+        program="test_maxtext.py::test_accumulated_gradient[token_after_next]",
     ),
     Row(
         "flax",

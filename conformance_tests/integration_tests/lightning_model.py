@@ -30,35 +30,30 @@ def inner_of(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
 
 
-def halved(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+def falling(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
 
 
 class Automatic(pl.LightningModule):
-    """Lightning runs the optimizer; `options` are those of `gradaccum.wrap`, None: the
-    optimizer stays bare.
+    """Lightning runs the optimizer and a scheduler; `options` are those of
+    `gradaccum.wrap`, None: both stay bare.
     """
 
-    def __init__(self, options: dict[str, Any] | None, gate: bool = False) -> None:
+    def __init__(self, options: dict[str, Any] | None) -> None:
         super().__init__()
         self.net = make_net()
         self.options = options
-        self.gate = gate
 
     def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor | None:
         return mean_square(self.net, *batch)
 
     def configure_optimizers(self) -> Any:
         opt = inner_of(self.net)
+        scheduler = falling(opt)
         if self.options is not None:
             opt = gradaccum.wrap(opt, steps=4, **self.options)
-        if not self.gate:
-            return opt
-        scheduler = halved(opt)
-        if self.options is not None:
-            scheduler = gradaccum.wrap(scheduler)
-        config = {"scheduler": scheduler, "interval": "step"}
-        return {"optimizer": opt, "lr_scheduler": config}
+            scheduler = gradaccum.wrap(falling(opt))
+        return [opt], [{"scheduler": scheduler, "interval": "step"}]
 
 
 class Manual(Automatic):
@@ -71,8 +66,7 @@ class Manual(Automatic):
         opt.zero_grad()
         self.manual_backward(mean_square(self.net, *batch))
         opt.step()
-        if self.gate:
-            self.lr_schedulers().step()
+        self.lr_schedulers().step()
 
 
 def loader(
@@ -97,11 +91,11 @@ def trainer(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:
     return pl.Trainer(**{**defaults, **options})
 
 
-def large(epochs: int = 2, gate: bool = False, rows: int = 26) -> nn.Module:
+def large(epochs: int = 2, rows: int = 26) -> nn.Module:
     """The bare optimizer's run: one step per window, the epoch's last one of what is
     left.
     """
-    model = Automatic(None, gate)
+    model = Automatic(None)
     trainer(pl.Callback(), max_epochs=epochs).fit(model, loader(rows, 8))
     net: nn.Module = model.net
     return net

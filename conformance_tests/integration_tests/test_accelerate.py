@@ -54,23 +54,20 @@ class Run:
     def __init__(
         self,
         items: int = 20,
-        dtype: torch.dtype = torch.float64,
+        accumulation_of_accelerate: int = 1,
         scaler: torch.amp.GradScaler | None = None,
-        wrap: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        self.accelerator = Accelerator(cpu=True, **options)
+        self.accelerator = Accelerator(
+            cpu=True, gradient_accumulation_steps=accumulation_of_accelerate
+        )
         self.accelerator.scaler = scaler
-        model = Regressor(dtype)
-        opt: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
-        if wrap is not None:
-            opt = gradaccum.wrap(opt, steps=4, **wrap)
-        scheduler: Any = falling(opt)
-        if wrap is not None:
-            scheduler = gradaccum.wrap(scheduler)
-        self.opt = opt
-        loader = DataLoader(Items(items, dtype), batch_size=2)
-        prepared = self.accelerator.prepare(model, opt, loader, scheduler)
+        model = Regressor()
+        inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+        self.opt = gradaccum.wrap(inner, steps=4, **options)
+        scheduler = gradaccum.wrap(falling(self.opt))
+        loader = DataLoader(Items(items), batch_size=2)
+        prepared = self.accelerator.prepare(model, self.opt, loader, scheduler)
         self.model, self.optimizer, self.loader, self.scheduler = prepared
 
     def micro_batch(self, batch: Any) -> None:
@@ -99,33 +96,33 @@ def large(items: int = 20, epochs: int = 2, size: int = 8) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("separate", [False, True])
-def test_loop_equals_large_batch(separate: bool) -> None:
-    run = Run(wrap={"clip_norm": 1.0, "separate_sums": separate})
+@pytest.mark.parametrize("sums", ["in .grad", "separate", "scaled"])
+def test_loop_equals_large_batch(sums: str) -> None:
+    """Accelerate hands the wrapper to the scaler that it made for fp16, in each
+    micro-batch.
+    """
+    scaler = None
+    if sums == "scaled":
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    options = {"loss_scale": scaler, "separate_sums": sums == "separate"}
+    run = Run(scaler=scaler, clip_norm=1.0, **options)
     run.epoch()
     run.epoch()
     assert distance(run.model, large()) < 1e-12
     assert run.opt.result.optimizer_step == 6
     assert run.scheduler.get_last_lr() == pytest.approx([0.1 / 7])
+    assert scaler is None or scaler.state_dict()["_growth_tracker"] == 6
 
 
-def test_scaler_equals_large_batch() -> None:
-    """Accelerate hands the wrapper to the scaler that it made for fp16, in each
-    micro-batch. Another one is refused.
-    """
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    run = Run(scaler=scaler, wrap={"clip_norm": 1.0, "loss_scale": scaler})
-    run.epoch()
-    run.epoch()
-    assert distance(run.model, large()) < 1e-12
-    assert scaler.state_dict()["_growth_tracker"] == 6
+def test_scaler_of_accelerate_alone_is_refused() -> None:
+    scaler = torch.amp.GradScaler("cpu")
     with refused(gradaccum.UsageError, "loss_scale=scaler"):
-        Run(scaler=scaler, wrap={}).epoch()
+        Run(scaler=scaler).epoch()
 
 
 @pytest.mark.parametrize("after", [6, 10], ids=["mid-window", "open short window"])
 def test_state_saved_in_mid_window(tmp_path: Path, after: int) -> None:
-    uninterrupted = Run(wrap={})
+    uninterrupted = Run()
     for index, batch in enumerate(uninterrupted.loader, 1):
         uninterrupted.micro_batch(batch)
         if index == after:
@@ -133,7 +130,7 @@ def test_state_saved_in_mid_window(tmp_path: Path, after: int) -> None:
     uninterrupted.epoch()
     forget_settings()
 
-    resumed = Run(wrap={})
+    resumed = Run()
     resumed.accelerator.load_state(str(tmp_path))
     assert resumed.opt.result.micro_step == 2
     for batch in resumed.accelerator.skip_first_batches(resumed.loader, after):
@@ -149,26 +146,13 @@ def test_accumulate_nests() -> None:
     """``accumulate`` makes one micro-batch of two, and a window is four of those:
     sixteen items.
     """
-    run = Run(32, wrap={"clip_norm": 1.0}, gradient_accumulation_steps=2)
+    run = Run(32, accumulation_of_accelerate=2, clip_norm=1.0)
     for batch in run.loader:
         with run.accelerator.accumulate(run.model):
             run.micro_batch(batch)
     assert run.opt.result.optimizer_step == 2
     assert distance(run.model, large(32, epochs=1, size=16)) < 1e-12
     assert run.scheduler.get_last_lr() == [0.1 / 3]
-
-
-def test_equals_own_accumulation_bit_for_bit() -> None:
-    """Full windows in bfloat16: Accelerate divides each loss by the 4 that the window
-    divides by at its end.
-    """
-    run = Run(16, torch.float32, wrap={}, mixed_precision="bf16")
-    run.epoch()
-    bare = Run(16, torch.float32, gradient_accumulation_steps=4)
-    for batch in bare.loader:
-        with bare.accelerator.accumulate(bare.model):
-            bare.micro_batch(batch)
-    assert distance(run.model, bare.model) == 0
 
 
 def test_everyday_loops_end_as_the_page_says() -> None:

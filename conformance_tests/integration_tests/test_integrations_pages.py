@@ -4,16 +4,16 @@ of its own, with the packages that it imports, and asserts its result.
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from conformance_tests.framework_tests.recipes import Recipe, run_recipe
+from conformance_tests.framework_tests.recipes import ALONE, Recipe, run_recipe
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = {
@@ -21,49 +21,33 @@ ENVIRONMENTS = {
     "jax": {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
 }
 BESIDE_TORCH = "from conformance_tests.integration_tests import torchvision_ops as _\n"
+PART = re.compile(r"^## (.*?)$|^```bash\n(.*?)^```|^```python\n(.*?)^```", re.M | re.S)
 
 
-def programs_of(framework: str) -> Iterator[Recipe]:
-    """Each Python block, by its section and its number there; a block of bash says how
-    the next one is started.
-    """
-    page = ROOT / "backends" / f"gradaccum_{framework}" / "INTEGRATIONS.md"
-    text = page.read_text(encoding="utf-8")
-    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
-        command, number = Recipe("", "").command, 0
-        for kind, code in re.findall(
-            r"^```(\w+)\n(.*?)^```", section, flags=re.MULTILINE | re.DOTALL
-        ):
-            if kind == "bash":
-                command = code.strip()
-            elif kind == "python":
-                number += 1
-                yield Recipe(f"{section.splitlines()[0]} {number}", code, command)
-                command = Recipe("", "").command
+def programs() -> Iterator[Any]:
+    """Each Python block; a block of bash says how the next one is started."""
+    for framework in ENVIRONMENTS:
+        page = ROOT / "backends" / f"gradaccum_{framework}" / "INTEGRATIONS.md"
+        command = ALONE
+        title = ""
+        for number, part in enumerate(PART.finditer(page.read_text(encoding="utf-8"))):
+            heading, bash, code = part.groups()
+            if heading:
+                title = heading
+            elif bash:
+                command = bash.strip()
+            else:
+                recipe = Recipe(title, code, command)
+                yield pytest.param(
+                    framework, recipe, id=f"{framework} {title} {number}"
+                )
+                command = ALONE
 
 
-def packages_of(code: str) -> set[str]:
-    """The packages that a program imports."""
-    names = []
-    for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names.append(node.module or "")
-    return {name.partition(".")[0] for name in names}
-
-
-PROGRAMS = [
-    pytest.param(framework, program, id=f"{framework} {program.title}")
-    for framework in ENVIRONMENTS
-    for program in programs_of(framework)
-]
-
-
-@pytest.mark.parametrize(("framework", "program"), PROGRAMS)
+@pytest.mark.parametrize(("framework", "program"), list(programs()))
 def test_program(framework: str, program: Recipe, tmp_path: Path) -> None:
-    packages = sorted(packages_of(program.code))
-    missing = [name for name in packages if find_spec(name) is None]
+    packages = set(re.findall(r"^(?:from|import) (\w+)", program.code, re.M))
+    missing = sorted(name for name in packages if find_spec(name) is None)
     if missing:
         pytest.skip(f"needs {', '.join(missing)}")
     assert re.search(r"\bassert |assert_\w+\(", program.code)

@@ -9,19 +9,20 @@ this makes them.
 
 from __future__ import annotations
 
-import importlib.util
-
-import torch
+from importlib.util import find_spec
+from typing import Any
 
 NAMES = ("nms", "qnms")
 
 
-def declare() -> torch.library.Library | None:
+def declare() -> Any:
     """Declare the operators that torchvision names as it is imported, unless it is
     whole or missing.
     """
-    if importlib.util.find_spec("torchvision") is None:
+    if find_spec("torchvision") is None:
         return None
+    import torch
+
     try:
         import torchvision  # noqa: F401
     except RuntimeError:

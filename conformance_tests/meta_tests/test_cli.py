@@ -143,10 +143,6 @@ def test_conformance_runs_every_installed_backend(
     exit_code, output = invoke("conformance", "--report", str(tmp_path))
     assert exit_code == 0
     assert [job.backend for job in jobs] == ["numpy", "torch"]
-    assert jobs[1].command[1:] == (
-        *("-m", "gradaccum_conformance", "--backend", "torch"),
-        *("--results", str(tmp_path / "raw" / "torch.jsonl")),
-    )
     assert "jax is not installed. Run: pip install 'gradaccum[jax]'" in output
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "conformance: passed" in page
@@ -154,22 +150,14 @@ def test_conformance_runs_every_installed_backend(
     assert report["passed"] is True
 
 
-def test_conformance_fails_without_requested_backend(
-    tmp_path: Path, suite_ends_with: Run
+@pytest.mark.parametrize(("name", "outcome"), [("jax", "passed"), ("torch", "failed")])
+def test_conformance_fails(
+    tmp_path: Path, suite_ends_with: Run, name: str, outcome: str
 ) -> None:
-    jobs = suite_ends_with("passed", 0)
-    arguments = ("--backend", "jax", "--backend", "torch", "--report", str(tmp_path))
-    exit_code, output = invoke("conformance", *arguments)
-    assert exit_code == 1
-    assert [job.backend for job in jobs] == ["torch"]
-    assert "pip install 'gradaccum[jax]'" in output
-
-
-def test_conformance_fails_after_any_failure(
-    tmp_path: Path, suite_ends_with: Run
-) -> None:
-    suite_ends_with("failed", 1)
-    assert invoke("conformance", "--report", str(tmp_path))[0] == 1
+    """Without a backend that was asked for, and after any failure."""
+    suite_ends_with(outcome, outcome == "failed")
+    arguments = ("--backend", name, "--backend", "numpy", "--report", str(tmp_path))
+    assert invoke("conformance", *arguments)[0] == 1
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "conformance: failed" in page
 
@@ -222,9 +210,6 @@ def nothing():
         ("loops:right", 0, "The loop is right"),
         ("loops:wrong", 1, "no mean was taken"),
         ("loops:nothing", 1, "of type NoneType. Return what gradaccum.check_loop"),
-        ("loops:absent", 1, "loops has no function 'absent'"),
-        ("loops", 1, "write gradaccum check module:function"),
-        ("lopos:right", 1, "there is no module 'lopos' here"),
     ],
 )
 def test_check_prints_the_report(

@@ -8,56 +8,21 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from rich.console import Console
 
 from gradaccum_conformance.demo import command
-from gradaccum_conformance.demo.batches import (
-    LARGE_BATCH,
-    MICRO_BATCH,
-    Digits,
-    cut,
-    large_batches,
-    split,
-)
-from gradaccum_conformance.demo.curves import curves_of, problem_of
+from gradaccum_conformance.demo.batches import LARGE_BATCH, Digits
 from gradaccum_conformance.demo.data import load
-from gradaccum_conformance.demo.recipes import (
-    EQUAL,
-    LARGE,
-    NAIVE,
-    RECIPES,
-    STEPS,
-    UNEQUAL,
-)
+from gradaccum_conformance.demo.recipes import EQUAL, LARGE, NAIVE, RECIPES, UNEQUAL
 from gradaccum_conformance.demo.training import train
 from gradaccum_conformance.loading import load_harness
-from gradaccum_conformance.runner import Ended, Job, Record
-from gradaccum_conformance.specs import LENET
+from gradaccum_conformance.runner import Job, Record
 
 
-@pytest.fixture(scope="module")
-def digits() -> Digits:
-    return load()
-
-
-def test_epoch_holds_each_item_once(digits: Digits) -> None:
-    """Its last batch is short. No test image is a training image."""
-    assert (digits.train.items, digits.test.items) == (1436, 361)
-    assert digits.train.x.shape[1:] == LENET.input_shape
-    batches = list(large_batches(digits.train, 1))
-    assert {batch.items for batch in batches[:-1]} == {LARGE_BATCH}
-    assert [part.items for part in cut(batches[-1], MICRO_BATCH)] == [16, 12]
-    assert [part.items for part in split(batches[-1], STEPS)] == [7, 7, 7, 7]
-    images = np.concatenate([batch.x for batch in batches])
-    train = sorted(image.tobytes() for image in digits.train.x)
-    assert sorted(image.tobytes() for image in images) == train
-    assert not {image.tobytes() for image in digits.test.x} & set(train)
-
-
-def test_exact_runs_differ_by_rounding(digits: Digits) -> None:
+def test_exact_runs_differ_by_rounding() -> None:
     """On two large batches and a tail. The naive run differs by more."""
+    digits = load()
     few = Digits(digits.train.rows(0, 2 * LARGE_BATCH + 28), digits.test)
     measurements = list(train(load_harness("numpy"), few, epochs=2))
     ends = {measurement.run: measurement for measurement in measurements}
@@ -71,6 +36,7 @@ def test_exact_runs_differ_by_rounding(digits: Digits) -> None:
 
 STARTED = {"kind": "started", "epochs": 4}
 FINISHED = {"kind": "finished"}
+NAN = float("nan")
 
 
 def epochs(accuracy: float = 0.97, difference: float = 1e-6) -> list[Record]:
@@ -80,48 +46,17 @@ def epochs(accuracy: float = 0.97, difference: float = 1e-6) -> list[Record]:
 
 
 @pytest.mark.parametrize(
-    ("accuracy", "difference", "fault"),
-    [
-        (0.96, 1e-6, "accuracy not above 96%"),
-        (float("nan"), 1e-6, "accuracy not above 96%"),
-        (0.97, 1e-3, "differs by more than 0.0001"),
-        (0.97, float("nan"), "differs by more than 0.0001"),
-    ],
-)
-def test_curves_name_their_faults(
-    accuracy: float, difference: float, fault: str
-) -> None:
-    records = (STARTED, *epochs(accuracy, difference), FINISHED)
-    curves = curves_of([Ended("torch", 0, records, "")])
-    assert [curve.recipe for curve in curves] == list(RECIPES)
-    assert [curve.faults for curve in curves] == [[fault], [fault], [fault], []]
-
-
-@pytest.mark.parametrize(
-    ("exit_code", "records", "problem"),
-    [
-        (0, [STARTED, *epochs(), FINISHED], None),
-        (1, [STARTED, *epochs(), FINISHED], "its process ended with exit code 1"),
-        (0, [STARTED, *epochs()], "its process ended after 4 of 4 epochs"),
-        (0, [STARTED, *epochs()[:2]], "its process ended after 2 of 4 epochs"),
-        (0, [FINISHED], "its process ended after 0 of 0 epochs"),
-        (0, [], "its process ended after 0 of 0 epochs"),
-    ],
-)
-def test_incomplete_process_is_a_problem(
-    exit_code: int, records: list[Record], problem: str | None
-) -> None:
-    assert problem_of(Ended("torch", exit_code, tuple(records), "")) == problem
-
-
-@pytest.mark.parametrize(
     ("records", "exit_code", "passes", "words"),
     [
         ([STARTED, *epochs(), FINISHED], 0, True, "(for contrast)"),
-        ([STARTED, *epochs(accuracy=0.5), FINISHED], 0, False, "no: accuracy not"),
-        ([STARTED, *epochs(difference=0.5), FINISHED], 0, False, "5.0e-01"),
-        ([STARTED, *epochs()[:2]], 7, False, "last words"),
-        ([], 1, False, "last words"),
+        ([STARTED, *epochs(accuracy=0.96), FINISHED], 0, False, "not above 96%"),
+        ([STARTED, *epochs(accuracy=NAN), FINISHED], 0, False, "not above 96%"),
+        ([STARTED, *epochs(difference=1e-3), FINISHED], 0, False, "1.0e-03"),
+        ([STARTED, *epochs(difference=NAN), FINISHED], 0, False, "nan"),
+        ([STARTED, *epochs()], 0, False, "ended after 4 of 4 epochs"),
+        ([STARTED, *epochs()[:2]], 0, False, "ended after 2 of 4 epochs"),
+        ([STARTED, *epochs(), FINISHED], 7, False, "ended with exit code 7"),
+        ([], 0, False, "last words"),
     ],
 )
 def test_demo_passes_with_every_run(
@@ -145,9 +80,7 @@ def test_demo_passes_with_every_run(
     assert command.run_demo(console, ["numpy"], tmp_path) is passes
     assert words in console.file.getvalue()  # type: ignore[attr-defined]
     assert (tmp_path / "curves.png").exists() is bool(records)
-    if records:
-        text = (tmp_path / "results.json").read_text(encoding="utf-8")
-        assert bool(json.loads(text)["problems"]) is bool(exit_code)
+    assert (tmp_path / "results.json").exists() is bool(records)
 
 
 def test_process_writes_every_epoch(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import tomllib
 import pytest
 from packaging.requirements import Requirement
 
-from conformance_tests.matrix import CELLS, PAGE, ROOT, Result, table
+from conformance_tests.matrix import CELLS, PAGE, ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 EXTRAS = PROJECT["project"]["optional-dependencies"]
@@ -49,9 +49,3 @@ def test_the_floor_of_the_metadata_was_measured(framework: str) -> None:
         floors = [each.version for each in specifier if each.operator == ">="]
         for floor in floors:
             assert {floor, f"{floor}.0"} & measured[name], (name, floor)
-
-
-def test_a_failure_is_shown() -> None:
-    steps = {"import": (True, "3.0 torch 0"), "suite": (False, "1 failed, 2 passed")}
-    result = Result("torch-0-py3", "3.0", "torch 0", "2026-01-01", steps=steps)
-    assert "1 failed, 2 passed" in table([result])

@@ -19,18 +19,12 @@ from conformance_tests.mutation.running import mutants_of, sample, verdicts
         ("x = a < b", ["x = (a <= b)"]),
         ("x = a + 2", ["x = (a - 2)", "x = a + 3"]),
         ("x = a and not b", ["x = (a or not b)", "x = a and (b)"]),
-        ("x = a if b else 0.5", ["x = a if (not (b)) else 0.5", "x = a if b else 1.0"]),
         ("x += a", ["x -= a"]),
         ("a.x = f(b, c)", ["pass", "a.x = f(c, b)"]),
-        ("f(b, *c)", ["pass"]),
         ("x = (a, True)", ["x = (True, a)", "x = (a, False)"]),
         ('"""A text."""', []),
-        ("x: int", []),
         ("raise E(1)", []),
-        ("import a", []),
         ("x = isinstance(a, (B, C))", []),
-        ("x = dict[A, B]", []),
-        ('x = "a" + f"{b}"', []),
     ],
 )
 def test_changes_of_a_line(line: str, changed: list[str]) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from conformance_tests.framework_tests.preloaded import Preloaded
-from gradaccum_conformance.deep import deep_but
 
 SKIPPED_TEST = """
 import pytest
@@ -34,7 +33,6 @@ def test_one():
 def test_two():
     pass
 """
-DISTRIBUTED = ("-p", "xdist.plugin", "-n", "1")
 Run = Callable[..., tuple[int, str]]
 
 
@@ -56,17 +54,12 @@ def run(tmp_path: Path, light: Preloaded) -> Run:
     return run
 
 
-@pytest.mark.parametrize(
-    "workers", deep_but([DISTRIBUTED], [(), DISTRIBUTED]), ids=["alone", "distributed"]
-)
-@pytest.mark.parametrize(
-    "code",
-    deep_but((SKIPPED_TEST,), (SKIPPED_TEST, SKIPPED_MODULE)),
-    ids=["test", "module"],
-)
-def test_skip_fails_the_run(run: Run, code: str, workers: tuple[str, ...]) -> None:
-    assert run(code, *workers)[0] == 0
-    status, output = run(code, "--no-skips", *workers)
+@pytest.mark.parametrize("code", [SKIPPED_TEST, SKIPPED_MODULE], ids=["test", "module"])
+def test_skip_fails_the_run(run: Run, code: str) -> None:
+    """Where tests are distributed over processes too."""
+    distributed = ("-p", "xdist.plugin", "-n", "1")
+    assert run(code, *distributed)[0] == 0
+    status, output = run(code, "--no-skips", *distributed)
     assert status == 1, output
     assert "1 skipped" in output
 

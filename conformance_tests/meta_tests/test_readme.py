@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import re
 import subprocess
 import sys
@@ -137,36 +138,64 @@ def programs_of_the_diff() -> tuple[str, str]:
     return before, after
 
 
-def test_loop_of_the_diff_gives_the_large_batches() -> None:
-    """And the loop before does not: the last window is short, and so is a batch."""
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    sizes = (6, 6, 6, 3, 6, 6)
-    generator = torch.Generator().manual_seed(0)
-    x, y = (
-        torch.randn(sum(sizes), 3, generator=generator, dtype=torch.float64)
-        for _ in range(2)
-    )
-    loader = list(zip(x.split(sizes), y.split(sizes), strict=True))
-    loss_fn = torch.nn.functional.mse_loss
-
-    def trained(program: str) -> Any:
-        torch.manual_seed(0)
-        model = torch.nn.Linear(3, 3).double()
-        names = {"torch": torch, "gradaccum": gradaccum, "model": model}
-        exec(program, {**names, "loader": loader, "loss_fn": loss_fn})
-        return model.weight.detach()
-
-    large = """
+SIZES = (6, 6, 6, 3, 6, 6)
+"""Items of the micro-batches: the last window is short, and so is one of them."""
+LARGE = """
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-for window in (loader[:4], loader[4:]):
+for rate, window in ((1e-3, loader[:4]), (second_rate, loader[4:])):
+    optimizer.param_groups[0]["lr"] = rate
     x, y = map(torch.cat, zip(*window))
     optimizer.zero_grad()
     loss_fn(model(x), y).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    for p in model.parameters():
+        p.grad /= max(norm / clip_norm, 1)
     optimizer.step()
 """
-    before, after = programs_of_the_diff()
-    torch.testing.assert_close(trained(after), trained(large), rtol=1e-12, atol=1e-12)
-    assert (trained(before) - trained(large)).abs().max() > 1e-5
+
+
+def names_after(*programs: str, **names: Any) -> dict[str, Any]:
+    """Run programs on the same model and items, and return their variables."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 3).double()
+    x, y = torch.randn(2, sum(SIZES), 3, dtype=torch.float64)
+    names |= {
+        "gradaccum": gradaccum,
+        "torch": torch,
+        "model": model,
+        "loader": list(zip(x.split(SIZES), y.split(SIZES), strict=True)),
+        "loss_fn": torch.nn.functional.mse_loss,
+        "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3),
+    }
+    for program in programs:
+        exec(program, names)
+    return names
+
+
+@pytest.mark.parametrize("page", ["README.md", "AGENTS.md", "llms.txt"])
+def test_loop_makes_the_large_batches_updates(
+    page: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the front page's loop before does not."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    programs = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    if page == "README.md":
+        before, after = programs_of_the_diff()
+        programs = [after]
+    clip_norm = 1.0 if "clip_norm" in programs[0] else math.inf
+    rate = 5e-4 if "scheduler" in programs[0] else 1e-3
+    large = names_after(LARGE, clip_norm=clip_norm, second_rate=rate)["model"].weight
+    names = names_after(*programs)
+    assert names["optimizer"].result.optimizer_step == 2
+    close = names["torch"].testing.assert_close
+    close(names["model"].weight, large, rtol=1e-12, atol=1e-12)
+    if page == "README.md":
+        assert (names_after(before)["model"].weight - large).abs().max() > 1e-5
+    if len(programs) > 1:
+        printed = capsys.readouterr().out
+        assert "Accumulation is right for this loss" in printed
+        assert "StepResult(applied=True" in printed
 
 
 def test_report_is_the_loop_check_s() -> None:

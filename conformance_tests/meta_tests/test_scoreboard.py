@@ -9,7 +9,7 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks.scoreboard.__main__ import PAGE, RESULTS, as_recorded, table, verdict
+from benchmarks.scoreboard.__main__ import PAGE, RESULTS, as_recorded, table
 from benchmarks.scoreboard.measuring import Gradients, compared
 from benchmarks.scoreboard.rows import CAUSES, ROWS
 
@@ -47,17 +47,3 @@ def test_distance_of_two_gradients() -> None:
     assert result["worst"] == "weight"
     with pytest.raises(AssertionError, match="did not move"):
         compared(lambda **_: {"weight": np.zeros(2)}, even=True)
-
-
-@pytest.mark.parametrize(
-    ("distance", "length", "words"),
-    [
-        (0.25, 0.75, "0.75 times"),
-        (0.25, 0.9, "25% off (weight 50%)"),
-        (1e-8, 1.0, "the same"),
-    ],
-)
-def test_verdict_in_words(distance: float, length: float, words: str) -> None:
-    worst = {"worst": "net.weight", "worst_distance": 0.5}
-    result = {"distance": distance, "length": length, **worst}
-    assert verdict({"unequal": result}) == words

@@ -12,7 +12,7 @@ from conformance_tests.framework_tests.preloaded import Preloaded
 from gradaccum_conformance.deep import deep_but
 
 from .example import install, program_of
-from .mutants import MUTANTS, SELECTED
+from .mutants import MUTANTS
 
 REASONS = {
     "test_workers": "no vector has several workers",
@@ -20,9 +20,9 @@ REASONS = {
 }
 UNSEEN = {
     name: reason
-    for name, (_, tests) in SELECTED.items()
+    for name, mutant in MUTANTS.items()
     for part, reason in REASONS.items()
-    if part in tests
+    if part in mutant.test
 }
 UNSEEN["take_any_size"] = "no vector has a function as its window's size"
 UNSEEN["load_without_checks"] = "all vectors have parameters of the same shapes"

@@ -14,15 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from gradaccum_conformance.harness import Setup
-from gradaccum_conformance.scenarios import random_tree
-from gradaccum_conformance.specs import LINEAR, Optimizer, make_weights
-from gradaccum_conformance.workers import Pool, Pools, Raised, WorkerError
+from gradaccum_conformance.workers import Pool, Raised, WorkerError
 from gradaccum_conformance.workers.messages import Request
 
-SETUP = Setup(
-    LINEAR, make_weights(LINEAR), Optimizer("capture"), options={"steps": None}
-)
 COMMAND = (sys.executable, str(Path(__file__).with_name("failing_worker.py")))
 SCRIPT = f"""
 from gradaccum_conformance.workers import Pool
@@ -39,18 +33,6 @@ def pool() -> Iterator[Pool]:
     pool = Pool("none", 3, command=COMMAND, limit=60)
     yield pool
     pool.close()
-
-
-def fail(pool: Pool, *methods: str) -> WorkerError:
-    """The error of an event, after which no worker lives."""
-    pids = pool.pids
-    with pytest.raises(WorkerError) as caught:
-        pool.ask([Request(method) for method in methods])
-    assert pool.closed
-    for pid in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
-    return caught.value
 
 
 @pytest.mark.parametrize(
@@ -73,10 +55,15 @@ def test_failed_worker_is_named(
     it.
     """
     pool.limit = 1.5 if "hang" in methods else pool.limit
-    error = fail(pool, *methods)
-    assert list(error.failures) == [rank]
-    assert words in str(error)
-    assert detail in str(error)
+    pids = pool.pids
+    with pytest.raises(WorkerError, match=words) as caught:
+        pool.ask([Request(method) for method in methods])
+    assert list(caught.value.failures) == [rank]
+    assert detail in str(caught.value)
+    assert pool.closed
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
 def test_event_may_fail_on_every_worker(pool: Pool) -> None:
@@ -116,26 +103,3 @@ def is_free(lock: Path) -> bool:
         except BlockingIOError:
             return False
     return True
-
-
-def test_real_workers_that_fail_are_replaced() -> None:
-    """One refuses its weight; one waits in vain for another's end of the window. The
-    next test has new workers.
-    """
-    tree = random_tree(LINEAR, 0)
-    with Pools() as pools:
-        crew = pools.crew(pools.pool("numpy", 2), SETUP)
-        with pytest.raises(
-            WorkerError, match="rank 1 raised ArgumentValueError: weight: expected"
-        ):
-            crew.gradients([tree, tree], [1.0, -1.0])
-        pool = pools.pool("numpy", 2)
-        crew = pools.crew(pool, SETUP)
-        crew.gradients([tree, tree])
-        pool.limit = 1.0
-        flush, idle = (Request("call", (0, method)) for method in ("flush", "idle"))
-        with pytest.raises(
-            WorkerError, match="rank 0 gave no answer in time"
-        ) as caught:
-            pool.ask([flush, idle])
-        assert "in gather" in str(caught.value)

@@ -1,23 +1,19 @@
-"""Faults to plant in the example backend, one at a time. The suite must catch each.
-
-`planted` is the example's harness after one was planted: that which the environment
-variable ``MUTANT`` names. The suite's workers load it too, each in its process.
+"""Faults to plant in the example backend, one at a time, as data. The suite must catch
+each.
 """
 
 from __future__ import annotations
 
-from . import counters, decisions, doors, knowledge, large_batch, scale, sums, workers
-from .planting import MUTANTS, SELECTED
+from .large_batch import LARGE_BATCH
+from .window import WINDOW
+from .workers import WORKERS
 
-__all__ = [
-    "MUTANTS",
-    "SELECTED",
-    "counters",
-    "decisions",
-    "doors",
-    "knowledge",
-    "large_batch",
-    "scale",
-    "sums",
-    "workers",
-]
+__all__ = ["MUTANTS", "PLACES"]
+
+MUTANTS = {mutant.name: mutant for mutant in (*WINDOW, *WORKERS, *LARGE_BATCH)}
+PLACES = (
+    "plain_backend",
+    "plain_large_batch",
+    "gradaccum_conformance.reference.harness",
+)
+"""The modules in whose sources the faults stand."""

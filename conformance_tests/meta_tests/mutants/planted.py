@@ -1,14 +1,20 @@
-"""The example's harness after a fault was planted in its backend."""
+"""The example's harness after the fault that the environment variable ``MUTANT`` names
+was planted. The suite's workers load it too, each in its process.
+"""
 
 from __future__ import annotations
 
+import inspect
 import os
+from importlib import import_module
 
-import plain_backend
-from plain_harness import harness
+from . import MUTANTS, PLACES
+from .planting import changed
 
-from . import MUTANTS
+MODULES = {name: import_module(name) for name in PLACES}
+SOURCES = {name: inspect.getsource(module) for name, module in MODULES.items()}
 
-__all__ = ["harness"]
+for name, text in changed(MUTANTS[os.environ["MUTANT"]], SOURCES).items():
+    exec(compile(text, name, "exec"), vars(MODULES[name]))
 
-MUTANTS[os.environ["MUTANT"]](plain_backend)
+harness = import_module("plain_harness").harness

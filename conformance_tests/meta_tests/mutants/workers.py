@@ -2,208 +2,165 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from .planting import Mutant
+from .window import ADD, ENDS
 
-import ml_dtypes
-import numpy as np
+GRADIENT = "test_workers and test_gradient_is_that_of_all_workers"
+JOIN = "            self._join()\n"
+MEASURE = "norm, finite = measure(self.sums) if measured else (math.nan, True)"
+SUM = (
+    "        self.sums = {name: sum(own[name] for own in sums) for name in self.sums}\n"
+)
 
-from .planting import SELECTED, Module, around, mutant
-
-Plant = Callable[[Module], None]
-Sums = dict[str, Any]
-
-
-def caught_by(test: str) -> Callable[[Plant], Plant]:
-    """Register a fault, and the tests of the suite that are to catch it."""
-
-    def register(plant: Plant) -> Plant:
-        SELECTED[plant.__name__] = ("-k", f"test_workers and {test}")
-        return mutant(plant)
-
-    return register
-
-
-def watch(m: Module) -> None:
-    """Keep, in each accumulation, its sums as they were before its last micro-batch and
-    after its first.
-    """
-
-    def watched(step: Any, self: Any, *given: Any) -> None:
-        self.before = self.total()
-        if self.machine.micro_step == 1:
-            self.first = self.total()
-        step(self, *given)
-
-    m.Accumulation.before = m.Accumulation.first = None
-    around(m.Accumulation, "step", watched)
-
-
-def change_join(m: Module, changed: Callable[[Any, Callable[[], None]], None]) -> None:
-    """Replace the exchange; `changed(accumulation, join)` may call the original one."""
-
-    def joined(original: Any, self: Any) -> int:
-        counted: list[int] = []
-        changed(self, lambda: counted.append(original(self)))
-        return counted[-1]
-
-    around(m.Accumulation, "_join", joined)
-
-
-def change_joined(m: Module, change: Callable[..., dict[str, Any]]) -> None:
-    """Replace fields of the state of all workers; `change(own, weight, overflow)` names
-    them.
-    """
-    m.joined = lambda own, weight, overflow: own._replace(
-        **{"weight": weight, "overflow": overflow, **change(own, weight, overflow)}
-    )
-
-
-def last_term(self: Any) -> Sums:
-    return (
-        {name: total - self.before[name] for name, total in self.sums.items()}
-        if self.before
-        else self.sums
-    )
-
-
-@caught_by("test_gradient_is_that_of_all_workers")
-def reduce_the_last_micro_batch_only(m: Module) -> None:
-    watch(m)
-
-    def changed(self: Any, join: Callable[[], None]) -> None:
-        self.sums = last_term(self)
-        join()
-
-    change_join(m, changed)
-
-
-@caught_by("test_gradient_is_that_of_all_workers")
-def reduce_the_first_micro_batch_only(m: Module) -> None:
-    watch(m)
-
-    def changed(self: Any, join: Callable[[], None]) -> None:
-        self.sums = self.first or self.sums
-        join()
-
-    change_join(m, changed)
-
-
-@caught_by("test_full_windows_need_no_flush")
-def add_the_last_micro_batch_after_the_reduction(m: Module) -> None:
-    watch(m)
-
-    def changed(self: Any, join: Callable[[], None]) -> None:
-        own = last_term(self)
-        self.sums = self.before or self.sums
-        join()
-        self.sums = {name: total + own[name] for name, total in self.sums.items()}
-
-    change_join(m, changed)
-
-
-@caught_by("test_gradient_is_that_of_all_workers and mean")
-def average_the_workers(m: Module) -> None:
-    """As DistributedDataParallel does: right only while all have the same weight."""
-
-    def changed(self: Any, join: Callable[[], None]) -> None:
-        own = self.machine.weight or 1.0
-        self.sums = {
-            name: (total / own).astype(total.dtype) for name, total in self.sums.items()
-        }
-        join()
-        self.sums = {
-            name: (total * self.machine.weight / self.workers.workers).astype(
-                total.dtype
+WORKERS = (
+    Mutant(
+        "reduce_the_last_micro_batch_only",
+        {
+            ADD: f"""\
+                if self.workers:
+                    self.sums[name][...] = 0
+{ADD}"""
+        },
+        GRADIENT,
+    ),
+    Mutant(
+        "reduce_the_first_micro_batch_only",
+        {
+            ADD: """\
+                if not self.workers or self.machine.micro_step == 0:
+                    self.sums[name] += term
+"""
+        },
+        GRADIENT,
+    ),
+    Mutant(
+        "add_the_last_micro_batch_after_the_reduction",
+        {
+            ENDS: """\
+        if ends(self.machine, steps, select):
+            self.late_terms = terms if self.workers else {}
+            for name, term in self.late_terms.items():
+                self.sums[name] -= term
+            self.flush()
+""",
+            SUM: f"""{SUM}\
+        for name, term in self.late_terms.items():
+            self.sums[name] += term
+""",
+        },
+        "test_workers and test_full_windows_need_no_flush",
+    ),
+    # As DistributedDataParallel does: right only while all have the same weight.
+    Mutant(
+        "average_the_workers",
+        {
+            SUM: """\
+        for own, each in zip(sums, machines, strict=True):
+            for total in own.values():
+                total *= weight / ((each.weight or 1.0) * len(machines))
+"""
+            + SUM
+        },
+        f"{GRADIENT} and mean",
+    ),
+    Mutant(
+        "keep_the_overflow_to_oneself",
+        {
+            "overflow = any(machine.overflow for machine in machines)": (
+                "overflow = self.machine.overflow"
             )
-            for name, total in self.sums.items()
-        }
-
-    change_join(m, changed)
-
-
-@caught_by("test_one_worker_drops_a_micro_batch")
-def keep_the_overflow_to_oneself(m: Module) -> None:
-    change_joined(m, lambda own, weight, overflow: {"overflow": own.overflow})
-
-
-@caught_by("test_limits_are_of_the_reduced_norm")
-def measure_the_norm_of_one_worker(m: Module) -> None:
-    measure = m.measure
-
-    def changed(self: Any, join: Callable[[], None]) -> None:
-        own = measure(self.sums)
-        join()
-        m.measure = lambda sums: own
-
-    change_join(m, changed)
-
-
-@caught_by("test_overflow_on_one_worker")
-def judge_overflow_before_the_reduction(m: Module) -> None:
-    measure = m.measure
-
-    def changed(self: Any, join: Callable[[], None]) -> None:
-        finite = measure(self.sums)[1]
-        join()
-        m.measure = lambda sums: (measure(sums)[0], finite)
-
-    change_join(m, changed)
-
-
-@caught_by("test_window_leaves_nothing_to_the_next")
-def reduce_into_the_last_window(m: Module) -> None:
-    """A buffer for the reduction that nobody clears."""
-
-    def changed(self: Any, join: Callable[[], None]) -> None:
-        join()
-        buffer = getattr(self, "buffer", {})
-        self.buffer = {
-            name: total + buffer.get(name, 0) for name, total in self.sums.items()
-        }
-        self.sums = {name: total.copy() for name, total in self.buffer.items()}
-
-    change_join(m, changed)
-
-
-@caught_by("test_gradient_is_that_of_all_workers and mean")
-def divide_by_the_weight_of_one_worker(m: Module) -> None:
-    change_joined(m, lambda own, weight, overflow: {"weight": own.weight})
-
-
-@caught_by("test_gradient_is_that_of_all_workers and mean")
-def update_the_first_worker_only(m: Module) -> None:
-    def changed(self: Any, join: Callable[[], None]) -> None:
-        join()
-        if self.workers.rank > 0:
-            self.optimizer.step = lambda gradient: None
-
-    change_join(m, changed)
-
-
-@caught_by("test_worker_without_micro_batches")
-def leave_out_the_window_of_others(m: Module) -> None:
-    """A worker that has nothing in the window takes part in the exchange, and then
-    forgets it.
-    """
-
-    def changed(self: Any, join: Callable[[], None]) -> None:
-        had = self.machine.micro_step
-        join()
-        if had == 0:
-            self.machine = self.machine._replace(micro_step=0)
-
-    change_join(m, changed)
-
-
-@caught_by("test_half_precision_gradients")
-def reduce_in_half_precision(m: Module) -> None:
-    def changed(self: Any, join: Callable[[], None]) -> None:
-        if self.optimizer.parameters["0.weight"].dtype == ml_dtypes.bfloat16:
-            self.sums = {
-                name: total.astype(ml_dtypes.bfloat16).astype(np.float32)
-                for name, total in self.sums.items()
-            }
-        join()
-
-    change_join(m, changed)
+        },
+        "test_workers and test_one_worker_drops_a_micro_batch",
+    ),
+    Mutant(
+        "measure_the_norm_of_one_worker",
+        {
+            JOIN: f"            norm_here = measure(self.sums)\n{JOIN}",
+            MEASURE: f"""{MEASURE}
+        if self.workers:
+            norm, finite = norm_here""",
+        },
+        "test_workers and test_limits_are_of_the_reduced_norm",
+    ),
+    Mutant(
+        "judge_overflow_before_the_reduction",
+        {
+            JOIN: f"            finite_here = measure(self.sums)[1]\n{JOIN}",
+            MEASURE: f"""{MEASURE}
+        if self.workers:
+            finite = finite_here""",
+        },
+        "test_workers and test_overflow_on_one_worker",
+    ),
+    # A buffer for the reduction that nobody clears.
+    Mutant(
+        "reduce_into_the_last_window",
+        {
+            SUM: f"""{SUM}\
+        buffer = getattr(self, "buffer", {{}})
+        for name, total in self.sums.items():
+            total += buffer.get(name, 0)
+        self.buffer = self.total()
+"""
+        },
+        "test_workers and test_window_leaves_nothing_to_the_next",
+    ),
+    Mutant(
+        "divide_by_the_weight_of_one_worker",
+        {
+            "weight = sum(machine.weight for machine in machines)": (
+                "weight = self.machine.weight"
+            )
+        },
+        f"{GRADIENT} and mean",
+    ),
+    Mutant(
+        "update_the_first_worker_only",
+        {
+            "            self.optimizer.step(gradient)\n": """\
+            if not self.workers or self.workers.rank == 0:
+                self.optimizer.step(gradient)
+"""
+        },
+        f"{GRADIENT} and mean",
+    ),
+    # A worker that has nothing in the window forgets the others' window.
+    Mutant(
+        "leave_out_the_window_of_others",
+        {
+            "longest = max(machine.micro_step for machine in machines)": (
+                "longest = self.machine.micro_step"
+            )
+        },
+        "test_workers and test_worker_without_micro_batches",
+    ),
+    Mutant(
+        "forget_the_event_at_an_empty_flush",
+        {
+            JOIN: f"            was_empty = self.machine.micro_step == 0\n{JOIN}",
+            "        return self._note(applied, not applied, overflow)\n": """\
+        if self.workers and was_empty:
+            return self._note()
+        return self._note(applied, not applied, overflow)
+""",
+        },
+        "test_workers",
+    ),
+    Mutant(
+        "reduce_in_half_precision",
+        {
+            SUM: """\
+        for own in sums:
+            for name, p in self.optimizer.parameters.items():
+                own[name] = own[name].astype(p.dtype).astype(own[name].dtype)
+"""
+            + SUM
+        },
+        "test_workers and test_half_precision_gradients",
+    ),
+    Mutant(
+        "report_the_loss_of_one_worker",
+        {"        self.loss = sum(losses)\n": ""},
+        "test_workers_knowledge",
+    ),
+)
