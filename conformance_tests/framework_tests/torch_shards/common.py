@@ -6,14 +6,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -170,28 +166,3 @@ def require_equal_results(opt: Any, other: Any) -> None:
         assert math.isclose(*pair, rel_tol=1e-12), (mine, wanted)
     rest = {"grad_norm": 0, "loss": 0}
     assert mine._replace(**rest) == wanted._replace(**rest)
-
-
-COLLECTIVES = {
-    name: name if hasattr(dist, name) else older
-    for name, older in (
-        ("all_reduce", ""),
-        ("reduce_scatter_single", "reduce_scatter_tensor"),
-        ("all_gather_single", "all_gather_into_tensor"),
-    )
-}
-
-
-@contextmanager
-def counted() -> Iterator[Counter[str]]:
-    """How often each collective is called inside."""
-    with ExitStack() as stack:
-        calls = {
-            name: stack.enter_context(
-                mock.patch.object(dist, real, wraps=getattr(dist, real))
-            )
-            for name, real in COLLECTIVES.items()
-        }
-        counts = Counter()
-        yield counts
-        counts.update({name: call.call_count for name, call in calls.items()})

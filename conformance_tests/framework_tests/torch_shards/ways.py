@@ -40,15 +40,12 @@ def every_way_is_the_large_batch(rank: int) -> None:
     """Items and branches differ between micro-batches, and one branch is never
     taken.
     """
-    every = [
-        {},
-        {"clip_norm": 0.05},
+    for options in (
+        {"clip_norm": 0.05, "loss_scale": 1024.0},
         {"skip_norm": 1e-3},
-        {"loss_scale": 1024.0},
         {"reduction": "sum"},
         {"reduction": "sum_per_item"},
-    ]
-    for options in every:
+    ):
         summed = options.get("reduction") == "sum_per_item"
         reference, other = alone(windows_of(), summed=summed, **options)
         for _, model, opt in each_way(**options):

@@ -9,9 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Shard
-from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -48,26 +45,6 @@ class Branches(nn.Module):
 
     def both(self, x: Tensor, head: nn.Module) -> Tensor:
         return head(torch.tanh(self.first(x)))
-
-
-class Attention(nn.Module):
-    """Over a sequence of which each worker has a part, if there is a mesh."""
-
-    def __init__(self, size: int, mesh: DeviceMesh | None = None) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.inputs, self.mesh = nn.Linear(size, 3 * size).double(), mesh
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.inputs(x).chunk(3, -1)
-        return scaled_dot_product_attention(query, self.of_all(key), self.of_all(value))
-
-    def of_all(self, part: Tensor) -> Tensor:
-        if self.mesh is None:
-            return part
-        return DTensor.from_local(part, self.mesh, [Shard(1)]).full_tensor(
-            grad_placements=[Partial()]
-        )
 
 
 Batch = tuple[Tensor, Tensor, bool]
