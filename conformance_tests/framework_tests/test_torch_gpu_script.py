@@ -8,26 +8,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from benchmarks.gpu import stages
 from benchmarks.gpu.page import PAGE, RESULTS, page_of
 from benchmarks.gpu.records import (
     BEGUN,
     ERROR,
-    FAIL,
     FIGURE,
     NEEDS_GPU,
-    NOT_INSTALLED,
     PASS,
-    Check,
-    Measured,
     Record,
-    Run,
     Setting,
     append,
     read,
-    run_check,
 )
 from benchmarks.gpu.stages import STAGES, TOTAL_SECONDS, Stage, run_all
 from benchmarks.gpu.table import counted
@@ -61,27 +53,6 @@ def test_checks_pass_on_a_cpu(tmp_path: Path) -> None:
     assert counted(found) in done.stdout
 
 
-def raise_an_error(setting: Setting) -> Measured:
-    raise ValueError("no\nluck")
-
-
-@pytest.mark.parametrize(
-    ("check", "status", "measured"),
-    [
-        (Check("a", lambda _: Measured(False, "3", "2")), FAIL, "3"),
-        (Check("a", raise_an_error), ERROR, "ValueError: no luck"),
-        (
-            Check("a", raise_an_error, packages=("os", "no_such.module")),
-            NOT_INSTALLED,
-            "no_such.module",
-        ),
-    ],
-)
-def test_outcome_of_a_check(check: Check, status: str, measured: str) -> None:
-    record = run_check("exact", check, SMALL)
-    assert (record.status, record.measured) == (status, measured)
-
-
 def test_process_that_is_ended_leaves_what_it_had(tmp_path: Path) -> None:
     """The stage has not imported torch after a tenth of a second."""
     results = tmp_path / "results.jsonl"
@@ -97,11 +68,3 @@ def test_process_that_is_ended_leaves_what_it_had(tmp_path: Path) -> None:
 def test_page_is_the_generator_s() -> None:
     kept = read(RESULTS) if RESULTS.exists() else None
     assert PAGE.read_text(encoding="utf-8") == page_of(kept)
-
-
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_page_of_a_run(device: str) -> None:
-    record = Record("exact", "a | b", FAIL, "1e-3", "1e-12", "0.5", "0.25")
-    text = page_of(Run({"device": device, "gpu": "a card"}, (record,)))
-    assert "| a / b | FAIL | 1e-3 | 1e-12 | 0.5 | 0.25 |" in text
-    assert ("says\nnothing about a GPU" in text) == (device == "cpu")

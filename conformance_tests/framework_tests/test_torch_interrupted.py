@@ -159,30 +159,21 @@ def test_half_made_backward_can_be_repeated(
     run = Run(place)
     opt = run.opt
     run.train(micro_batch)
-
-    def backward() -> None:
-        if by == "opt.backward":
-            opt.backward(run.loss(micro_batch))
-        else:
-            run.loss(micro_batch).backward()
-
     handle = run.model[0].weight.register_hook(failing)
+    backward = opt.backward if by == "opt.backward" else Tensor.backward
     with pytest.raises(Failure):
-        backward()
+        backward(run.loss(micro_batch))
     handle.remove()
-    beside = place in ("kept apart", "separate")
-    apart = micro_batch == 0 or beside
-    if by == "loss.backward" or not apart:
-        calls = [] if place == "separate" else [opt.step, opt.flush]
-        for call in calls if beside else (*calls, opt.state_dict):
-            with pytest.raises(UsageError, match=r"opt\.discard\(\)"):
-                call()
-        if apart:
+    is_apart = micro_batch == 0 or place in ("kept apart", "separate")
+    if by == "loss.backward" or not is_apart:
+        if place != "separate":
+            for call in (opt.step, opt.flush):
+                with pytest.raises(UsageError, match=r"opt\.discard\(\)"):
+                    call()
+        if is_apart:
             opt.zero_grad()
         else:
             opt.discard()
             run.train(micro_batch)
-    backward()
-    opt.step()
-    run.train(first=micro_batch + 1)
+    run.train(first=micro_batch)
     run.require_uninterrupted()
