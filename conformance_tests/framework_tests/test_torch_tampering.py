@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 import gradaccum
 from conformance_tests.framework_tests.torch_model import (
-    CAUSES,
     MAKERS,
     PLACES,
     assign,
     by_place,
+    clear,
     clip,
     same,
     values,
@@ -31,6 +31,7 @@ X = torch.arange(6, dtype=torch.float32).reshape(2, 3)
 LIMIT = 1.0
 WATCHED = [place for place in PLACES if place != "separate"]
 Change = Callable[[Any], object]
+CHANGED = r"clip_norm=.*opt\.result\.grad_norm.*opt\.zero_grad\(\).*opt\.discard\(\)"
 
 
 class Branches(nn.Module):
@@ -103,27 +104,25 @@ def test_change_before_step_is_caught(
     train(model, opt, 3 * windows + micro_batches)
     model("right").backward()
     change(model)
-    with pytest.raises(UsageError, match=CAUSES.get(change, r"opt\.result\.grad_norm")):
+    with pytest.raises(UsageError, match=CHANGED):
         opt.step()
     opt.discard()
     train(model, opt, 3)
     assert opt.result.applied
 
 
-@pytest.mark.parametrize("change", CAUSES)
+@pytest.mark.parametrize("change", [clip, clear, zero, assign])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_change_after_step_is_caught(change: Change, side: str) -> None:
-    """After zeros that autograd has added to, nobody can tell a clear from a clip."""
     model, opt = make(steps=3)
     model(side).backward()
     opt.step()
     change(model)
     for call in (opt.state_dict, opt.flush):
-        with pytest.raises(UsageError, match=CAUSES[change] + r".*opt\.discard\(\)"):
+        with pytest.raises(UsageError, match=CHANGED):
             call()
     model(side).backward()
-    likeliest = CAUSES[clip if change is zero else change]
-    with pytest.raises(UsageError, match=likeliest + r".*opt\.discard\(\)"):
+    with pytest.raises(UsageError, match=CHANGED):
         opt.step()
 
 

@@ -136,7 +136,7 @@ def other_windows_on_one_worker(rank: int) -> None:
         opt.discard()
         train(model, opt, rank, 3)
         opt.flush()
-        require_equal(model, alone(windows_of((3,)))[0])
+        require_equal(model, alone(windows_of(3))[0])
 
 
 @check

@@ -40,7 +40,7 @@ def windows_without_the_module(rank: int) -> None:
         model = sharded(FLAT)
         opt = gradaccum.wrap(sgd(model), steps=3, **options)
         train(model, opt, rank)
-        reference, other = alone(windows_of(), **options)
+        reference, other = alone(windows_of(3, 3), **options)
         require_equal(model, reference)
         require_equal_results(opt, other)
 

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import (
     DTensor,
     Partial,
+    Replicate,
     Shard,
 )
 from torch.distributed.tensor.parallel import (
@@ -64,7 +65,11 @@ def zero_redundancy_optimizer_is_an_inner_optimizer(rank: int) -> None:
     model = build()
     parallel = ddp(model)
     zero = ZeroRedundancyOptimizer(
-        model.parameters(), optimizer_class=torch.optim.SGD, lr=0.1, momentum=0.9
+        model.parameters(),
+        optimizer_class=torch.optim.SGD,
+        lr=0.1,
+        momentum=0.9,
+        weight_decay=0.1,
     )
     opt = gradaccum.wrap(zero, steps=4, module=parallel, clip_norm=0.05)
     learn_all(parallel, opt, micro_batches(rank))
@@ -148,7 +153,7 @@ def buffers_are_sent_at_a_window_s_end(rank: int) -> None:
         parallel = DistributedDataParallel(model, **option)
         opt = gradaccum.wrap(sgd(model), steps=2, module=parallel)
         items = [*micro_batches(0), *micro_batches(1)][: 2 + 4 * rank]
-        for x, _, _ in items:
+        for x, _ in items:
             opt.backward((parallel(x + rank) - 1).square().mean(), len(x))
             opt.step()
         opt.flush()
@@ -168,7 +173,7 @@ def averages_of_each_micro_batch_need_one_weight(rank: int) -> None:
     """
     for group, equal in (("alone", True), (dist.group.WORLD, False)):
         batches = [
-            [(x + worker, y, False) for x, y, _ in micro_batches(worker * (not equal))]
+            [(x + worker, False) for x, _ in micro_batches(worker * (not equal))]
             for worker in range(WORLD)
         ]
         model = build()
@@ -201,7 +206,8 @@ def block() -> nn.Module:
     torch.manual_seed(0)
     norm = nn.LayerNorm(8)
     nn.init.normal_(norm.weight)
-    return nn.Sequential(norm, nn.Linear(8, 11), nn.Tanh(), nn.Linear(11, 8)).double()
+    layers = nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8), nn.Linear(8, 11)
+    return nn.Sequential(norm, *layers).double()
 
 
 @check
@@ -213,6 +219,7 @@ def tensor_and_sequence_parallel_are_exact(rank: int) -> None:
         "0": SequenceParallel(),
         "1": ColwiseParallel(input_layouts=Shard(1)),
         "3": RowwiseParallel(output_layouts=Shard(1)),
+        "4": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
     }
     for options in ({"clip_norm": 0.05}, {"on_overflow": "drop_micro_batch"}):
         model, whole = block(), block()
@@ -223,9 +230,9 @@ def tensor_and_sequence_parallel_are_exact(rank: int) -> None:
         )
         for index in range(6):
             x = torch.arange(64.0 * (1 + index % 3)).double().reshape(-1, 8, 8).sin()
-            own = model(x.chunk(WORLD, 1)[rank])
-            opt.backward(own.square().sum() / len(x), weight=len(x))
-            other.backward(whole(x).square().sum() / len(x), weight=len(x))
+            outputs = model(x.chunk(WORLD, 1)[rank])
+            opt.backward(outputs.square().mean(), weight=len(x))
+            other.backward(whole(x).square().mean(), weight=len(x))
             advance(opt, other)
         require_equal(model, whole, off=1e-12)
 

@@ -25,6 +25,7 @@ from .common import (
     build,
     learn,
     learn_all,
+    loss_of,
     make_shared,
     micro_batches,
     numbers,
@@ -62,8 +63,7 @@ def noted() -> Iterator[list[str]]:
 
 def usual_batches(rank: int, dtype: torch.dtype = torch.float64) -> list[Any]:
     """Eight micro-batches on each worker, none of which takes the rare branch."""
-    usual = [(x, y, False) for x, y, _ in micro_batches(0, dtype)]
-    return [(x + 0.1 * rank, y, rare) for x, y, rare in [*usual, *usual[:2]]]
+    return [(x + 0.1 * rank, False) for x, _ in micro_batches(0, dtype, count=8)]
 
 
 def windows_of(steps: int, dtype: torch.dtype = torch.float64) -> list[list[Any]]:
@@ -123,11 +123,11 @@ def recomputed_layers_are_reduced_in_step(rank: int) -> None:
             sgd(reference), steps=None, process_group="alone", reduction="sum"
         )
         for window in windows_of(2):
-            for x, _, _ in window:
+            for x, _ in window:
                 other.backward(2 * reference(x).sum())
                 other.step()
             other.flush()
-        for x, _, _ in usual_batches(rank):
+        for x, _ in usual_batches(rank):
             x = x.requires_grad_()
             halves = [
                 checkpoint(parallel.module, x, use_reentrant=True) for _ in range(2)
@@ -142,9 +142,8 @@ def second_pass_after_the_reduction_is_refused(rank: int) -> None:
     """By either kind of call; the micro-batches before had one pass."""
     for is_plain in (False, True):
         with last_micro_batch(rank) as (model, parallel, opt, batches):
-            x, y, rare = batches[3]
-            opt.backward((parallel(x, rare) - y).square().mean(), len(x))
-            loss = (parallel(x, rare) - y).square().mean()
+            opt.backward(loss_of(parallel, batches[3]))
+            loss = loss_of(parallel, batches[3])
             with refused(gradaccum.UsageError, "Add the losses up", "opt.discard()"):
                 if is_plain:
                     loss.backward()
@@ -161,8 +160,7 @@ def second_pass_after_the_reduction_is_refused(rank: int) -> None:
 def changed_gradients_are_noticed(rank: int) -> None:
     """Between the last backward pass and step()."""
     with last_micro_batch(rank) as (model, parallel, opt, batches):
-        x, y, rare = batches[3]
-        opt.backward((parallel(x, rare) - y).square().mean(), len(x))
+        opt.backward(loss_of(parallel, batches[3]))
         assert model.first.weight.grad is not None
         for call in (opt.zero_grad, opt.state_dict, opt.flush):
             with refused(gradaccum.UsageError, "between backward() and step()"):
@@ -179,17 +177,16 @@ def discarding_worker_is_reported(rank: int) -> None:
     """Also one whose backward pass raises; all go on after opt.discard()."""
     for raises in (False, True):
         with last_micro_batch(rank) as (model, parallel, opt, batches):
-            x, y, rare = batches[3]
-            loss = (parallel(x, rare) - y).square().mean()
+            loss = loss_of(parallel, batches[3])
             if rank == 1 and raises:
                 handle = model.first.bias.register_hook(lambda gradient: 1 / 0)
                 with refused(ZeroDivisionError):
-                    opt.backward(loss, len(x))
+                    opt.backward(loss)
                 handle.remove()
                 with refused(gradaccum.UsageError, "discard()"):
                     opt.step()
             else:
-                opt.backward(loss, len(x))
+                opt.backward(loss)
             if rank == 0:
                 with refused(gradaccum.UsageError, "called discard()"):
                     opt.step()
@@ -212,12 +209,12 @@ def frozen_parameters_are_reduced_alike(rank: int) -> None:
                 each.first.weight.requires_grad_(index not in (2, 3))
                 each.first.bias.requires_grad_(index != 4)
             for worker, batches in enumerate(everyone):
-                x, y, _ = batches[index]
-                weight = 0 if index in (2, 4) and worker == 1 else len(x)
-                other.backward((reference(x) - y).square().mean(), weight)
+                batch = batches[index]
+                weight = 0 if index in (2, 4) and worker == 1 else len(batch[0])
+                other.backward(loss_of(reference, batch), weight)
                 other.step()
                 if worker == rank:
-                    opt.backward((parallel(x) - y).square().mean(), weight)
+                    opt.backward(loss_of(parallel, batch), weight)
             opt.step()
             other.flush()
         assert "under the pass" in calls
@@ -227,9 +224,8 @@ def frozen_parameters_are_reduced_alike(rank: int) -> None:
 @check
 def overflow_on_one_worker_skips_on_all(rank: int) -> None:
     with last_micro_batch(rank) as (model, parallel, opt, batches):
-        x, y, rare = batches[3]
         scale = float("inf") if rank else 1.0
-        opt.backward((parallel(x, rare) - y).square().mean() * scale, len(x))
+        opt.backward(loss_of(parallel, batches[3]) * scale)
         with warnings.catch_warnings(record=True) as given:
             warnings.simplefilter("always")
             opt.step()

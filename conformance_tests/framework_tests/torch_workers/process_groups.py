@@ -54,7 +54,7 @@ def reducing_optimizer_has_the_window_of_all(rank: int) -> None:
         reference, other = alone(all_windows(), **options)
         for kind in (Averaging, torch.optim.SGD):
             model = build()
-            inner = kind(model.parameters(), lr=0.1, momentum=0.9)
+            inner = kind(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
             opt = gradaccum.wrap(
                 inner, steps=4, process_group=dist.group.WORLD, **options
             )

@@ -187,7 +187,9 @@ def large_batch_of_all_workers(rank: int) -> None:
         coupled_backward(parallel, Tensor.std, x, **way, optimizer=opt)
         if holders:
             batches = map(batch_of, holders)
-            update(inner, loss_of(reference, *map(torch.cat, zip(*batches))))
+            update(
+                inner, loss_of(reference, *map(torch.cat, zip(*batches, strict=True)))
+            )
             losses = [reference(batch_of(each)[0]).std() for each in holders]
             update(inner, sum(losses) / len(holders))
     assert opt.result.optimizer_step == 6
