@@ -68,23 +68,19 @@ CUDA_GRAPH = (
 )
 
 
-def changed_gradients_error(is_cleared: bool) -> UsageError:
-    found = "gradients that were written or assigned, most likely by clip_grad_norm_"
-    fix = (
-        "Write gradaccum.wrap(optimizer, ..., clip_norm=...) to clip, and read"
-        " opt.result.grad_norm. If DistributedDataParallel averaged them, add"
-        " module=parallel; a pipeline's schedule needs scale_grads=False."
-    )
-    if is_cleared:
-        found = "gradients that were cleared, most likely by model.zero_grad()"
-        fix = "Call opt.zero_grad() in its place, which keeps the window's sum."
+def changed_gradients_error() -> UsageError:
     return explain(
         UsageError,
         ".grad",
         expected="the gradients as backward() accumulated them since the window began",
-        found=found,
-        fix=f"{fix}{CUDA_GRAPH} A loop that needs .grad for itself is right with"
-        " separate_sums=True. The window cannot be mended: call opt.discard().",
+        found="gradients that were written, assigned or cleared, most likely by"
+        " clip_grad_norm_ or model.zero_grad()",
+        fix="To clip, write gradaccum.wrap(optimizer, ..., clip_norm=...), and read"
+        " opt.result.grad_norm. To clear, call opt.zero_grad(), which keeps the window's"
+        " sum. If DistributedDataParallel averaged them, add module=parallel; a"
+        f" pipeline's schedule needs scale_grads=False.{CUDA_GRAPH} A loop that needs"
+        " .grad for itself is right with separate_sums=True. The window cannot be"
+        " mended: call opt.discard().",
     )
 
 

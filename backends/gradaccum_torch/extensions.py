@@ -58,7 +58,6 @@ class MicroBatch:
         self.weight: float | None = None
         self.is_weighed = False
         """The user has named the weight."""
-        self.is_weighed_twice = False
         self.has_loss = False
         """A loss of it went through ``backward`` or ``scale``."""
         self.is_scaled_by_hand = False
@@ -69,9 +68,12 @@ class MicroBatch:
         """Its backward passes."""
         self.window_size: Size = None
 
-    def set_weight(self, weight: float) -> None:
+    def require_same_weight(self, weight: float) -> None:
         if self.weight not in (None, weight):
             raise other_weight_error(weight, self.weight)
+
+    def set_weight(self, weight: float) -> None:
+        self.require_same_weight(weight)
         self.weight = weight
 
 

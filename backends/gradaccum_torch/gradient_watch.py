@@ -75,7 +75,6 @@ class WatchedGradient:
                 watch.new_gradients[id(parameter)] = self
             if noted_gradient is not None and not self._was_added(noted_gradient):
                 watch.was_changed = True
-                watch.was_cleared = self._is_new(noted_gradient)
                 if not watch.is_running:
                     # Where the user has replaced .grad since, as netD.zero_grad() of a
                     # GAN does, what was multiplied is gone.
@@ -96,12 +95,6 @@ class WatchedGradient:
         if gradient is noted_gradient:
             return type(gradient) is not Tensor or gradient.is_sparse
         return gradient is None or gradient.requires_grad or noted_gradient.is_sparse
-
-    def _is_new(self, noted_gradient: Tensor) -> bool:
-        gradient = self.parameter.grad
-        if gradient is None or gradient is noted_gradient:
-            return False
-        return gradient._version == 0
 
     def is_changed(self) -> bool:
         gradient = self.parameter.grad
@@ -127,8 +120,6 @@ class GradientWatch:
         """
         self.was_changed = False
         """Autograd has added to a gradient that something else had changed."""
-        self.was_cleared = False
-        """That gradient was set to None."""
         self.has_plain_pass = False
         """A gradient of a plain ``loss.backward()`` has arrived since the last
         ``step``.
@@ -236,26 +227,6 @@ class GradientWatch:
             if watched_gradient.is_changed():
                 return False
         return True
-
-    def is_cleared(self) -> bool:
-        """True if the changed gradients were cleared, or are all zeros now; may wait for
-        the device.
-        """
-        if self.was_changed:
-            return self.was_cleared
-        changed_gradients = [
-            each for each in self._watched_gradients.values() if each.is_changed()
-        ]
-        gradients = [each.parameter.grad for each in changed_gradients]
-        return bool(changed_gradients) and all(
-            gradient is None or is_zero(gradient) for gradient in gradients
-        )
-
-    def holds_gradients(self) -> bool:
-        return any(
-            watched_gradient.gradient is not None
-            for watched_gradient in self._watched_gradients.values()
-        )
 
     def holds_other_gradients(
         self, parameters: Iterable[Tensor], *, is_separate: bool

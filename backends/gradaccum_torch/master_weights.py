@@ -10,24 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from gradaccum import ArgumentValueError
-from gradaccum.kit import explain
 from gradaccum_torch.arithmetic import HALF
 from gradaccum_torch.torch_private.names import parameters_of
 
 Group = dict[str, Any]
 """A parameter group, as torch has it."""
-MASTERS: WeakKeyDictionary[torch.optim.Optimizer, dict[Tensor, Tensor]] = (
-    WeakKeyDictionary()
-)
-"""The masters by the model's parameter, of each inner optimizer that has some: it may
-be wrapped again.
-"""
 
 
 class MasterWeights:
@@ -41,23 +32,13 @@ class MasterWeights:
         is_wanted: bool,
         masters: Mapping[int, Tensor] | None = None,
     ) -> None:
-        if MASTERS.get(inner) and not is_wanted:
-            raise explain(
-                ArgumentValueError,
-                "master_weights",
-                expected="True for an optimizer that has masters already",
-                got=False,
-                fix="Write master_weights=True, or wrap a new optimizer over the"
-                " model's parameters.",
-            )
         self.inner = inner
         self.is_wanted = is_wanted
-        self.masters = MASTERS.setdefault(inner, {}) if is_wanted else {}
+        self.masters: dict[Tensor, Tensor] = {}
         """The masters by their half-precision parameter."""
-        if masters:
-            parameters = self.parameters()
-            for index, master in masters.items():
-                self.masters[parameters[index]] = master
+        parameters = self.parameters()
+        for index, master in (masters or {}).items():
+            self.masters[parameters[index]] = master
         self.groups_changed()
 
     def parameters(self) -> list[Tensor]:

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from gradaccum.kit import half_made_error
 from gradaccum_torch import checks
-from gradaccum_torch.arithmetic import divide, gradient_dtype, multiply, narrowed
-from gradaccum_torch.gradient_sum import Gradients, GradientSum
+from gradaccum_torch.arithmetic import divide, gradient_dtype, narrowed
+from gradaccum_torch.gradient_sum import Gradients
 from gradaccum_torch.master_weights import MasterWeights, through
-from gradaccum_torch.torch_private.names import Versions
 
 Hooks = OrderedDict[int, Callable[..., Any]]
 """An optimizer's hooks by number."""
@@ -40,10 +39,6 @@ class Update:
         """The inner optimizer has made the update, even if something raises after
         it.
         """
-        self.sum_dtypes: dict[Tensor, torch.dtype] = {}
-        """The dtype of each sum that was cast for the inner optimizer."""
-        self.divided_sums: list[Tensor] = []
-        """The sums that were divided in place."""
         self.updated_parameters: list[Tensor] = []
         """The parameters that had a gradient in the last update."""
         guard(self, masters.inner)
@@ -52,41 +47,25 @@ class Update:
         if self.is_broken:
             raise half_made_error()
 
-    def make(self, gradient_sum: GradientSum, sums: Gradients, divisor: float) -> None:
-        """Run the inner optimizer once on the sum divided by `divisor`.
-
-        If something raises before the inner optimizer's ``step``, the sum is as it was,
-        but for a rounding of the division.
-        """
+    def make(self, sums: Gradients, divisor: float) -> None:
+        """Run the inner optimizer once on the sum divided by `divisor`."""
         wrapper: Any = self.wrapper()
         inner: Any = self.masters.inner
         args: tuple[Any, ...] = (wrapper,)
         kwargs: dict[str, Any] = {}
-        before_hooks = hooks_of(wrapper, "step_pre")
-        after_hooks = hooks_of(wrapper, "step_post")
         self.updated_parameters = list(sums)
         self.masters.copy_model_into_masters()
         with self.masters.in_place():
-            versions = Versions()
-            try:
-                self._hand_over(sums, divisor)
-                if before_hooks:
-                    versions = Versions(sums.values())
-                for hook in before_hooks:
-                    new_arguments = hook(wrapper, args, kwargs)
-                    if new_arguments is not None:
-                        args, kwargs = new_arguments
-            except BaseException:
-                # What a hook has written into the gradient cannot be undone.
-                if not versions.moved():
-                    self._take_back(gradient_sum, sums, divisor)
-                raise
+            self._hand_over(sums, divisor)
+            for hook in hooks_of(wrapper, "step_pre"):
+                new_arguments = hook(wrapper, args, kwargs)
+                if new_arguments is not None:
+                    args, kwargs = new_arguments
             with self.running():
                 inner.step(*args[1:], **kwargs)
         through(self.masters.round)
         self.is_made = True
-        self.divided_sums = []
-        for hook in after_hooks:
+        for hook in hooks_of(wrapper, "step_post"):
             hook(wrapper, args, kwargs)
 
     @contextmanager
@@ -101,8 +80,6 @@ class Update:
     def _hand_over(self, sums: Gradients, divisor: float) -> None:
         """Put the divided sum into the ``.grad`` that the inner optimizer reads."""
         same_dtype: list[Tensor] = []
-        self.sum_dtypes = {}
-        self.divided_sums = []
         for parameter, total in list(sums.items()):
             target = self.masters.worked_on(parameter)
             dtype = gradient_dtype(target)
@@ -116,23 +93,9 @@ class Update:
             else:
                 # One by one, each frees the sum that it came from.
                 sums[parameter] = narrowed(total, divisor, dtype)
-                self.sum_dtypes[parameter] = total.dtype
         divide(same_dtype, divisor)
-        self.divided_sums = same_dtype
         for parameter, total in sums.items():
             self.masters.worked_on(parameter).grad = total
-
-    def _take_back(
-        self, gradient_sum: GradientSum, sums: Gradients, divisor: float
-    ) -> None:
-        for parameter in sums:
-            self.masters.worked_on(parameter).grad = None
-        for parameter, dtype in self.sum_dtypes.items():
-            sums[parameter] = sums[parameter].to(dtype)
-            self.divided_sums.append(sums[parameter])
-        multiply(self.divided_sums, divisor)
-        gradient_sum.replace(sums)
-        self.is_broken = False
 
 
 def hooks_of(wrapper: torch.optim.Optimizer, kind: str) -> list[Callable[..., Any]]:

@@ -45,7 +45,6 @@ from gradaccum_torch.grad_scaler import ScalerLink
 from gradaccum_torch.gradient_sum import (
     Gradients,
     GradientSum,
-    SumOnArrival,
     make_gradient_sum,
 )
 from gradaccum_torch.gradient_watch import FACTORS, PASSES, GradientWatch
@@ -186,10 +185,11 @@ class Window:
         self.largest_number = kit.largest_number(float64_weight=self.has_float64)
         self.changed_rate_warning.allow_change()
         self.watch.follow(parameters)
-        make = self.workers.make_gradient_sum or make_gradient_sum
-        gradient_sum = make(self.masters.parameters, self.watch, self.options)
-        if type(gradient_sum) is not type(self.gradient_sum):
-            self._move_sum(self.gradient_sum, gradient_sum)
+        if type(self.gradient_sum) is GradientSum:
+            make = self.workers.make_gradient_sum or make_gradient_sum
+            gradient_sum = make(self.masters.parameters, self.watch, self.options)
+            if self.state.micro_step and gradient_sum.is_beside_grad:
+                self._move_sum(gradient_sum)
             self.gradient_sum = gradient_sum
         self.expect_window()
 
@@ -197,25 +197,15 @@ class Window:
         if self.gradient_sum.expects_windows:
             self.gradient_sum.expect_window(self.current_size())
 
-    def _move_sum(self, old_sum: GradientSum, new_sum: GradientSum) -> None:
-        """Move the sum, and what has arrived of a micro-batch, to a new place."""
-        factors = set(self.watch.factors)
-        passes = self.watch.passes
-        if isinstance(old_sum, SumOnArrival):
-            old_sum.add_micro_batch(self.update)
-            self.update.is_broken = False
-        elif not self.state.micro_step:
-            return
-        sums = old_sum.gradients()
+    def _move_sum(self, new_sum: GradientSum) -> None:
+        sums = self.gradient_sum.gradients()
         for parameter, dtype in zip(
             self.masters.parameters(), self.sum_dtypes, strict=True
         ):
             if parameter in sums:
                 sums[parameter] = sums[parameter].to(dtype)
-        old_sum.clear()
+        self.gradient_sum.clear()
         new_sum.replace(sums)
-        self.watch.factors.update(factors)
-        self.watch.passes = passes
 
     # A micro-batch.
 
@@ -234,12 +224,10 @@ class Window:
 
     def weigh(self, weight: float) -> None:
         micro_batch = self.micro_batch
-        has_begun = micro_batch.has_loss or self.has_new_gradient
-        was_weighed = micro_batch.is_weighed
         micro_batch.set_weight(weight)
+        if micro_batch.is_weighed and (micro_batch.has_loss or self.has_new_gradient):
+            self.warn(WEIGHED_TWICE)
         micro_batch.is_weighed = True
-        if was_weighed and has_begun:
-            micro_batch.is_weighed_twice = True
 
     def backward(
         self, loss: Tensor, weight: float | None, arguments: Mapping[str, Any]
@@ -252,46 +240,29 @@ class Window:
         if self.workers.is_reducing:
             raise checks.second_pass_error()
         micro_batch = self.micro_batch
-        weighs_again = weight is not None and micro_batch.is_weighed
-        if weighs_again and micro_batch.has_loss:
-            micro_batch.is_weighed_twice = True
-        before = (micro_batch.weight, micro_batch.has_loss)
-        micro_batch.set_weight(self.weight() if weight is None else weight)
-        self._give_loss(loss)
-        try:
-            self._differentiate(loss, arguments)
-        except BaseException:
-            if not self.has_new_gradient:
-                micro_batch.weight, micro_batch.has_loss = before
-            raise
-        micro_batch.is_weighed = micro_batch.is_weighed or weight is not None
-        if micro_batch.weight:
-            gradient = arguments.get("gradient")
-            shown_loss = loss if gradient is None else loss.detach() * gradient
-            micro_batch.losses.append(as_number(shown_loss))
-
-    def _give_loss(self, loss: Tensor) -> None:
-        self.micro_batch.has_loss = True
-        if self.micro_batch.is_weighed_twice:
+        is_weighed = weight is not None
+        weight = self.weight() if weight is None else weight
+        micro_batch.require_same_weight(weight)
+        if is_weighed and micro_batch.is_weighed and micro_batch.has_loss:
             self.warn(WEIGHED_TWICE)
         for extension in self.extensions:
             extension.loss_given(loss)
-
-    def _differentiate(self, loss: Tensor, arguments: Mapping[str, Any]) -> None:
-        weight = self.micro_batch.weight
-        context: AbstractContextManager[object] = nullcontext()
-        factor = 0.0
         if weight:
             self.current_state()
             factor = self.factor(weight)
-            arguments = with_factor(loss, factor, arguments)
+            with self._last_pass():
+                self._run_backward(loss, factor, with_factor(loss, factor, arguments))
+            gradient = arguments.get("gradient")
+            shown_loss = loss if gradient is None else loss.detach() * gradient
+            micro_batch.losses.append(as_number(shown_loss))
         else:
             weightless_pass = self.workers.weightless_pass()
-            if weightless_pass is None:
-                return
-            context = weightless_pass
-        with self._last_pass(), context:
-            self._run_backward(loss, arguments, factor)
+            if weightless_pass is not None:
+                with self._last_pass(), weightless_pass:
+                    self._run_backward(loss, 0.0, arguments)
+        micro_batch.weight = weight
+        micro_batch.has_loss = True
+        micro_batch.is_weighed = micro_batch.is_weighed or is_weighed
 
     def _last_pass(self) -> AbstractContextManager[object]:
         """Return a context in which the workers may reduce, if the pass in it is known
@@ -306,17 +277,8 @@ class Window:
         return self.workers.last_pass(self.gradient_sum, is_only_pass)
 
     def _run_backward(
-        self, loss: Tensor, arguments: Mapping[str, Any], factor: float
+        self, loss: Tensor, factor: float, arguments: Mapping[str, Any]
     ) -> None:
-        """Run ``loss.backward(**arguments)``. If it raises, remove what arrived, if it
-        is not a part of the sum.
-        """
-        is_undoable = not (
-            self.holds_sum_in_grad
-            or self.has_new_gradient
-            or self.watch.holds_gradients()
-        )
-        passes = PASSES[0]
         FACTORS.append(factor)
         try:
             loss.backward(**arguments)  # type: ignore[no-untyped-call]
@@ -324,9 +286,6 @@ class Window:
             if self.workers.is_reducing:
                 # The others add up what came before it.
                 self.update.is_broken = True
-            elif is_undoable:
-                self._clear_gradients()
-                PASSES[0] = passes
             elif self.has_new_gradient:
                 # A reentrant checkpoint's own passes may have ended.
                 self.watch.is_running = True
@@ -345,12 +304,15 @@ class Window:
 
     def scale(self, loss: Tensor) -> Tensor:
         micro_batch = self.micro_batch
-        micro_batch.set_weight(self.weight())
+        weight = self.weight()
+        micro_batch.set_weight(weight)
         micro_batch.is_scaled_by_hand = True
-        self._give_loss(loss)
+        micro_batch.has_loss = True
+        for extension in self.extensions:
+            extension.loss_given(loss)
         micro_batch.losses.append(as_number(loss))
         self.current_state()
-        factor = self.factor(self.weight())
+        factor = self.factor(weight)
         if factor == 1:
             return loss
         # backward() works inside torch.no_grad(), and so must this.
@@ -400,8 +362,6 @@ class Window:
             micro_batch.losses = []  # That of the plain pass is not known.
         micro_batch.passes = self.watch.passes
         micro_batch.window_size = self.size
-        if micro_batch.is_weighed_twice and not micro_batch.has_loss:
-            self.warn(WEIGHED_TWICE)
         if self.watch.engine_passes:
             self.expects_one_pass = self.watch.engine_passes == 1
         is_finite = self.gradient_sum.add_micro_batch(self.update)
@@ -427,19 +387,17 @@ class Window:
         losses times the right factor left them.
         """
         watch = self.watch
+        if watch.is_running:
+            raise checks.interrupted_error()
         factor = self.factor(weight)
         is_unscaled = self.has_scale and not self.micro_batch.has_loss
         if watch.factors != {factor} or is_unscaled:
             self._require_factor(factor, watch.factors)
-        if self.options.separate_sums:
-            self._require_complete_pass()
-        elif watch.is_running:
-            raise checks.interrupted_error()
-        elif not watch.is_intact():
+        if not (self.options.separate_sums or watch.is_intact()):
             # As in the bare loop, ``.grad`` of a single micro-batch is the user's.
             is_users = self.size == 1 and factor == 1 and not self.workers.is_reducing
             if not is_users:
-                raise checks.changed_gradients_error(watch.is_cleared())
+                raise checks.changed_gradients_error()
             watch.reset()
 
     def _require_factor(self, factor: float, arrived_factors: set[float]) -> None:
@@ -459,16 +417,6 @@ class Window:
             return
         if is_unscaled or arrived_factors - {factor}:
             raise checks.not_scaled_error()
-
-    def _require_complete_pass(self) -> None:
-        """Raise unless ``.grad``, which the user may have cleared or written since, is
-        free of what a backward pass that raised has delivered.
-        """
-        if not self.watch.is_running:
-            return
-        for parameter in self.masters.parameters():
-            if parameter.grad is not None and parameter.grad._version > 0:
-                raise checks.interrupted_error()
 
     def _holds_users(self) -> bool:
         """True if the user has put a gradient into ``.grad``."""
@@ -596,7 +544,7 @@ class Window:
         self.update.is_broken = True
         self.gradient_sum.prepare_update(sums)
         try:
-            self.update.make(self.gradient_sum, sums, divisor)
+            self.update.make(sums, divisor)
         finally:
             self.gradient_sum.end_update()
 
@@ -671,7 +619,7 @@ class Window:
         if self.has_new_gradient:
             raise checks.unfinished_error(call)
         if not self.watch.is_intact():
-            raise checks.changed_gradients_error(self.watch.is_cleared())
+            raise checks.changed_gradients_error()
 
     def _between_windows(self) -> None:
         """Repeat between two windows of one call what the user's loop does on the other

@@ -7,11 +7,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.contestants.bert import LARGE, TINY, WAYS
 from benchmarks.contestants.torch_least import least, least_separate
 from benchmarks.contestants.torch_loops import hand_written, wrapped
-from benchmarks.peak import live_bytes, saved_bytes
-from benchmarks.questions import torch_layered, torch_memory, torch_split
+from benchmarks.questions import torch_split
 
 
 def test_splitting_contestants_agree() -> None:
@@ -23,35 +21,6 @@ def test_splitting_contestants_agree() -> None:
     for own in gradients.values():
         for a, b in zip(own, gradients[torch_split.BASELINE], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.filterwarnings(
-    "ignore:A saved_tensors_hooks context:FutureWarning"
-)  # how bytes are counted
-def test_memory_contestants_run() -> None:
-    """Dropout draws other numbers in each, so no gradients are compared. Each way keeps
-    less than the large batch.
-    """
-    kept = {way: saved_bytes(torch_memory.gradient(way, 4, TINY)) for way in WAYS}
-    assert all(kept[way] < 0.7 * kept[LARGE] for way in WAYS if way != LARGE), kept
-
-
-def test_layered_contestants_agree() -> None:
-    """And the layered windows have one layer's gradients alive at a time."""
-    trained, of_gradients = {}, {}
-    for way in torch_layered.ways(1):
-        run, optimizers = torch_layered.window(way, 4, 16, 1)
-        run()
-        held = [each for inner in optimizers for each in torch_layered.held_by(inner)]
-        of_gradients[way] = live_bytes(run, held)[1]
-        groups = [group for inner in optimizers for group in inner.param_groups]
-        trained[way] = [p.detach() for group in groups for p in group["params"]]
-    for own in trained.values():
-        torch.testing.assert_close(own, trained[torch_layered.BASELINE])
-    layer = 4 * (16 * 16 + 16)
-    assert of_gradients[torch_layered.BASELINE] == 4 * layer
-    for way in (torch_layered.KEPT, torch_layered.RECOMPUTED):
-        assert of_gradients[way] == layer
 
 
 @pytest.mark.parametrize("fused", [False, True])

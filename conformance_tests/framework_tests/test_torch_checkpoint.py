@@ -85,14 +85,11 @@ def test_bare_state_loads_as_empty_window() -> None:
 
 DAMAGE: dict[str, Callable[[Any, Any], object]] = {
     "no field": lambda state, entry: entry.pop("weight"),
-    "another format": lambda state, entry: entry.update(format=2),
     "another shape": lambda state, entry: entry["parameters"][0].__setitem__(0, [5, 3]),
     "another name": lambda state, entry: entry["parameters"][0].__setitem__(2, "a"),
-    "fewer parameters": lambda state, entry: entry["parameters"].pop(),
     "another sum": lambda state, entry: entry["sums"].update(
         {0: entry["sums"][0].double()}
     ),
-    "no entry": lambda state, entry: state.update(gradaccum=None),
 }
 
 
@@ -116,18 +113,8 @@ def test_state_dict_hooks_run_in_order() -> None:
     opt.register_state_dict_post_hook(lambda o, state: {**state, "extra": 1})
     opt.register_load_state_dict_pre_hook(lambda o, state: seen.append(state["extra"]))
     opt.register_load_state_dict_post_hook(lambda o: seen.append("post"))
-    opt.optimizer.register_state_dict_pre_hook(lambda o: seen.append("inner"))
     opt.load_state_dict(opt.state_dict())
-    assert seen == ["pre", "inner", 1, "post"]
-
-
-def test_uncounted_micro_batch_is_not_saved() -> None:
-    """The window is empty until the first step(), so a backward pass before it does not
-    forbid saving.
-    """
-    run = trained(0)
-    backward(run, 0)
-    assert run[1].state_dict()["gradaccum"]["sums"] == {}
+    assert seen == ["pre", 1, "post"]
 
 
 def test_open_window_keeps_its_size() -> None:

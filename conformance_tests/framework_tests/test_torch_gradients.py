@@ -13,11 +13,7 @@ import gradaccum
 from conformance_tests.framework_tests.torch_model import PLACES, by_float_place
 from gradaccum_torch.arithmetic import measure
 
-SPARSE = {
-    "sgd": torch.optim.SGD,
-    "adagrad": torch.optim.Adagrad,
-    "sparse_adam": torch.optim.SparseAdam,
-}
+SPARSE = {"sgd": torch.optim.SGD, "sparse_adam": torch.optim.SparseAdam}
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
@@ -74,11 +70,10 @@ TINY = 2.0**-100
         ([], 0.0),
         ([LARGE, torch.zeros(3), torch.zeros(0)], 2 * float(LARGE[0])),
         ([LARGE, torch.tensor([math.nan])], math.inf),
-        ([torch.tensor([-math.inf])], math.inf),
         ([torch.tensor([0.0, 3.0, 0.0, 4.0]).to_sparse() * TINY], 5 * TINY),
         ([torch.tensor([3 + 4j], dtype=torch.complex64) * TINY], 5 * TINY),
     ],
-    ids=["none", "huge", "nan", "inf", "sparse", "complex"],
+    ids=["none", "huge", "nan", "sparse", "complex"],
 )
 def test_norm(gradients: list[torch.Tensor], norm: float) -> None:
     """The squares of huge gradients overflow, and those of tiny ones vanish."""

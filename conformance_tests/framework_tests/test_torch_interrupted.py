@@ -79,35 +79,18 @@ def test_raising_post_hook_keeps_the_update(place: str) -> None:
 
 
 @by_place
-def test_raising_pre_hook_leaves_window_open(place: str) -> None:
-    """The update is made by the next flush, here and in a wrapper that has loaded the
-    state.
-    """
-    run, resumed = Run(place), Run(place)
-    handle = run.opt.register_step_pre_hook(failing)
-    with pytest.raises(Failure):
-        run.train()
-    handle.remove()
-    assert all(master.grad is None for master in run.opt.master_weights.values())
-    resumed.model.load_state_dict(run.model.state_dict())
-    resumed.opt.load_state_dict(copy.deepcopy(run.opt.state_dict()))
-    for each in (run, resumed):
-        assert each.opt.result.micro_step == 3
-        each.opt.flush()
-        each.require_uninterrupted()
-
-
-@by_place
-@pytest.mark.parametrize("when", ["pre", "post"])
 @pytest.mark.parametrize("fused", [False, True])
-def test_inner_step_that_raised_is_refused(place: str, when: str, fused: bool) -> None:
+@pytest.mark.parametrize("hook", ["outer pre", "inner pre", "inner post"])
+def test_half_made_update_is_refused(place: str, hook: str, fused: bool) -> None:
     """Nobody looks how far it came: the next calls are refused until `discard` or a
     load.
     """
     run = Run(place, fused)
     opt = run.opt
     state, weights = copy.deepcopy((opt.state_dict(), run.model.state_dict()))
-    handle = getattr(opt.optimizer, f"register_step_{when}_hook")(failing)
+    owner, kind = hook.split()
+    hooked = opt if owner == "outer" else opt.optimizer
+    handle = getattr(hooked, f"register_step_{kind}_hook")(failing)
     for way_out in (opt.discard, lambda: opt.load_state_dict(state)):
         with pytest.raises(Failure):
             run.train()
@@ -148,41 +131,25 @@ def test_interrupted_addition_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @by_place
-@pytest.mark.parametrize("by", ["opt.backward", "loss.backward"])
 @pytest.mark.parametrize("micro_batch", [0, 1])
-def test_half_made_backward_can_be_repeated(
-    place: str, by: str, micro_batch: int
-) -> None:
-    """`opt.backward` or `zero_grad` takes the part that arrived out of the sum. If it
-    cannot, calls are refused until `discard`.
+def test_half_made_backward_can_be_repeated(place: str, micro_batch: int) -> None:
+    """`zero_grad` takes the part that arrived out of the sum. If it cannot, calls are
+    refused until `discard`.
     """
     run = Run(place)
     opt = run.opt
     run.train(micro_batch)
-
-    def backward() -> None:
-        if by == "opt.backward":
-            opt.backward(run.loss(micro_batch))
-        else:
-            run.loss(micro_batch).backward()
-
     handle = run.model[0].weight.register_hook(failing)
     with pytest.raises(Failure):
-        backward()
+        opt.backward(run.loss(micro_batch))
     handle.remove()
-    beside = place in ("kept apart", "separate")
-    apart = micro_batch == 0 or beside
-    if by == "loss.backward" or not apart:
-        calls = [] if place == "separate" else [opt.step, opt.flush]
-        for call in calls if beside else (*calls, opt.state_dict):
-            with pytest.raises(UsageError, match=r"opt\.discard\(\)"):
-                call()
-        if apart:
-            opt.zero_grad()
-        else:
-            opt.discard()
-            run.train(micro_batch)
-    backward()
-    opt.step()
-    run.train(first=micro_batch + 1)
+    for call in (opt.step,) if place == "separate" else (opt.step, opt.flush):
+        with pytest.raises(UsageError, match=r"opt\.discard\(\)"):
+            call()
+    if micro_batch == 0 or place in ("kept apart", "separate"):
+        opt.zero_grad()
+    else:
+        opt.discard()
+        run.train(micro_batch)
+    run.train(first=micro_batch)
     run.require_uninterrupted()

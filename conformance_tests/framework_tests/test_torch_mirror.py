@@ -1,5 +1,4 @@
-"""Every way to train on several workers, at 2, 8, 64 and 1024 of them, in one process:
-a group whose ranks bring what this one brings.
+"""Up to 1024 workers in one process: a group whose ranks bring what this one brings.
 
 The large batch is that of all workers: their items are equal, and so are their shards,
 as the parameters repeat. What a window sends is counted too: collectives and bytes as a
@@ -9,9 +8,7 @@ function of the parameters, the workers and the micro-batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +19,7 @@ if not torch.distributed.is_available():
         "this torch was built without torch.distributed", allow_module_level=True
     )
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -30,21 +28,48 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from torch.nn.parallel import DistributedDataParallel
 
 import gradaccum
-from benchmarks.cost_law import WAYS, Sent, Window
-from conformance_tests.framework_tests.torch_fsdp import REASON, RUNS_ON_CPU
+from benchmarks.cost_law import ONCE, WAYS, Sent, Window
+from conformance_tests.framework_tests.torch_fsdp import NEEDS_FSDP2_ON_CPU
 from conformance_tests.framework_tests.torch_mirror import Call, mirror
 from conformance_tests.framework_tests.torch_workers.common import whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")
 """Of an older torch, about random numbers on a CPU, which no program here asks for."""
-WORKERS = (2, 8, 64, 1024)
-STEPS = 3
-"""Micro-batches of a window."""
-WINDOWS = ((0, 3), (3, 6), (6, 7))
 CLIP = 0.5
+ITEMS = torch.randn(
+    20, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+).split((4, 2, 3, 4, 1, 3, 3))
+
+
+@pytest.mark.parametrize("workers", [2, 1024])
+@pytest.mark.parametrize(
+    ("tensors", "elements", "buckets"), [(30, 2**19, 3), (2, 2**20, 2)]
+)
+def test_window_sends_what_the_law_says(
+    workers: int, tensors: int, elements: int, buckets: int
+) -> None:
+    """The buckets, under the pass where the one before was the only one of its
+    micro-batch; then the numbers.
+    """
+    sent: list[Sent] = []
+    with mirror(workers) as calls:
+        parameters = [nn.Parameter(torch.ones(elements)) for _ in range(tensors)]
+        opt = gradaccum.wrap(
+            torch.optim.SGD(parameters, lr=0.5), steps=2, process_group=dist.group.WORLD
+        )
+        for index in range(4):
+            calls.clear()
+            opt.backward(sum((each.sum() for each in parameters), torch.zeros(())))
+            if index % 2:
+                assert len(calls) == buckets, "while the pass ran"
+            opt.step()
+            if index % 2:
+                sent.append(Sent(len(calls), sum(call.bytes for call in calls)))
+    window = Window(4 * tensors * elements, workers, 2, tensors)
+    assert sent == [WAYS[ONCE].law(window)["allreduce", workers]] * 2
+    assert all(bool((each == 0).all()) for each in parameters)
 
 
 class Scale(nn.Module):
@@ -56,183 +81,97 @@ class Scale(nn.Module):
         return x * self.weight[:, 0]
 
 
-def repeating(model: nn.Module, workers: int) -> nn.Module:
-    """Give every worker's part of each parameter the same values."""
+def build(workers: int, last_layer: nn.Module) -> Any:
+    """A model in which every worker's part of each parameter has the same values."""
+    model = nn.Sequential(nn.Linear(3, 2 * workers), nn.Tanh(), last_layer, nn.Tanh())
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
-        block = [size // math.gcd(size, workers) for size in parameter.shape]
-        values = torch.randn(block, generator=generator, dtype=torch.float64) * (
-            block[1] / parameter.shape[1] if parameter.ndim == 2 else 1
-        )
-        parameter.data = values.repeat(
-            [size // part for size, part in zip(parameter.shape, block, strict=True)]
-        )
+        repeats = [math.gcd(size, workers) for size in parameter.shape]
+        block = [n // m for n, m in zip(parameter.shape, repeats, strict=True)]
+        values = torch.randn(block, generator=generator, dtype=torch.float64)
+        if parameter.ndim == 2:
+            values /= repeats[1]
+        parameter.data = values.repeat(repeats)
     return model
 
 
-class Job(NamedTuple):
-    """One worker's part in a training."""
-
-    model: nn.Module
-    loss: Callable[[Tensor], Tensor]
-    """The summed loss of this worker's items."""
-    times: int
-    """How often the items are there, as many workers have them."""
-    options: dict[str, Any]
-
-
-def two_layers(workers: int) -> nn.Module:
-    size = 2 * workers
-    layers = nn.Linear(3, size), nn.Tanh(), Scale(size)
-    return repeating(nn.Sequential(*layers), workers)
+def copies_of_shards(workers: int, copies: int) -> Any:
+    model = build(workers, Scale(2 * workers))
+    shape = (copies, workers // copies)[copies == 1 :]
+    names = ("copies", "shards")[copies == 1 :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for module in (model[0], model[2], model):
+        fully_shard(module, mesh=mesh)
+    return model
 
 
-def squares(model: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    return lambda x: model(x).square().mean(1).sum()
-
-
-def copies(workers: int) -> Job:
-    model = two_layers(workers)
-    module = DistributedDataParallel(model)
-    return Job(model, squares(module), workers, {"module": module})
-
-
-def fsdp(workers: int, sync: str, mesh: tuple[int, ...] = ()) -> Job:
-    model = two_layers(workers)
-    shape = mesh or (workers,)
-    device_mesh = init_device_mesh(
-        "cpu", shape, mesh_dim_names=("copies", "shards")[-len(shape) :]
-    )
-    for each in (model[0], model[2], model):
-        fully_shard(each, mesh=device_mesh)
-    return Job(model, squares(model), workers, {"module": model, "gradient_sync": sync})
-
-
-def hsdp(workers: int, sync: str) -> Job:
-    return fsdp(workers, sync, (2, workers // 2))
-
-
-def two_linear(workers: int) -> nn.Module:
-    size = 2 * workers
-    layers = nn.Linear(3, size), nn.Tanh(), nn.Linear(size, 2), nn.Tanh()
-    return repeating(nn.Sequential(*layers), workers)
-
-
-def tensor_parallel_in_fsdp(workers: int) -> Job:
+def tensor_parallel_in_fsdp(workers: int) -> Any:
+    model = build(workers, nn.Linear(2 * workers, 2))
     mesh = init_device_mesh("cpu", (2, workers // 2), mesh_dim_names=("data", "tensor"))
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    model = parallelize_module(two_linear(workers), mesh["tensor"], plan)
-    fully_shard(model, mesh=mesh["data"])
-    return Job(model, squares(model), 2, {"module": model})
+    parallelize_module(model, mesh["tensor"], plan)
+    return fully_shard(model, mesh=mesh["data"])
 
 
-PROGRAMS = {
-    "DistributedDataParallel": (copies, two_layers),
-    "FSDP2, micro_batch": (partial(fsdp, sync="micro_batch"), two_layers),
-    "FSDP2, window": (partial(fsdp, sync="window"), two_layers),
-    "HSDP, micro_batch": (partial(hsdp, sync="micro_batch"), two_layers),
-    "HSDP, window": (partial(hsdp, sync="window"), two_layers),
-    "tensor parallel in FSDP2": (tensor_parallel_in_fsdp, two_linear),
-}
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def require_runs(program: str) -> None:
-    if "SDP" in program and not RUNS_ON_CPU:
-        pytest.skip(REASON)
-
-
-@pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_every_way_is_exact(program: str, workers: int) -> None:
-    """Two full windows and a short one, of unequal micro-batches; the norm, which a
-    scale would change, is compared too. The second window sends gradients and a few
-    numbers, as the law says; what gathers parameters and items is the engine's own.
-    """
-    require_runs(program)
-    prepare, build = PROGRAMS[program]
-    for reduction in ("mean", "sum", "sum_per_item"):
-        norms, sent = [], []
-        with mirror(workers) as calls:
-            job = prepare(workers)
-            opt = gradaccum.wrap(
-                sgd(job.model.parameters()),
-                steps=STEPS,
-                clip_norm=CLIP,
-                reduction=reduction,
-                **job.options,
-            )
-            for first, last in WINDOWS:
-                calls.clear()
-                for x in ITEMS[first:last]:
-                    divisor = 1 if reduction == "sum_per_item" else len(x)
-                    opt.backward(job.loss(x) / divisor, weight=len(x))
-                    opt.step()
-                    opt.zero_grad()
-                sent.append(reductions(calls))
-                opt.flush()
-                norms.append(opt.result.grad_norm)
-            found = [whole(parameter) for parameter in job.model.parameters()]
-        assert opt.result.optimizer_step == len(WINDOWS)
-        expected, large_norms = large_batches(build(workers), job.times, reduction)
-        torch.testing.assert_close(norms, large_norms, rtol=1e-12, atol=0)
-        pair = found, [p.detach() for p in expected.parameters()]
-        torch.testing.assert_close(*pair, rtol=1e-12, atol=1e-12)
-        if has_law(program) and workers > 2:
-            way, copies = LAWS[program]
-            size = sum(parameter.nbytes for parameter in found)
-            window = Window(
-                size, workers, STEPS, len(found), element=8, copies=copies, units=2
-            )
-            assert sent[1] == WAYS[way].law(window)
-
-
-def has_law(program: str) -> bool:
-    """Torch before 2.10 sends fewer numbers for the norm of shards."""
-    is_older = "SDP" in program and Version(torch.__version__) < Version("2.10")
-    return program in LAWS and not is_older
+def loss_of(model: Any, x: Tensor) -> Tensor:
+    return model(x).square().mean()
 
 
 def reductions(calls: list[Call]) -> dict[tuple[str, int], Sent]:
-    sizes = {}
+    sizes: dict[tuple[str, int], list[int]] = {}
     for call in calls:
         if call.name in ("allreduce", "reduce_scatter"):
             sizes.setdefault((call.name, call.workers), []).append(call.bytes)
     return {kind: Sent(len(each), sum(each)) for kind, each in sizes.items()}
 
 
-ITEMS = torch.randn(
-    20, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64
-).split((4, 2, 3, 4, 1, 3, 3))
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-def large_batches(
-    model: nn.Module, times: int, reduction: str
-) -> tuple[nn.Module, list[float]]:
-    """The bare optimizer with the items of all workers."""
-    optimizer, loss, norms = sgd(model.parameters()), squares(model), []
-    for first, last in WINDOWS:
-        window = ITEMS[first:last]
-        summed = sum(times * loss(x) / len(x) for x in window)
-        whole = torch.cat(window)
-        (summed if reduction == "sum" else loss(whole) / len(whole)).backward()
-        gradients = [parameter.grad for parameter in model.parameters()]
-        norms.append(float(nn.utils.get_total_norm(gradients)))
-        for gradient in gradients:
-            gradient *= min(1, CLIP / norms[-1])
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, norms
-
-
-LAWS = {
-    "DistributedDataParallel": ("DistributedDataParallel", 1),
-    "FSDP2, micro_batch": ("FSDP2, micro_batch", 1),
-    "FSDP2, window": ("FSDP2, window", 1),
-    "HSDP, micro_batch": ("FSDP2, micro_batch", 2),
-    "HSDP, window": ("FSDP2, window", 2),
-}
-"""The programs by the law that holds for them, and their copies of the model."""
+@NEEDS_FSDP2_ON_CPU
+@pytest.mark.parametrize("workers", [8, 1024])
+@pytest.mark.parametrize("sync", ["micro_batch", "window"])
+@pytest.mark.parametrize("copies", [0, 1, 2])
+def test_shards_are_exact(copies: int, sync: str, workers: int) -> None:
+    """In FSDP2, HSDP, and (0) tensor parallel in FSDP2: two full windows and a short
+    one, of unequal micro-batches. The second one sends gradients and a few numbers, as
+    the law says; what gathers parameters and items is the engine's own.
+    """
+    if copies:
+        large = build(workers, Scale(2 * workers))
+    else:
+        large = build(workers, nn.Linear(2 * workers, 2))
+    bare = sgd(large)
+    with mirror(workers) as calls:
+        if copies:
+            model = copies_of_shards(workers, copies)
+        else:
+            model = tensor_parallel_in_fsdp(workers)
+        opt = gradaccum.wrap(
+            sgd(model), steps=3, clip_norm=CLIP, module=model, gradient_sync=sync
+        )
+        for number, window in enumerate((ITEMS[:3], ITEMS[3:6], ITEMS[6:])):
+            calls.clear()
+            for x in window:
+                opt.backward(loss_of(model, x), weight=len(x))
+                opt.step()
+            if number == 1:
+                sent = reductions(calls)
+            opt.flush()
+            loss_of(large, torch.cat(window)).backward()
+            gradients = [parameter.grad for parameter in large.parameters()]
+            norm = nn.utils.get_total_norm(gradients)
+            for gradient in gradients:
+                gradient *= min(1, CLIP / norm)
+            bare.step()
+            bare.zero_grad()
+            assert math.isclose(opt.result.grad_norm, norm, rel_tol=1e-12)
+        found = [whole(parameter) for parameter in model.parameters()]
+    expected = [parameter.detach() for parameter in large.parameters()]
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    # Torch before 2.10 sends fewer numbers for the norm of shards.
+    if copies and Version(torch.__version__) >= Version("2.10"):
+        size = sum(parameter.nbytes for parameter in found)
+        law = WAYS[f"FSDP2, {sync}"].law
+        assert sent == law(Window(size, workers, 3, len(found), 8, copies, units=2))

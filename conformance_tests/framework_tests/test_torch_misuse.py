@@ -14,11 +14,9 @@ from torch import nn
 import gradaccum
 from conformance_tests.framework_tests.torch_model import (
     MAKERS,
-    large_batch_step,
     loss_of,
     make,
     make_model,
-    values,
 )
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 
@@ -30,7 +28,6 @@ def wrap(kind: type[Any] = torch.optim.SGD, **options: Any) -> Any:
 Refusal = tuple[Callable[..., Any], type[Exception], str]
 BY_WRAP: list[Refusal] = [
     (lambda: gradaccum.wrap(wrap(steps=2), steps=2), ArgumentTypeError, "optimizer: "),
-    (lambda: wrap(), ArgumentTypeError, "steps: "),
     (
         lambda: wrap(
             steps=2, on_overflow="ignore", loss_scale=torch.amp.GradScaler("cpu")
@@ -41,8 +38,6 @@ BY_WRAP: list[Refusal] = [
 ]
 BY_A_METHOD: list[Refusal] = [
     (lambda opt: opt.backward(3.0), ArgumentTypeError, "loss: "),
-    (lambda opt: opt.weigh("3"), ArgumentTypeError, "weight: expected"),
-    (lambda opt: opt.weigh(float("nan")), ArgumentValueError, "weight: expected"),
     (lambda opt: opt.weigh(4), UsageError, "weight: expected 3"),
     (
         lambda opt: opt.backward(torch.ones((), requires_grad=True), weight=4),
@@ -113,12 +108,3 @@ def test_gradients_that_another_optimizer_multiplied_are_refused(
     other.backward(loss_of(model))
     other.step()
     assert other.result.micro_step == 1, "what was cleared is forgotten"
-
-
-def test_one_loss_of_two_optimizers_without_a_weight() -> None:
-    model, one, other = two_optimizers(reduction="sum")
-    for index in range(2):
-        one.backward(loss_of(model, slice(4 * index, 4 * index + 4)) / 2)
-        one.step()
-        other.step()
-    torch.testing.assert_close(values(model), large_batch_step(MAKERS["sgd"]))

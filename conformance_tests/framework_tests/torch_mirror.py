@@ -42,8 +42,8 @@ class Call(NamedTuple):
 CALLS: list[Call] = []
 
 
-class GroupInPython(dist.ProcessGroup):
-    """A process group without collectives."""
+class Mirror(dist.ProcessGroup):
+    """Collectives of `size` ranks that all bring what this one brings."""
 
     def __init__(self, rank: int, size: int, name: str) -> None:
         super().__init__(rank, size)
@@ -59,38 +59,13 @@ class GroupInPython(dist.ProcessGroup):
     def group_name(self) -> str:
         return self._name
 
-    def done(self, brought: Sequence[Tensor]) -> Any:
-        """Return the work of a collective that has been."""
-        future: Future[Any] = Future()
-        future.set_result(list(brought))
-        return _create_work_from_future(future)
-
-
-def registered(kind: type[GroupInPython], backend: str) -> str:
-    """Make `kind` the process group of `backend`, once; return `backend`."""
-
-    def create(common: Any, _: object) -> GroupInPython:
-        return kind(common.group_rank, common.group_size, common.group_id)
-
-    if backend not in dist.Backend.backend_list:
-        dist.Backend.register_backend(
-            backend, create, extended_api=True, devices=["cpu", "cuda"]
-        )
-    return backend
-
-
-class Mirror(GroupInPython):
-    """Collectives of `size` ranks that all bring what this one brings."""
-
     def getBackendName(self) -> str:
         return BACKEND
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         for tensor in tensors:
-            if opts is None or opts.reduceOp == dist.ReduceOp.SUM:
-                tensor.detach().mul_(self._size)  # In place, for who measures memory.
-            else:
-                tensor.detach().copy_(self._reduced(tensor, opts))
+            # In place, for who measures memory.
+            tensor.detach().mul_(self._factor(opts))
         return self._done("allreduce", tensors)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
@@ -113,28 +88,12 @@ class Mirror(GroupInPython):
             self._allgather_base(*each) for each in zip(outputs, inputs, strict=True)
         ][-1]
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        for output, parts in zip(outputs, inputs, strict=True):
-            output.detach().copy_(self._reduced(parts[self._rank], opts))
-        return self._done(
-            "reduce_scatter", [part for parts in inputs for part in parts]
-        )
-
     def _reduce_scatter_base(
         self, output: Tensor, tensor: Tensor, opts: Any = None
     ) -> Any:
-        output.detach().copy_(
-            self._reduced(tensor.reshape(self._size, *output.shape)[self._rank], opts)
-        )
+        part = tensor.reshape(self._size, *output.shape)[self._rank]
+        output.detach().copy_(part * self._factor(opts))
         return self._done("reduce_scatter", [tensor])
-
-    def reduce_scatter_tensor_coalesced(
-        self, outputs: Any, inputs: Any, opts: Any = None
-    ) -> Any:
-        return [
-            self._reduce_scatter_base(*each, opts)
-            for each in zip(outputs, inputs, strict=True)
-        ][-1]
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         for output, parts in zip(outputs, inputs, strict=True):
@@ -144,31 +103,40 @@ class Mirror(GroupInPython):
     def barrier(self, opts: Any = None) -> Any:
         return self._done("barrier", [])
 
-    allreduce_coalesced = allreduce
-    all_gather_single, all_gather_single_coalesced = (
-        _allgather_base,
-        allgather_into_tensor_coalesced,
-    )
-    reduce_scatter_single, reduce_scatter_single_coalesced = (
-        _reduce_scatter_base,
-        reduce_scatter_tensor_coalesced,
-    )
+    # The names of newer torch.
+    all_gather_single = _allgather_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single = _reduce_scatter_base
 
-    def _reduced(self, tensor: Tensor, opts: Any) -> Tensor:
+    def _factor(self, opts: Any) -> int:
+        """Return by what equal tensors are multiplied if they are reduced."""
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         if op == dist.ReduceOp.SUM:
-            return tensor * self._size
+            return self._size
         # A product, or a maximum of bits, of equal tensors is another thing, and no
         # window asks for it.
-        assert any(
-            op == same
-            for same in (dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX)
-        ), op
-        return tensor
+        equal_ones = (dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX)
+        assert any(op == equal_one for equal_one in equal_ones), op
+        return 1
 
     def _done(self, name: str, brought: Sequence[Tensor]) -> Any:
+        """Note a collective, and return its work, which is over."""
         CALLS.append(Call(name, sum(tensor.nbytes for tensor in brought), self._size))
-        return self.done(brought)
+        future: Future[Any] = Future()
+        future.set_result(list(brought))
+        return _create_work_from_future(future)
+
+
+def register() -> None:
+    """Make `Mirror` the process group of its backend, once."""
+
+    def create(common: Any, _: object) -> Mirror:
+        return Mirror(common.group_rank, common.group_size, common.group_id)
+
+    if BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(
+            BACKEND, create, extended_api=True, devices=["cpu", "cuda"]
+        )
 
 
 @contextmanager
@@ -176,11 +144,9 @@ def mirror(workers: int, rank: int = 0) -> Iterator[list[Call]]:
     """Run the block as `rank` of `workers`; the list fills with the block's
     collectives.
     """
+    register()
     dist.init_process_group(
-        registered(Mirror, BACKEND),
-        store=dist.HashStore(),
-        rank=rank,
-        world_size=workers,
+        BACKEND, store=dist.HashStore(), rank=rank, world_size=workers
     )
     CALLS.clear()
     try:

@@ -120,12 +120,3 @@ def zero(model: nn.Module) -> None:
 def assign(model: nn.Module) -> None:
     for p in model.parameters():
         p.grad = torch.ones_like(p)
-
-
-CAUSES = {
-    clip: "clip_norm=",
-    clear: r"opt\.zero_grad\(\)",
-    zero: r"opt\.zero_grad\(\)",
-    assign: "clip_norm=",
-}
-"""Each with what the refusal of it names."""

@@ -4,25 +4,25 @@ micro-batches.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import gradaccum
 from conformance_tests.framework_tests.torch_workers.common import (
+    Batch,
     Branches,
+    alone,
     build,
+    learn,
+    micro_batches,
     require_equal,
+    sgd,
     whole,
 )
 from conformance_tests.framework_tests.torch_workers.jobs import Check
@@ -57,9 +57,6 @@ WAITING = [way for way in WAYS if way.sync != "micro_batch"]
 FLAT, WINDOW = WAYS[:2]
 
 
-Batch = tuple[Tensor, bool]
-
-
 def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
     return init_device_mesh(
         "cpu", shape, mesh_dim_names=("copy", "shard")[-len(shape) :]
@@ -72,13 +69,6 @@ def sharded(way: Way, dtype: torch.dtype = DTYPE, **options: Any) -> Branches:
     fully_shard(model.first, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
     return model
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """With weight decay and momentum, to which a gradient of zeros is not the same as
-    none.
-    """
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
 
 
 def wrap(model: nn.Module, way: Way, **options: Any) -> Any:
@@ -96,57 +86,23 @@ def each_way(
 
 
 def batches(rank: int, count: int = 6, dtype: torch.dtype = DTYPE) -> list[Batch]:
-    """Each has another size; all workers take the rare branch in the same micro-batch,
-    as FSDP2 wants.
-    """
-    generator = torch.Generator().manual_seed(rank)
-    sizes = [2 + (3 * rank + index) % 4 for index in range(count)]
-    items = [torch.randn(n, 4, generator=generator, dtype=DTYPE) for n in sizes]
-    return [(x.to(dtype), index == 1) for index, x in enumerate(items)]
-
-
-def learn(model: nn.Module, opt: Any, batch: Batch, summed: bool = False) -> None:
-    x, rare = batch
-    losses = (
-        model(x, rare).to(torch.promote_types(x.dtype, torch.float32)).square().mean(1)
-    )
-    opt.backward(losses.sum() if summed else losses.mean(), len(x))
-    opt.step()
-    opt.zero_grad()
-
-
-def train(
-    model: nn.Module, opt: Any, rank: int, last: int = 6, first: int = 0, **options: Any
-) -> None:
-    for batch in batches(rank, last)[first:]:
-        learn(model, opt, batch, **options)
-
-
-def alone(
-    windows: list[list[Batch]],
-    summed: bool = False,
-    dtype: torch.dtype = DTYPE,
-    **options: Any,
-) -> tuple[Branches, Any]:
-    """One process with all micro-batches, each list a window."""
-    model = build(dtype)
-    opt = gradaccum.wrap(sgd(model), steps=None, **options)
-    for window in windows:
-        for batch in window:
-            learn(model, opt, batch, summed)
-        opt.flush()
-    return model, opt
-
-
-def windows_of(
-    sizes: tuple[int, ...] = (3, 3), dtype: torch.dtype = DTYPE
-) -> list[list[Batch]]:
-    """The micro-batches of all workers, window by window."""
-    everyone = [batches(rank, sum(sizes), dtype) for rank in range(2)]
-    starts = itertools.accumulate(sizes, initial=0)
+    """All workers take the rare branch in the same micro-batch, as FSDP2 wants."""
     return [
-        [batch for worker in everyone for batch in worker[first : first + size]]
-        for first, size in zip(starts, sizes, strict=False)
+        (x, index == 1)
+        for index, (x, _) in enumerate(micro_batches(rank, dtype, count))
+    ]
+
+
+def train(model: nn.Module, opt: Any, rank: int, last: int = 6, first: int = 0) -> None:
+    for batch in batches(rank, last)[first:]:
+        learn(model, opt, batch)
+
+
+def windows_of(*sizes: int, dtype: torch.dtype = DTYPE) -> list[list[Batch]]:
+    """The micro-batches of all workers, window by window."""
+    everyone = [iter(batches(rank, sum(sizes), dtype)) for rank in range(2)]
+    return [
+        [next(worker) for worker in everyone for _ in range(size)] for size in sizes
     ]
 
 
@@ -155,7 +111,7 @@ def require_first_window(model: nn.Module, opt: Any, rank: int) -> None:
     train(model, opt, rank, 3)
     if not opt.result.applied:
         opt.flush()
-    require_equal(model, alone(windows_of((3,)))[0])
+    require_equal(model, alone(windows_of(3))[0])
 
 
 def numbers(model: nn.Module) -> list[Tensor]:
@@ -170,28 +126,3 @@ def require_equal_results(opt: Any, other: Any) -> None:
         assert math.isclose(*pair, rel_tol=1e-12), (mine, wanted)
     rest = {"grad_norm": 0, "loss": 0}
     assert mine._replace(**rest) == wanted._replace(**rest)
-
-
-COLLECTIVES = {
-    name: name if hasattr(dist, name) else older
-    for name, older in (
-        ("all_reduce", ""),
-        ("reduce_scatter_single", "reduce_scatter_tensor"),
-        ("all_gather_single", "all_gather_into_tensor"),
-    )
-}
-
-
-@contextmanager
-def counted() -> Iterator[Counter[str]]:
-    """How often each collective is called inside."""
-    with ExitStack() as stack:
-        calls = {
-            name: stack.enter_context(
-                mock.patch.object(dist, real, wraps=getattr(dist, real))
-            )
-            for name, real in COLLECTIVES.items()
-        }
-        counts = Counter()
-        yield counts
-        counts.update({name: call.call_count for name, call in calls.items()})

@@ -9,9 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Shard
-from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -50,41 +47,18 @@ class Branches(nn.Module):
         return head(torch.tanh(self.first(x)))
 
 
-class Attention(nn.Module):
-    """Over a sequence of which each worker has a part, if there is a mesh."""
-
-    def __init__(self, size: int, mesh: DeviceMesh | None = None) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.inputs, self.mesh = nn.Linear(size, 3 * size).double(), mesh
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.inputs(x).chunk(3, -1)
-        return scaled_dot_product_attention(query, self.of_all(key), self.of_all(value))
-
-    def of_all(self, part: Tensor) -> Tensor:
-        if self.mesh is None:
-            return part
-        return DTensor.from_local(part, self.mesh, [Shard(1)]).full_tensor(
-            grad_placements=[Partial()]
-        )
+Batch = tuple[Tensor, bool]
+"""The items, and whether they take the rare branch."""
 
 
-Batch = tuple[Tensor, Tensor, bool]
-
-
-def micro_batches(rank: int, dtype: torch.dtype = torch.float64) -> list[Batch]:
+def micro_batches(
+    rank: int, dtype: torch.dtype = torch.float64, count: int | None = None
+) -> list[Batch]:
     """Of unequal sizes; one of the second worker takes the rare branch."""
     generator = torch.Generator().manual_seed(rank)
-    sizes = [3 + rank + index for index in range(COUNTS[rank])]
-    draw = [
-        (torch.randn(n, 4, generator=generator), torch.randn(n, 5, generator=generator))
-        for n in sizes
-    ]
-    return [
-        (x.to(dtype), y.to(dtype), rank == 1 and index == 1)
-        for index, (x, y) in enumerate(draw)
-    ]
+    sizes = [3 + rank + index for index in range(count or COUNTS[rank])]
+    items = [torch.randn(size, 4, generator=generator) for size in sizes]
+    return [(x.to(dtype), rank == index == 1) for index, x in enumerate(items)]
 
 
 def build(dtype: torch.dtype = torch.float64, **options: Any) -> Branches:
@@ -93,7 +67,10 @@ def build(dtype: torch.dtype = torch.float64, **options: Any) -> Branches:
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    """With weight decay and momentum, to which a gradient of zeros is not the same as
+    none.
+    """
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
 
 
 def ddp(model: nn.Module) -> DistributedDataParallel:
@@ -110,10 +87,14 @@ def make_shared(
     return model, parallel, gradaccum.wrap(sgd(model), **options)
 
 
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    x, rare = batch
+    outputs = model(x, rare).to(torch.promote_types(x.dtype, torch.float32))
+    return (outputs - 1).square().mean()
+
+
 def learn(model: nn.Module, opt: Any, batch: Batch) -> None:
-    x, y, rare = batch
-    off = (model(x, rare) - y).to(torch.promote_types(x.dtype, torch.float32))
-    opt.backward(off.square().mean(), len(x))
+    opt.backward(loss_of(model, batch), len(batch[0]))
     opt.step()
     opt.zero_grad()
 

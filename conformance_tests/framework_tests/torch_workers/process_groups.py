@@ -4,7 +4,6 @@ in its own ``step``, as nanochat's.
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from collections.abc import Callable
@@ -51,23 +50,18 @@ def reducing_optimizer_has_the_window_of_all(rank: int) -> None:
     """Numbers of items, micro-batches and branches differ; the norm that clips is that
     of all.
     """
-    for options, off in (
-        ({}, 1e-13),
-        ({"clip_norm": 0.05}, 1e-13),
-        ({"reduction": "sum"}, 1e-13),
-        ({"accumulate_dtype": "float32"}, 1e-5),
-    ):
+    for options in ({"clip_norm": 0.05}, {"reduction": "sum"}):
         reference, other = alone(all_windows(), **options)
         for kind in (Averaging, torch.optim.SGD):
             model = build()
-            inner = kind(model.parameters(), lr=0.1, momentum=0.9)
+            inner = kind(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
             opt = gradaccum.wrap(
                 inner, steps=4, process_group=dist.group.WORLD, **options
             )
             learn_all(model, opt, micro_batches(rank))
-            require_equal(model, reference, off=off)
+            require_equal(model, reference)
             norms = opt.result.grad_norm, other.result.grad_norm
-            assert math.isclose(*norms, rel_tol=10 * off), norms
+            assert math.isclose(*norms, rel_tol=1e-12), norms
             require_same_everywhere((numbers(model), opt.result))
 
 
@@ -105,8 +99,6 @@ def nobody_says_who_shares_a_window(rank: int) -> None:
         {"norm_group": dist.group.WORLD},
     ):
         assert warnings_of(lambda options=options: wrap(model, **options)) == []
-    alone = wrap(model, process_group="alone")
-    assert warnings_of(lambda: copy.deepcopy(alone)) == []
 
 
 @check
@@ -160,8 +152,6 @@ def windows_of_two_optimizers_are_not_mixed(rank: int) -> None:
 def unequal_copies_are_said_once(rank: int) -> None:
     """Without a module nothing sends the parameters of one worker to the others."""
     model = critic()
-    for change, count in ((0.0, 0), (1e-2 * rank, 1)):
-        model[1].bias.data += change
-        said = warnings_of(lambda: wrap(model, process_group=dist.group.WORLD))
-        assert len(said) == count
-        assert all("different parameters" in text for text in said)
+    model[1].bias.data += 1e-2 * rank
+    (said,) = warnings_of(lambda: wrap(model, process_group=dist.group.WORLD))
+    assert "different parameters" in said

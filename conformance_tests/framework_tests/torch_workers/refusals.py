@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import gradaccum
@@ -46,16 +45,8 @@ def hooked() -> Any:
 
 
 NOT_WRAPPED = [
-    (
-        lambda _: wrap(model := build(), module=model),
-        ArgumentTypeError,
-        ("module", "Branches"),
-    ),
-    (
-        lambda _: wrap(build(), module=ddp(build())),
-        ArgumentValueError,
-        ("module", "8 of them"),
-    ),
+    (lambda _: wrap(build(), module=build()), ArgumentTypeError, ("module",)),
+    (lambda _: wrap(build(), module=ddp(build())), ArgumentValueError, ("8 of them",)),
     (
         lambda rank: wrap(parallel := ddp(build()), module=parallel, steps=4 + rank),
         ArgumentValueError,
@@ -135,33 +126,30 @@ def window_of_another_worker_is_refused(rank: int) -> None:
 def averages(parallel: DistributedDataParallel, rank: int) -> bool:
     """True if a plain backward pass of the module averages over the workers."""
     weight = next(parallel.parameters())
-    parallel.zero_grad()
     x = micro_batches(0)[0][0]
-    parallel(x).sum().mul(1.0 + rank).backward()
-    mine = weight.grad.clone()
-    parallel.zero_grad()
     (once,) = torch.autograd.grad(parallel.module(x).sum(), weight)
-    return torch.allclose(mine, once * 1.5, rtol=1e-12)
+    parallel.zero_grad()
+    parallel(x).sum().mul(1.0 + rank).backward()
+    reduced = weight.grad.clone()
+    parallel.zero_grad()
+    return torch.allclose(reduced, once * 1.5, rtol=1e-12)
 
 
 @check
 def module_reduces_again_without_its_wrapper(rank: int) -> None:
-    """After the wrapper is gone, and after a wrap that was refused."""
+    """Once the last of its wrappers is gone, and after a wrap that was refused."""
     model = build()
     parallel = ddp(model)
-    assert averages(parallel, rank)
     with refused(gradaccum.GradAccumError):
         wrap(model, module=parallel, accumulate_dtype="int32")
     assert averages(parallel, rank)
     first, second = (wrap(model.first, module=parallel) for _ in range(2))
-    assert not averages(parallel, rank)
     del first
     gc.collect()
     assert not averages(parallel, rank), "the second one still waits"
     del second
     gc.collect()
     assert averages(parallel, rank)
-    parallel.register_comm_hook(None, default_hooks.allreduce_hook)
 
 
 @check
@@ -170,21 +158,14 @@ def each_optimizer_of_a_module_names_it(rank: int) -> None:
     model, x = build(), micro_batches(rank)[0][0]
     parallel = ddp(model)
     bare = sgd(model.usual)
-    early = wrap(model.usual, steps=1, process_group="alone")
     body = wrap(model.first, steps=1, module=parallel)
     with refused(UsageError, "module=parallel", "2 of the parameters"):
         wrap(model.usual, process_group="alone")
-    before = numbers(model)
-    for opt in (bare, early):
-        parallel(x).square().mean().backward()
-        with refused(UsageError, "module=parallel"):
-            opt.step()
-        model.zero_grad()
-    assert numbers(model) == before
-    early.discard()
+    parallel(x).square().mean().backward()
+    with refused(UsageError, "module=parallel"):
+        bare.step()
+    model.zero_grad()
     body.discard()
-    del early, bare, opt
-    gc.collect()
     head = wrap(model.usual, steps=1, module=parallel)
     parallel(x).square().mean().backward()
     for opt in (body, head):
