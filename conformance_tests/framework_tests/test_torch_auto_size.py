@@ -29,10 +29,6 @@ def _on_a_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(auto, "require_device", lambda sizes: None)
 
 
-class Failure(Exception):
-    """Raised by the user's code."""
-
-
 def make(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
@@ -51,13 +47,6 @@ PLACES = {
     ),
 }
 by_place = pytest.mark.parametrize("place", PLACES)
-by_call = pytest.mark.parametrize(
-    ("place", "coupled"),
-    [
-        *((place, False) for place in PLACES),
-        *((place, True) for place in PLACES if place != "kept apart"),
-    ],
-)
 
 
 def numbers(model: nn.Module) -> list[Any]:
@@ -152,10 +141,14 @@ def test_as_without_failure(place: str, call: int, which: str) -> None:
     assert run.calls == call + 1 + 4 + 4, "the choice is remembered"
 
 
-@by_call
 @pytest.mark.parametrize(
-    "error", [Failure, KeyboardInterrupt, lambda: RuntimeError("of another kind")]
+    ("place", "coupled"),
+    [
+        *((place, False) for place in PLACES),
+        *((place, True) for place in PLACES if place != "kept apart"),
+    ],
 )
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("which", ["forward", "backward"])
 @pytest.mark.parametrize("automatic", [False, True])
 def test_error_leaves_everything(
@@ -170,7 +163,7 @@ def test_error_leaves_everything(
     if automatic:
         size.remember(key_of(run.outputs_of if coupled else run.loss_of, [X]), 4)
     before = run.state()
-    with pytest.raises(type(error())) as raised:
+    with pytest.raises(error) as raised:
         run.call(size)
     assert raised.value.__cause__ is None
     assert run.state() == before
@@ -264,16 +257,9 @@ def test_errors_of_memory() -> None:
         assert not is_out_of_memory(other)
 
 
-@pytest.mark.parametrize(
-    "size",
-    ["auto", AutoMicroBatchSize(), AutoMicroBatchSize(memory_limit=2**40)],
-    ids=str,
-)
+@pytest.mark.parametrize("size", ["auto", AutoMicroBatchSize(memory_limit=2**40)])
 def test_unknown_limit_is_refused(size: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU has none to ask for, and a device its own."""
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    with pytest.raises(
-        ArgumentValueError,
-        match=r"micro_batch_size: .*On a CPU write a number of items",
-    ):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: size != "auto")
+    with pytest.raises(ArgumentValueError, match="On a CPU write a number of items"):
         backward(lambda x: make()(x).sum(), X.float(), micro_batch_size=size)

@@ -232,26 +232,3 @@ def test_autocast(outer: bool) -> None:
         run()
     off = {"rtol": 2e-2, "atol": 1e-4} if outer else {"rtol": 0, "atol": 0}
     torch.testing.assert_close(gradients(model), gradients(other), **off)
-
-
-def test_sparse_gradient_before_a_dense_one_in_half_precision() -> None:
-    """A table that is an embedding first, and a head in a later micro-batch."""
-    gradients = []
-    for sparse in (False, True):
-        torch.manual_seed(0)
-        table = nn.Embedding(5, 4, sparse=sparse).bfloat16()
-
-        def loss_fn(ids: Tensor, uses_head: Tensor, table: Any = table) -> Tensor:
-            rows = table(ids)
-            loss = rows.square().mean()
-            if uses_head.any():
-                loss = loss + (rows @ table.weight.T).square().mean()
-            return loss
-
-        ids = torch.tensor([0, 1, 2, 3, 1, 4])
-        backward(loss_fn, ids, torch.arange(6) > 3, steps=3)
-        gradients.append(table.weight.grad)
-    dense, sparse_then_dense = gradients
-    assert dense is not None
-    assert sparse_then_dense is not None
-    torch.testing.assert_close(sparse_then_dense.to_dense(), dense)

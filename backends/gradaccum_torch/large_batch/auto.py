@@ -151,16 +151,13 @@ def require_device(sizes: AutoMicroBatchSize) -> None:
     """Raise unless a device's allocator has the limit: where a CPU's memory runs out,
     the system kills.
     """
-    found = "no device"
-    if sizes.memory_limit is not None:
-        found = f"memory_limit={sizes.memory_limit}"
-    elif torch.accelerator.is_available():
+    if sizes.memory_limit is None and torch.accelerator.is_available():
         return
     raise explain(
         ArgumentValueError,
         "micro_batch_size",
-        expected="a device that says when its memory runs out",
-        found=found,
+        expected="a device that says when its memory runs out, and no memory_limit",
+        got=sizes,
         fix="On a CPU write a number of items. On a device leave memory_limit out:"
         " torch.cuda.set_per_process_memory_fraction limits it.",
     )

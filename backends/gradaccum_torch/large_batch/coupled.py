@@ -43,7 +43,6 @@ from gradaccum_torch.large_batch.gradients import (
     make_destination,
     options_of_call,
     require_no_dropping,
-    touched_error,
 )
 from gradaccum_torch.large_batch.replay import (
     Before,
@@ -93,8 +92,8 @@ def coupled_backward(
     Raises:
         ArgumentTypeError, ArgumentValueError: an argument is wrong, the batch cannot be
             divided so, or the loss is no scalar.
-        UsageError: the second run returns other outputs; a function calls
-            ``backward()``; or `optimizer` drops micro-batches, or is missing.
+        UsageError: the second run returns other outputs; or `optimizer` drops
+            micro-batches, or is missing.
 
     Examples:
         >>> import torch
@@ -146,8 +145,6 @@ def run_twice(
     torch.clear_autocast_cache()
     outputs = Outputs(nests)
     loss = require_scalar(loss_fn(outputs.nest))
-    destination.require_untouched()
-    outputs.require_untouched()
     random_state_after = before.random_state()
     buffers_after = Buffers(before.buffers.modules.values())
     destination.ignore(map(id, outputs.tensors.values()))
@@ -159,7 +156,6 @@ def run_twice(
         random_states[index].put_back()
         with torch.enable_grad():
             tensors, gradients = outputs.gradients_of(index, outputs_fn(*micro_batch))
-        destination.require_untouched()
         if tensors:
             destination.add_outputs(tensors, gradients)
         del tensors  # And with them the graph.
@@ -206,10 +202,6 @@ class Outputs:
                 tensors.append(new_tensor)
                 gradients.append(tensor.grad[rows].to(new_tensor.dtype))
         return tensors, gradients
-
-    def require_untouched(self) -> None:
-        if any(tensor.grad is not None for tensor in self.tensors.values()):
-            raise touched_error()
 
     def require_same(self) -> None:
         """Raise unless both passes gave the same outputs up to rounding; waits for the

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradaccum import UsageError
-from gradaccum.kit import Batch, Conditions, HostRandom, Precision, Run, explain
+from gradaccum.kit import Batch, Conditions, HostRandom, Precision, Run
+from gradaccum_torch.large_batch.gradients import REENTRANT_NODE, leaves_of_graph
 from gradaccum_torch.torch_private.names import Division, last_division
 
 UNUSUAL_SEED = 0x5EED0
@@ -131,7 +131,7 @@ class TorchSubject:
         hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
         with self._isolated(), hooks:
             loss = self._loss(range(self.items))
-        refuse_reentrant_checkpoint(loss)
+        leaves_of_graph([loss], set(), {REENTRANT_NODE})
         self.division = last_division(loss)
         dtypes.add(loss.dtype)
         floating = [torch.finfo(each) for each in dtypes if each.is_floating_point]
@@ -270,24 +270,3 @@ def wide(gradient: Tensor) -> Tensor:
     if dense.is_complex():
         dense = torch.view_as_real(dense)
     return dense.double()
-
-
-def refuse_reentrant_checkpoint(loss: Tensor) -> None:
-    """Raise if the graph holds one: its parameters would seem to be unused."""
-    waiting = [loss.grad_fn]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        if node is None:
-            continue
-        if node.name() == "CheckpointFunctionBackward":
-            raise explain(
-                UsageError,
-                "loss_fn",
-                expected="a graph that holds its parameters",
-                found="a reentrant checkpoint",
-                fix="Write checkpoint(..., use_reentrant=False).",
-            )
-        following = {inner for inner, _ in node.next_functions} - seen
-        seen |= following
-        waiting += following
