@@ -24,6 +24,7 @@ from gradaccum_torch.large_batch.batch import (
     MergeAux,
     Weight,
     merge,
+    tensors_of,
 )
 from gradaccum_torch.large_batch.gradients import (
     GradientsInGrad,
@@ -228,11 +229,6 @@ class Border:
 
 def without_graph(leaf: object) -> object:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-
-def tensors_of(nest: Any) -> list[Tensor]:
-    values = [leaf.value for leaf in kit.leaves_of(nest)]
-    return [value for value in values if isinstance(value, Tensor)]
 
 
 class Enter(torch.autograd.Function):

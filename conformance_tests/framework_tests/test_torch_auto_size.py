@@ -210,37 +210,6 @@ def test_coupled_loss() -> None:
         assert sizes.size == 4
 
 
-@pytest.mark.parametrize("coupled", [False, True])
-def test_batch_is_not_written_into_twice(coupled: bool) -> None:
-    """A second attempt would write once more; where the first one fits, the write is
-    the user's.
-    """
-    x, model, sizes = X.clone(), make(), AutoMicroBatchSize()
-    before = numbers(model)
-
-    def outputs_of(x: Tensor) -> Tensor:
-        out = model(x.clamp_(-0.5, 0.5).float())
-        if len(x) > 2:
-            raise torch.OutOfMemoryError
-        return out
-
-    def loss_of(x: Tensor) -> Tensor:
-        return outputs_of(x).std()
-
-    def call() -> None:
-        if coupled:
-            coupled_backward(outputs_of, Tensor.std, x, micro_batch_size=sizes)
-        else:
-            backward(loss_of, x, micro_batch_size=sizes)
-
-    with pytest.raises(UsageError, match=r"that leaves its batch as it.*give a number"):
-        call()
-    assert numbers(model) == before
-    sizes.remember(key_of(outputs_of if coupled else loss_of, [x]), 2)
-    call()
-    assert model[0].weight.grad is not None
-
-
 CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
 
 

@@ -95,10 +95,6 @@ class GradientsInGrad:
         if self.refuses_compiled:
             refused_nodes.add(COMPILED_NODE)
         leaves = leaves_of_graph(tensors, leaf_nodes, refused_nodes)
-        self.take(leaves)
-        return leaves
-
-    def take(self, leaves: Iterable[Tensor]) -> None:
         for leaf in leaves:
             if id(leaf) in self._known_ids:
                 continue
@@ -112,6 +108,7 @@ class GradientsInGrad:
                 self._handles.append(handle)
             else:
                 self._without_gradient.append(leaf)
+        return leaves
 
     def add_loss(self, loss: Tensor, weight: float, factor: float) -> None:
         if not factor:
