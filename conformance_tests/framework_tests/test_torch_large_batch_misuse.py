@@ -76,22 +76,6 @@ def test_bad_input_is_refused(words: str, call: Callable[[], Any]) -> None:
         assert torch.equal(before, torch.ones_like(p))
 
 
-def test_gradient_penalty() -> None:
-    """`torch.autograd.grad` leaves `.grad` alone."""
-    model, other = make_model(), make_model()
-
-    def penalised(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        x = x.detach().requires_grad_()
-        (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-        return cross_entropy(model(x), y) + slope.square().mean()
-
-    split(lambda x, y: penalised(model, x, y), X, Y)
-    penalised(other, X, Y).backward()
-    torch.testing.assert_close(
-        gradients(model), gradients(other), rtol=1e-12, atol=1e-14
-    )
-
-
 def test_other_outputs_in_second_pass_are_refused() -> None:
     """A counter that no buffer holds: the gradient would be of another loss."""
     model, factors, rows = make_model(), iter(range(1, 9)), iter([5, 5, 5, 3])

@@ -114,20 +114,13 @@ add(
     "x target",
     mse_loss,
     F.l1_loss,
-    F.smooth_l1_loss,
-    F.poisson_nll_loss,
     partial(F.huber_loss, delta=0.3),
-    lambda out, t: (out - t).cosh().log().mean(),
     lambda out, t: (0.9 * F.relu(t - out) + 0.1 * F.relu(out - t)).mean(),
     lambda out, t: F.kl_div(out.log_softmax(-1), t.softmax(-1), reduction="batchmean"),
     lambda out, t: (1 - F.cosine_similarity(out, t)).mean(),
-    lambda out, t: F.gaussian_nll_loss(out, t, torch.ones_like(t)),
     lambda out, t: F.binary_cross_entropy_with_logits(out, t.sigmoid()),
-    lambda out, t: F.soft_margin_loss(out, t.sign()),
     lambda out, t: (out - t).norm(dim=1).mean(),
-    lambda out, t: (out.cumsum(1) - t.cumsum(1)).square().sum(1).mean(),
     lambda out, t: (out.sort(1).values - t.sort(1).values).square().mean(),
-    lambda out, t: (out.amax(1) - t.amax(1)).square().mean(),
     lambda out, t: ((out - out.mean(1, keepdim=True)) * t).mean(),
     lambda m, x, t: (
         mse_loss(m(x), t) + 0.1 * sum(p.square().sum() for p in m.parameters())
@@ -226,7 +219,6 @@ add(
     weighted_sum,
     weighted_mean,
     lambda out, k: out[k.bool()].square().mean(),
-    lambda out, k: torch.masked_select(out[..., 1].abs(), k.bool()).mean(),
     lambda out, k: (out.square().mean(-1) * k).sum() / (k.sum() + 1e-8),
 )
 add("weights", "x missing", lambda out, y: cross_entropy(out[y >= 0], y[y >= 0]))
@@ -499,8 +491,6 @@ for kind, layer, where in (
     ("", nn.PReLU, ""),
     ("", lambda: nn.BatchNorm1d(8).eval(), ""),
     ("", lambda: nn.Softmax(-1), ""),
-    ("", nn.SELU, ""),
-    ("", nn.Hardswish, ""),
     ("", Counts, ""),
     ("", Cancels, ""),
     ("", Drops, ""),
