@@ -16,13 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gradaccum import (
-    ArgumentTypeError,
-    ArgumentValueError,
-    AutoMicroBatchSize,
-    UsageError,
-    kit,
-)
+from gradaccum import ArgumentTypeError, UsageError, kit
 from gradaccum.kit import explain, measures
 from gradaccum_torch.large_batch.backward import run_micro_batches
 from gradaccum_torch.large_batch.batch import (
@@ -30,6 +24,7 @@ from gradaccum_torch.large_batch.batch import (
     MergeAux,
     Weight,
     merge,
+    tensors_of,
 )
 from gradaccum_torch.large_batch.gradients import (
     GradientsInGrad,
@@ -46,14 +41,8 @@ from gradaccum_torch.torch_private.names import (
     untraced_within,
     version,
 )
-from gradaccum_torch.update import hooks_of
 
 Layer = Callable[[Any], Any]
-UPDATED = (
-    "gradaccum: the updates of {names} were made before this error, the last one"
-    " perhaps in part, and cannot be undone; the other layers have none. Load the last"
-    " checkpoint of the model and of the optimizer."
-)
 
 
 @untraced_within
@@ -86,18 +75,19 @@ def layered_backward(
     ``gradaccum.wrap(optimizer, steps=None, on_overflow="ignore")``, each layer's update
     is made as soon as its sum is complete, by a ``step`` of the inner optimizer that
     finds no other gradients, and its gradient is freed. A parameter of several layers
-    waits for the first of them. With ``clip_norm``, ``skip_norm`` or an overflow that
-    skips, the sums of all layers are kept until the end, and only there may the
-    optimizer have step hooks.
+    waits for the first of them. Step hooks run once per layer, and an inner optimizer
+    that counts its steps in its groups counts each layer's. With ``clip_norm``,
+    ``skip_norm`` or an overflow that skips, the sums of all layers are kept until the
+    end, where one step is made.
 
     If something raises, everything is as it was before the call, except that the
     updates of layers cannot be undone: a note on the error names these layers, and the
     optimizer refuses to go on until ``load_state_dict``.
 
     Args:
-        layers: an `nn.Sequential`, whose own forward hooks do not run, or a sequence of
-            functions and modules of one argument, any nest, which the layer before has
-            returned. Layers of FSDP2 are refused.
+        layers: an `nn.Sequential`, whose own forward method and its hooks do not run,
+            or a sequence of functions and modules of one argument, any nest, which the
+            layer before has returned. Layers of FSDP2 are refused.
         loss_fn: ``loss_fn(outputs, targets)`` returns a loss, a tensor of shape ``()``,
             or ``(loss, aux)`` if `has_aux`.
         inputs: the first layer's argument for the large batch, any nest, cut as by
@@ -114,7 +104,7 @@ def layered_backward(
         merge_aux: as there.
         optimizer: wrapped with ``steps=None``; the call is its window, and closes it.
         borders: ``"keep"`` the activations between layers, or move them to the
-            ``"host"``.
+            ``"host"``, if layers recompute.
         within: the activations inside of a layer: ``"recompute"`` them from its border,
             or ``"keep"`` those of the large batch, without a second forward pass.
 
@@ -125,8 +115,8 @@ def layered_backward(
         ArgumentTypeError, ArgumentValueError: an argument is wrong, or a function
             returns something else.
         UsageError: something writes into what a layer takes; `optimizer` cannot take a
-            window in this order; or its inner optimizer's step moves what all
-            parameters share, or parameters without a gradient.
+            window in this order; or its inner optimizer's step moves parameters without
+            a gradient.
 
     Examples:
         >>> import torch, gradaccum
@@ -141,21 +131,11 @@ def layered_backward(
         >>> optimizer.result.optimizer_step
         1
     """
-    require_places(borders, within)
     functions: list[Layer] = list(layers)
     candidates: list[Any] = [*functions, loss_fn]
     modules = [layer for layer in candidates if isinstance(layer, nn.Module)]
-    require_plain_layers(layers, modules)
+    require_unsharded(modules)
     division = kit.make_division(steps, micro_batch_size)
-    if isinstance(division.micro_batch_size, AutoMicroBatchSize):
-        # After an update of a layer no smaller size could be tried.
-        raise explain(
-            ArgumentTypeError,
-            "micro_batch_size",
-            expected="an int",
-            got=micro_batch_size,
-            fix="Write steps=4, or find a size by gradaccum_torch.backward.",
-        )
     options = options_of_call(optimizer, reduction)
     if optimizer is not None:
         require_layered_optimizer(optimizer)
@@ -176,16 +156,11 @@ def layered_backward(
     def loss_of(inputs: Any, targets: Any) -> Any:
         return loss_fn(run.forward(inputs), targets)
 
-    try:
-        with delivering(destination, before):
-            loss, auxes = run_micro_batches(loss_of, cut, destination, has_aux)
-            weights = [micro_batch.weight for micro_batch in cut.micro_batches]
-            aux = merge(auxes, weights, merge_aux)
-            run.backward(factors)
-    except BaseException as error:
-        if run.updated_names and optimizer is not None and not optimizer.result.applied:
-            error.add_note(UPDATED.format(names=", ".join(run.updated_names)))
-        raise
+    with delivering(destination, before):
+        loss, auxes = run_micro_batches(loss_of, cut, destination, has_aux)
+        weights = [micro_batch.weight for micro_batch in cut.micro_batches]
+        aux = merge(auxes, weights, merge_aux)
+        run.backward(factors)
     return (loss, aux) if has_aux else loss
 
 
@@ -237,12 +212,12 @@ class Border:
             lambda v: next(new_tensors) if isinstance(v, Tensor) else v, self.nest
         )
 
-    def require_unwritten(self, layer_name: str) -> None:
+    def require_unwritten(self, index: int) -> None:
         versions = [version(tensor) for tensor in tensors_of(self.nest)]
         if versions != self._versions:
             raise explain(
                 UsageError,
-                layer_name,
+                f"layers[{index}]",
                 expected="an input that stays as it is",
                 found="one that something wrote into",
                 fix="Give its first operation inplace=False, or join it with the layer"
@@ -254,11 +229,6 @@ class Border:
 
 def without_graph(leaf: object) -> object:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-
-def tensors_of(nest: Any) -> list[Tensor]:
-    values = [leaf.value for leaf in kit.leaves_of(nest)]
-    return [value for value in values if isinstance(value, Tensor)]
 
 
 class Enter(torch.autograd.Function):
@@ -307,7 +277,6 @@ class LayeredRun:
         recomputes: bool,
     ) -> None:
         self._layers = layers
-        self._names = [f"layers[{index}]" for index in range(len(layers))]
         self._destination = destination
         self._window: Any = destination.window
         self._updates_layers = False
@@ -326,7 +295,6 @@ class LayeredRun:
         """The first layer that uses a leaf, by the leaf's id: there its sum is
         complete.
         """
-        self.updated_names: list[str] = []
 
     def forward(self, inputs: Any) -> Any:
         """Take a micro-batch through all layers; return the loss function's input."""
@@ -353,7 +321,7 @@ class LayeredRun:
         self._reach(index, outputs.roots)
         if self._recomputes:
             buffers.free_unwritten()
-            inputs.require_unwritten(self._names[index])
+            inputs.require_unwritten(index)
             outputs.roots = []
         if self._is_on_host:
             inputs.move_to_host()
@@ -388,7 +356,7 @@ class LayeredRun:
             return
         roots = layer_pass.outputs.roots
         if self._recomputes:
-            layer_pass.inputs.require_unwritten(self._names[index])
+            layer_pass.inputs.require_unwritten(index)
             layer_pass.random_state.put_back()
             layer_pass.buffers.put_back()
             roots = self._call(index, layer_pass.inputs).roots
@@ -411,7 +379,6 @@ class LayeredRun:
         """
         is_trained = index in self._first_layers.values()
         if index and is_trained and self._updates_layers:
-            self.updated_names.append(self._names[index])
             self._window.update_part(index, partial(self._is_complete, index))
 
     def _is_complete(self, index: int, parameter: Tensor) -> bool:
@@ -427,35 +394,14 @@ class LayeredRun:
 # What a layered window refuses.
 
 
-def require_plain_layers(layers: object, modules: Sequence[nn.Module]) -> None:
-    problem = None
-    if (
-        isinstance(layers, nn.Sequential)
-        and type(layers).forward is not nn.Sequential.forward
-    ):
-        problem = f"a {type(layers).__name__} with a forward of its own"
+def require_unsharded(modules: Sequence[nn.Module]) -> None:
     if any(is_sharded(p) for module in modules for p in module.parameters()):
-        problem = "a layer of FSDP2"
-    if problem is not None:
         raise explain(
             ArgumentTypeError,
             "layers",
-            expected="layers of this process that run one after the other",
-            found=problem,
-            fix="Write layers=[prelude, *model.blocks, head], or call"
-            " gradaccum_torch.backward.",
-        )
-
-
-def require_places(borders: object, within: object) -> None:
-    places = [("keep", "recompute"), ("host", "recompute"), ("keep", "keep")]
-    if (borders, within) not in places:
-        raise explain(
-            ArgumentValueError,
-            "borders and within",
-            expected=f"one of {places}",
-            got=(borders, within),
-            fix="Leave within= out beside borders='host'.",
+            expected="layers of this process",
+            found="a layer of FSDP2",
+            fix="Call gradaccum_torch.backward.",
         )
 
 
@@ -466,9 +412,6 @@ def require_layered_optimizer(optimizer: AccumulatingOptimizer) -> None:
     window = optimizer.whole_window()
     require_no_dropping(window.options)
     unfit = window.options_of_micro_batches()
-    hooks = [*hooks_of(optimizer, "step_pre"), *hooks_of(optimizer, "step_post")]
-    if hooks and not measures(window.options):
-        unfit.append("a step hook")
     if unfit:
         raise explain(
             UsageError,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradaccum import ArgumentTypeError, UsageError, kit
+from gradaccum import UsageError, kit
 from gradaccum.kit import explain
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.torch_private.names import parameters_of
@@ -116,29 +116,11 @@ class LoopRecord:
                 `gradaccum.check_loop`.
 
         Raises:
-            UsageError: there are neither `micro_batches` nor recorded calls of the
-                model, a step of the optimizer raised, or workers have different numbers
-                of micro-batches.
+            UsageError: workers have different numbers of micro-batches.
         """
-        if self._steps_under_way:
-            raise explain(
-                UsageError,
-                "the loop",
-                expected="steps of the optimizer that end",
-                found="a step that raised",
-                fix="Record a loop without it.",
-            )
         calls = self._calls
         if micro_batches is not None:
             calls = [(kit.as_arguments(each), {}) for each in micro_batches]
-        if not calls or (loss_fn is None and self._model is None):
-            raise explain(
-                UsageError,
-                "loss_fn",
-                expected="a function and micro-batches, or a model that returns a loss",
-                found="no recorded call of a model that returned one",
-                fix="Write record.report(loss_fn, micro_batches).",
-            )
         loss_fn = loss_fn or self._loss_of_model
         count = weight or _items_of
         losses = [partial(loss_fn, *batch, **keywords) for batch, keywords in calls]
@@ -225,23 +207,11 @@ def _gathered(
     return torch.cat([rows for rows, _ in parts]), all_weights
 
 
-def recording(optimizer: Any, model: Any) -> AbstractContextManager[LoopRecord]:
+@contextmanager
+def recording(optimizer: Any, model: Any) -> Iterator[LoopRecord]:
     """Record the updates of `optimizer`; see `gradaccum.recording`."""
     if isinstance(optimizer, AccumulatingOptimizer):
         optimizer = optimizer._inner
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise explain(
-            ArgumentTypeError,
-            "optimizer",
-            expected="a torch.optim.Optimizer",
-            got=optimizer,
-            fix="Give the optimizer that the loop steps.",
-        )
-    return _recording(optimizer, model)
-
-
-@contextmanager
-def _recording(optimizer: torch.optim.Optimizer, model: Any) -> Iterator[LoopRecord]:
     record = LoopRecord(optimizer, model)
     handles = [
         optimizer.register_step_pre_hook(record.before_step),

@@ -15,7 +15,6 @@ from torch import Tensor
 from gradaccum import UsageError
 from gradaccum.kit import explain
 from gradaccum_torch.arithmetic import is_zero
-from gradaccum_torch.extensions import rate_mark
 from gradaccum_torch.gradient_sum import SumOnArrival
 from gradaccum_torch.torch_private.fsdp import units_holding
 from gradaccum_torch.torch_private.names import Versions, is_sharded
@@ -79,8 +78,13 @@ class WholeWindow:
             for parameter, gradient in self._gradients_before.items():
                 parameter.grad = gradient.zero_()
         self._window.watch.reset()
-        if self._updated_parts:
+        if self._updated_parts and error is not None:
             self._window.update.is_broken = True
+            error.add_note(
+                f"gradaccum: layers {self._updated_parts} were updated before this error,"
+                " the last one perhaps in part, and cannot be undone; the other layers"
+                " were not. Load the last checkpoint of the model and of the optimizer."
+            )
 
     # What the window is like.
 
@@ -91,13 +95,6 @@ class WholeWindow:
     @property
     def parameter_ids(self) -> set[int]:
         return set(map(id, self._parameters()))
-
-    @property
-    def has_new_gradient(self) -> bool:
-        """True if autograd has delivered something since the last micro-batch was
-        counted.
-        """
-        return self._window.has_new_gradient
 
     def loss_scale(self) -> float:
         """Return the current loss scale; may wait for the device."""
@@ -164,36 +161,15 @@ class WholeWindow:
         """Update the parameters that `belongs` is true of, whose sum is complete, and
         free it; the window stays open for the others.
         """
-        numbers_before = self._numbers()
         others = Versions(each for each in self._parameters() if not belongs(each))
         self._updated_parts.append(number)
         self._window.close_part(belongs)
-        moved = {
-            name
-            for before, now in zip(numbers_before, self._numbers(), strict=True)
-            for name, _ in now.items() - before.items()
-        }
-        if moved or others.moved():
-            raise _shared_step_error(sorted(moved) or ["parameters without a gradient"])
-
-    def _numbers(self) -> list[dict[str, object]]:
-        return [
-            {
-                name: rate_mark(value)
-                for name, value in group.items()
-                if isinstance(value, int | float | Tensor)
-            }
-            for group in self._window.masters.groups()
-        ]
-
-
-def _shared_step_error(moved: list[str]) -> UsageError:
-    return explain(
-        UsageError,
-        "optimizer",
-        expected="an inner optimizer whose step moves nothing but parameters with a"
-        " gradient and their state",
-        found=f"one that moves {moved}",
-        fix='Leave on_overflow="ignore" out: the inner optimizer then makes one step per'
-        " window. Load the last checkpoint first.",
-    )
+        if others.moved():
+            raise explain(
+                UsageError,
+                "optimizer",
+                expected="an inner optimizer whose step moves parameters with a gradient",
+                found="one that moves parameters without a gradient",
+                fix='Leave on_overflow="ignore" out: the inner optimizer then makes one'
+                " step per window. Load the last checkpoint first.",
+            )

@@ -4,8 +4,8 @@ statistics, wrapped optimizers and dtypes.
 
 from __future__ import annotations
 
+import copy
 import random
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -96,28 +96,17 @@ def test_randomness_is_replayed(draw: Callable[[], Any]) -> None:
 
 
 def test_statistics_move_once() -> None:
-    """A batch norm's, those of the loss's own modules, and those of a module that no
-    look into the closure finds.
-    """
-
-    def make() -> nn.ModuleList:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
-        return nn.ModuleList([model, nn.BatchNorm1d(4)]).double()
-
-    modules, other = make(), make()
-    held = weakref.ref(modules[0])
-
-    def outputs_fn(x: Tensor) -> Tensor:
-        fetched = held()
-        return fetched(x)
-
-    def loss_fn(outputs: Tensor, head: nn.Module = modules[1]) -> Tensor:
-        return head(outputs).square().mean(1).std()
-
-    coupled_backward(outputs_fn, loss_fn, X, steps=5)
+    """A batch norm's, and those of the loss's own modules."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)).double()
+    head = nn.BatchNorm1d(4).double()
+    modules = nn.ModuleList([model, head])
+    other = copy.deepcopy(modules)
+    coupled_backward(
+        model, lambda outputs: head(outputs).square().mean(1).std(), X, steps=5
+    )
     outputs = torch.cat([other[0](part) for part in X.split(2)])
-    loss_fn(outputs, other[1]).backward()
+    other[1](outputs).square().mean(1).std().backward()
     pair = gradients(modules), gradients(other)
     torch.testing.assert_close(*pair, rtol=1e-11, atol=1e-14)
     assert all(map(torch.equal, modules.buffers(), other.buffers()))

@@ -131,37 +131,17 @@ def test_recomputed_model(reentrant: bool, wrapped: bool) -> None:
     assert_close(model, [q + 1 for q in expected])
 
 
-def test_other_outputs() -> None:
-    """One aux per micro-batch, with the Python numbers of a logger; rows of all items;
-    or a function of all. No output keeps its graph, nor a buffer's memory.
-    """
-    weight, count = nn.Parameter(torch.ones(1)), torch.zeros(())
-    rows = torch.arange(6.0)[:, None]
-
-    def loss_fn(rows: Tensor) -> tuple[Tensor, Any]:
-        count.add_(1)
-        return (rows * weight).mean(), {"rows": rows * weight, "n": (len(rows), count)}
-
-    options = {"micro_batch_size": 4, "has_aux": True}
-    loss, auxes = backward(loss_fn, rows, **options)
+def test_aux_keeps_no_graph() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    loss, auxes = backward(
+        lambda x: ((x * weight).mean(), {"n": len(x), "rows": [x * weight]}),
+        torch.arange(6.0)[:, None],
+        micro_batch_size=4,
+        has_aux=True,
+    )
+    assert [aux["n"] for aux in auxes] == [4, 2]
     assert not loss.requires_grad
-    assert not auxes[0]["rows"].requires_grad
-    assert [aux["n"] for aux in auxes] == [(4, 1), (2, 2)]
-    _, (all_rows, _) = backward(
-        lambda rows: ((rows * weight).mean(), (rows * weight, [rows])),
-        rows,
-        merge_aux="concatenate",
-        **options,
-    )
-    assert torch.equal(all_rows, rows)
-    _, merged = backward(
-        loss_fn,
-        rows,
-        merge_aux=lambda auxes, weights: ([aux["n"][0] for aux in auxes], weights),
-        weight=lambda rows: rows.sum(),
-        **options,
-    )
-    assert merged == ([4, 2], [6.0, 9.0])
+    assert not auxes[0]["rows"][0].requires_grad
 
 
 HALF, WHOLE = torch.float16, torch.float32
@@ -232,26 +212,3 @@ def test_autocast(outer: bool) -> None:
         run()
     off = {"rtol": 2e-2, "atol": 1e-4} if outer else {"rtol": 0, "atol": 0}
     torch.testing.assert_close(gradients(model), gradients(other), **off)
-
-
-def test_sparse_gradient_before_a_dense_one_in_half_precision() -> None:
-    """A table that is an embedding first, and a head in a later micro-batch."""
-    gradients = []
-    for sparse in (False, True):
-        torch.manual_seed(0)
-        table = nn.Embedding(5, 4, sparse=sparse).bfloat16()
-
-        def loss_fn(ids: Tensor, uses_head: Tensor, table: Any = table) -> Tensor:
-            rows = table(ids)
-            loss = rows.square().mean()
-            if uses_head.any():
-                loss = loss + (rows @ table.weight.T).square().mean()
-            return loss
-
-        ids = torch.tensor([0, 1, 2, 3, 1, 4])
-        backward(loss_fn, ids, torch.arange(6) > 3, steps=3)
-        gradients.append(table.weight.grad)
-    dense, sparse_then_dense = gradients
-    assert dense is not None
-    assert sparse_then_dense is not None
-    torch.testing.assert_close(sparse_then_dense.to_dense(), dense)

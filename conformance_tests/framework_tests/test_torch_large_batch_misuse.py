@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -27,8 +26,8 @@ def loss_fn(x: Tensor, y: Tensor) -> Tensor:
     return cross_entropy(MODEL(x), y)
 
 
-def wrap(model: nn.Module, *others: Tensor, **options: Any) -> Any:
-    inner = torch.optim.SGD([*model.parameters(), *others], lr=0.1)
+def wrap(model: nn.Module, **options: Any) -> Any:
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
     return gradaccum.wrap(inner, None, **options)
 
 
@@ -38,11 +37,6 @@ def split(loss_fn: Any, *batch: Any, **options: Any) -> Any:
 
 def couple(outputs_fn: Any, loss_fn: Any = Tensor.std, **options: Any) -> Any:
     return coupled_backward(outputs_fn, loss_fn, X, steps=2, **options)
-
-
-def with_aux(aux: Any) -> Any:
-    """A loss function that returns it, too."""
-    return lambda x, y: (loss_fn(x, y), aux)
 
 
 BAD = {
@@ -80,57 +74,6 @@ def test_bad_input_is_refused(words: str, call: Callable[[], Any]) -> None:
     for p, before in zip(MODEL.parameters(), held, strict=True):
         assert p.grad is before
         assert torch.equal(before, torch.ones_like(p))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.parametrize("name", ["loss", "critic", "nested", "coupled", "outputs"])
-def test_own_backward_is_refused(dtype: torch.dtype, wrapped: bool, name: str) -> None:
-    """It would leave a gradient beside the call's: of a loss, of a critic that no window
-    sums over, of outputs and what is made of them.
-    """
-    model = make_model(dtype)
-    t, critic = others = nn.ParameterList([torch.ones(1, dtype=dtype)] * 2)
-    opt = wrap(model, t) if wrapped and name != "nested" else None
-
-    def own(outputs: Tensor, *inputs: Tensor) -> Tensor:
-        if outputs.requires_grad:
-            outputs.sum().backward(retain_graph=True, inputs=inputs or None)
-        return outputs
-
-    def loss_of(x: Tensor) -> Tensor:
-        return (model(x) * others[0] * others[1]).std()
-
-    call = {
-        "loss": partial(backward, lambda x: own(loss_of(x))),
-        "critic": partial(backward, lambda x: own(loss_of(x), critic)),
-        "nested": partial(backward, lambda x: loss_of(x) + split(loss_of, x)),
-        "coupled": partial(
-            coupled_backward, model, lambda o: own(o.std() * others[0]).sum()
-        ),
-        "outputs": partial(coupled_backward, lambda x: own(model(x)), Tensor.std),
-    }[name]
-    with pytest.raises(gradaccum.UsageError, match=r"loss_fn|outputs_fn|backward"):
-        call(X.to(dtype), steps=2, optimizer=opt)
-    if opt is not None:
-        assert opt.result.micro_step == 0
-        assert all(p.grad is None for p in model.parameters())
-
-
-def test_gradient_penalty_is_no_own_backward() -> None:
-    """`torch.autograd.grad` leaves `.grad` alone."""
-    model, other = make_model(), make_model()
-
-    def penalised(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        x = x.detach().requires_grad_()
-        (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-        return cross_entropy(model(x), y) + slope.square().mean()
-
-    split(lambda x, y: penalised(model, x, y), X, Y)
-    penalised(other, X, Y).backward()
-    torch.testing.assert_close(
-        gradients(model), gradients(other), rtol=1e-12, atol=1e-14
-    )
 
 
 def test_other_outputs_in_second_pass_are_refused() -> None:

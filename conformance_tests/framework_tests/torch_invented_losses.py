@@ -5,14 +5,18 @@ kind of cause, or "" for a right one. They judge how often `verify` is right.
 from __future__ import annotations
 
 import itertools
+import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributions import Categorical
 from torch.nn import functional as F
+from torch.nn.functional import cross_entropy, mse_loss
 
 ITEMS = 12
 TOKENS = 6
@@ -21,50 +25,47 @@ CLASSES = 4
 
 
 class Invented(NamedTuple):
-    """One loss."""
+    """One loss, of the model and the batch, or of the model's output and targets."""
 
     name: str
     kind: str
     loss: Callable[..., Tensor]
-    batch: tuple[str, ...]
-    """The names of its arrays in `arrays`."""
+    batch: tuple[Any, ...]
     options: dict[str, Any]
     layers: tuple[Callable[[], nn.Module], ...]
     """Between the model's two linear layers."""
+    where: str
+    """The place that the first cause names; "" if it is not compared."""
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        layers = [layer() for layer in self.layers]
+        return nn.Sequential(
+            nn.Linear(WIDTH, 8), *layers, nn.Tanh(), nn.Linear(8, CLASSES)
+        )
 
 
-def arrays() -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(ITEMS, *shape, generator=generator)
-
-    lengths = torch.tensor([1, 6, 2, 5, 3, 4, 6, 1, 1, 5, 6, 2])
-    mask = (torch.arange(TOKENS) < lengths[:, None]).float()
-    labels = torch.randint(0, CLASSES, (ITEMS,), generator=generator)
-    token_labels = torch.randint(0, CLASSES, (ITEMS, TOKENS), generator=generator)
-    return {
-        "x": draw(WIDTH),
-        "z": draw(WIDTH),
-        "tokens": draw(TOKENS, WIDTH),
-        "target": draw(CLASSES),
-        "value": draw(),
-        "labels": labels,
-        "padded": torch.where(mask > 0, token_labels, -100),
-        "missing": torch.where(mask[:, 2] > 0, labels, -100),
-        "mask": mask,
-        "lengths": lengths.float(),
-        "binary": torch.tensor([0.0, 1, 1, 0, 1, 0, 0, 0, 1, 0, 0, 0]),
-        "importance": torch.tensor([1.0, 3, 2, 5, 1, 1, 4, 2, 1, 6, 1, 3]),
-    }
-
-
-def model_of(layers: tuple[Callable[[], nn.Module], ...]) -> nn.Module:
-    torch.manual_seed(0)
-    made = [layer() for layer in layers]
-    return nn.Sequential(nn.Linear(WIDTH, 8), *made, nn.Tanh(), nn.Linear(8, CLASSES))
-
-
+torch.manual_seed(0)
+MASK = (
+    torch.arange(TOKENS) < torch.tensor([[1, 6, 2, 5, 3, 4, 6, 1, 1, 5, 6, 2]]).T
+).float()
+LABELS = torch.randint(0, CLASSES, (ITEMS,))
+TOKEN_LABELS = torch.randint(0, CLASSES, (ITEMS, TOKENS))
+ARRAYS: dict[str, Any] = {
+    "x": torch.randn(ITEMS, WIDTH),
+    "z": torch.randn(ITEMS, WIDTH),
+    "tokens": torch.randn(ITEMS, TOKENS, WIDTH),
+    "target": torch.randn(ITEMS, CLASSES),
+    "value": torch.randn(ITEMS),
+    "labels": LABELS,
+    "padded": torch.where(MASK > 0, TOKEN_LABELS, -100),
+    "missing": torch.where(MASK[:, 2] > 0, LABELS, -100),
+    "mask": MASK,
+    "lengths": MASK.sum(1),
+    "binary": torch.tensor([0.0, 1, 1, 0, 1, 0, 0, 0, 1, 0, 0, 0]),
+    "importance": torch.tensor([1.0, 3, 2, 5, 1, 1, 4, 2, 1, 6, 1, 3]),
+}
+ARRAYS["dictionary"] = {"states": ARRAYS["tokens"], "kept": MASK}
 LOSSES: list[Invented] = []
 
 
@@ -73,23 +74,37 @@ def add(
     batch: str,
     *losses: Callable[..., Tensor],
     layers: tuple[Callable[[], nn.Module], ...] = (),
+    where: str = "",
     **options: Any,
 ) -> None:
+    arrays = tuple(ARRAYS[name] for name in batch.split())
     for loss in losses:
         name = f"{len(LOSSES)} {kind or 'right'} {batch}"
-        LOSSES.append(Invented(name, kind, loss, tuple(batch.split()), options, layers))
+        LOSSES.append(Invented(name, kind, loss, arrays, options, layers, where))
 
 
-def normalised(x: Tensor) -> Tensor:
-    return F.normalize(x, dim=-1)
+def of_each(out: Tensor, y: Tensor) -> Tensor:
+    return cross_entropy(out, y, reduction="none")
 
 
 def similarity(x: Tensor, z: Tensor) -> Tensor:
-    return normalised(x) @ normalised(z).T / 0.5
+    return F.normalize(x, dim=-1) @ F.normalize(z, dim=-1).T / 0.5
 
 
-def places(x: Tensor) -> Tensor:
-    return torch.arange(len(x))
+def contrast(scores: Tensor) -> Tensor:
+    return cross_entropy(scores, torch.arange(len(scores)))
+
+
+def weighted_sum(out: Tensor, weights: Tensor) -> Tensor:
+    return (out[..., 0].square() * weights).sum()
+
+
+def weighted_mean(out: Tensor, weights: Tensor) -> Tensor:
+    return weighted_sum(out, weights) / weights.sum()
+
+
+def token_loss(out: Tensor, y: Tensor) -> Tensor:
+    return cross_entropy(out.flatten(0, 1), y.flatten())
 
 
 # Means over items.
@@ -97,45 +112,35 @@ def places(x: Tensor) -> Tensor:
 add(
     "",
     "x target",
-    lambda m, x, t: F.mse_loss(m(x), t),
-    lambda m, x, t: F.l1_loss(m(x), t),
-    lambda m, x, t: F.huber_loss(m(x), t, delta=0.3),
-    lambda m, x, t: F.smooth_l1_loss(m(x), t),
-    lambda m, x, t: (m(x) - t).cosh().log().mean(),
-    lambda m, x, t: (0.9 * F.relu(t - m(x)) + 0.1 * F.relu(m(x) - t)).mean(),
-    lambda m, x, t: F.kl_div(
-        m(x).log_softmax(-1), t.softmax(-1), reduction="batchmean"
-    ),
-    lambda m, x, t: (1 - F.cosine_similarity(m(x), t)).mean(),
-    lambda m, x, t: F.gaussian_nll_loss(m(x), t, torch.ones_like(t)),
-    lambda m, x, t: F.poisson_nll_loss(m(x), t.exp()),
-    lambda m, x, t: F.binary_cross_entropy_with_logits(m(x), t.sigmoid()),
-    lambda m, x, t: F.soft_margin_loss(m(x), t.sign()),
-    lambda m, x, t: (m(x) - t).norm(dim=1).mean(),
-    lambda m, x, t: (m(x).cumsum(1) - t.cumsum(1)).square().sum(1).mean(),
-    lambda m, x, t: (m(x).sort(1).values - t.sort(1).values).square().mean(),
-    lambda m, x, t: (m(x).amax(1) - t.amax(1)).square().mean(),
-    lambda m, x, t: ((m(x) - m(x).mean(1, keepdim=True)) * t).mean(),
+    mse_loss,
+    F.l1_loss,
+    partial(F.huber_loss, delta=0.3),
+    lambda out, t: (0.9 * F.relu(t - out) + 0.1 * F.relu(out - t)).mean(),
+    lambda out, t: F.kl_div(out.log_softmax(-1), t.softmax(-1), reduction="batchmean"),
+    lambda out, t: (1 - F.cosine_similarity(out, t)).mean(),
+    lambda out, t: F.binary_cross_entropy_with_logits(out, t.sigmoid()),
+    lambda out, t: (out - t).norm(dim=1).mean(),
+    lambda out, t: (out.sort(1).values - t.sort(1).values).square().mean(),
+    lambda out, t: ((out - out.mean(1, keepdim=True)) * t).mean(),
     lambda m, x, t: (
-        F.mse_loss(m(x), t) + 0.1 * sum(p.square().sum() for p in m.parameters())
+        mse_loss(m(x), t) + 0.1 * sum(p.square().sum() for p in m.parameters())
     ),
 )
 add(
     "",
     "x labels",
-    lambda m, x, y: F.cross_entropy(m(x), y),
-    lambda m, x, y: F.cross_entropy(m(x), y, label_smoothing=0.2),
-    lambda m, x, y: F.nll_loss(m(x).log_softmax(-1), y),
-    lambda m, x, y: F.multi_margin_loss(m(x), y),
-    lambda m, x, y: (
-        F.cross_entropy(m(x), y)
-        - 0.1 * torch.distributions.Categorical(logits=m(x)).entropy().mean()
+    F.multi_margin_loss,
+    partial(cross_entropy, label_smoothing=0.2),
+    lambda out, y: F.nll_loss(out.log_softmax(-1), y),
+    lambda out, y: (
+        cross_entropy(out, y) - 0.1 * Categorical(logits=out).entropy().mean()
     ),
-    lambda m, x, y: (
-        (1 - (e := F.cross_entropy(m(x), y, reduction="none")).neg().exp()) ** 2 * e
-    ).mean(),
-    lambda m, x, y: (
-        F.cross_entropy(m(x), y) + 0.01 * m(x).logsumexp(-1).square().mean()
+    lambda out, y: ((1 - (-of_each(out, y)).exp()) ** 2 * of_each(out, y)).mean(),
+    lambda out, y: cross_entropy(out, y) + 0.01 * out.logsumexp(-1).square().mean(),
+    lambda out, y: cross_entropy(out, y) * 1e30,
+    lambda out, y: (
+        cross_entropy(out * np.random.beta(1.0, 1.0) + np.random.randn(), y)
+        * random.random()
     ),
 )
 add(
@@ -151,66 +156,40 @@ add(
 add(
     "",
     "tokens mask",
-    lambda m, x, k: ((m(x)[..., 0].square() * k).sum(1) / k.sum(1)).mean(),
-    lambda m, x, k: (m(x)[..., 0].square() * k).sum() / len(x),
-    lambda m, x, k: (m(x)[..., 0].square() * k).sum() / k.numel(),
-    lambda m, x, k: ((m(x).mean(-1) * k).sum(1)).square().mean(),
+    lambda out, k: ((out[..., 0].square() * k).sum(1) / k.sum(1)).mean(),
+    lambda out, k: weighted_sum(out, k) / len(out),
+    lambda out, k: weighted_sum(out, k) / k.numel(),
+    lambda out, k: ((out.mean(-1) * k).sum(1)).square().mean(),
 )
-add("", "x value", lambda m, x, a: -(m(x).log_softmax(-1)[:, 0] * a).mean())
-add(
-    "",
-    "tokens padded",
-    lambda m, x, y: F.cross_entropy(m(x).flatten(0, 1), y.flatten()),
-    weight=lambda x, y: (y != -100).sum(),
-)
-add(
-    "",
-    "tokens mask",
-    lambda m, x, k: (m(x)[..., 0].square() * k).sum() / k.sum(),
-    weight=lambda x, k: k.sum(),
-)
+add("", "x value", lambda out, a: -(out.log_softmax(-1)[:, 0] * a).mean())
+add("", "tokens padded", token_loss, weight=lambda x, y: (y != -100).sum())
+add("", "tokens mask", weighted_mean, weight=lambda x, k: k.sum())
 add(
     "",
     "x target",
-    lambda m, x, t: (m(x) - t).square().sum(),
-    lambda m, x, t: F.mse_loss(m(x), t, reduction="sum"),
+    lambda out, t: (out - t).square().sum(),
+    partial(mse_loss, reduction="sum"),
     reduction="sum",
 )
 add(
     "",
     "tokens mask",
-    lambda m, x, k: (m(x)[..., 0].square() * k).sum(),
+    weighted_sum,
     reduction="sum_per_item",
     weight=lambda x, k: k.sum(),
 )
+add("", "x labels importance", lambda out, y, w: (of_each(out, y) * w).mean())
 add(
     "",
     "x labels importance",
-    lambda m, x, y, w: (F.cross_entropy(m(x), y, reduction="none") * w).mean(),
-)
-add(
-    "",
-    "x labels importance",
-    lambda m, x, y, w: (F.cross_entropy(m(x), y, reduction="none") * w).sum() / w.sum(),
+    lambda out, y, w: (of_each(out, y) * w).sum() / w.sum(),
     weight=lambda x, y, w: w.sum(),
 )
-for layer in (
-    lambda: nn.Dropout(0.3),
-    lambda: nn.LayerNorm(8),
-    lambda: nn.GroupNorm(2, 8),
-    lambda: nn.CELU(),
-    lambda: nn.PReLU(),
-    lambda: nn.BatchNorm1d(8).eval(),
-    lambda: nn.Softmax(-1),
-    lambda: nn.SELU(),
-    lambda: nn.Hardswish(),
-):
-    add("", "x labels", lambda m, x, y: F.cross_entropy(m(x), y), layers=(layer,))
 add(
     "",
     "x",
     lambda m, x: m(x + torch.randn_like(x)).square().mean(),
-    lambda m, x: (m(x) * (1 + 0.1 * torch.rand(len(x), 1))).square().mean(),
+    lambda out: (out * (1 + 0.1 * torch.rand(len(out), 1))).square().mean(),
 )
 
 
@@ -219,74 +198,83 @@ add(
 add(
     "weights",
     "tokens padded",
-    lambda m, x, y: F.cross_entropy(m(x).flatten(0, 1), y.flatten()),
-    lambda m, x, y: (
-        F.cross_entropy(m(x)[:, :-1].flatten(0, 1), y[:, 1:].flatten(), reduction="sum")
-        / (y[:, 1:] != -100).sum().clamp(min=1)
-    ),
-    lambda m, x, y: F.cross_entropy(m(x).transpose(1, 2), y, label_smoothing=0.1),
+    token_loss,
+    lambda out, y: cross_entropy(out.transpose(1, 2), y, label_smoothing=0.1),
+)
+add(
+    "weights",
+    "tokens padded",
+    lambda out, y: token_loss(out[:, :-1], y[:, 1:]).nan_to_num(),
+    where="(batch[1][:, 1:] != -100).sum()",
+)
+add(
+    "weights",
+    "dictionary",
+    lambda m, batch: weighted_mean(m(batch["states"]), batch["kept"]),
+    where="(batch[0]['kept'] != 0).sum()",
 )
 add(
     "weights",
     "tokens mask",
-    lambda m, x, k: (m(x)[..., 0].square() * k).sum() / k.sum(),
-    lambda m, x, k: m(x)[k.bool()].square().mean(),
-    lambda m, x, k: torch.masked_select(m(x)[..., 1].abs(), k.bool()).mean(),
-    lambda m, x, k: (m(x).square().mean(-1) * k).sum() / (k.sum() + 1e-8),
-    lambda m, x, k: (m(x)[..., 0].square() * k).sum(),
+    weighted_sum,
+    weighted_mean,
+    lambda out, k: out[k.bool()].square().mean(),
+    lambda out, k: (out.square().mean(-1) * k).sum() / (k.sum() + 1e-8),
 )
+add("weights", "x missing", lambda out, y: cross_entropy(out[y >= 0], y[y >= 0]))
 add(
     "weights",
     "x missing",
-    lambda m, x, y: F.cross_entropy(m(x), y),
-    lambda m, x, y: F.cross_entropy(m(x)[y >= 0], y[y >= 0]),
+    cross_entropy,
+    layers=(nn.Dropout,),
+    where="(batch[1] != -100).sum()",
 )
 add(
     "weights",
     "x labels",
-    lambda m, x, y: F.cross_entropy(m(x), y, weight=torch.tensor([1.0, 2, 5, 3])),
-    lambda m, x, y: F.nll_loss(
-        m(x).log_softmax(-1), y, weight=torch.tensor([4.0, 1, 1, 2])
+    lambda out, y: F.nll_loss(
+        out.log_softmax(-1), y, weight=torch.tensor([4.0, 1, 1, 2])
     ),
-    lambda m, x, y: F.cross_entropy(m(x), y, reduction="sum"),
-    lambda m, x, y: F.cross_entropy(m(x), y) + 0.05 * m(x).square().sum(),
+    partial(cross_entropy, reduction="sum"),
+    lambda out, y: cross_entropy(out, y) + 0.05 * out.square().sum(),
+)
+add(
+    "weights",
+    "x labels",
+    partial(cross_entropy, weight=torch.tensor([1.0, 2, 5, 3])),
+    where="the denominator of the loss",
 )
 add(
     "weights",
     "x labels importance",
-    lambda m, x, y, w: (F.cross_entropy(m(x), y, reduction="none") * w).sum() / w.sum(),
+    lambda out, y, w: (of_each(out, y) * w).sum() / w.sum(),
 )
 add(
     "weights",
     "x binary",
-    lambda m, x, y: (m(x)[:, 0].square() * y).sum() / y.sum().clamp(min=1),
-    lambda m, x, y: (m(x)[:, 0].square() * y).sum() / y.sum(),
+    lambda out, y: weighted_sum(out, y) / y.sum().clamp(min=1),
+    weighted_mean,
 )
-add(
-    "weights",
-    "tokens lengths",
-    lambda m, x, n: (m(x)[:, 0, 0].square() * n).sum() / n.sum(),
-)
+add("weights", "tokens lengths", lambda out, n: weighted_mean(out[:, 0], n))
 add(
     "weights",
     "x target",
-    lambda m, x, t: F.mse_loss(m(x), t),
-    lambda m, x, t: F.mse_loss(m(x), t, reduction="sum") / len(x),
+    mse_loss,
+    lambda out, t: (out - t).square().sum() / len(out),
     reduction="sum",
 )
 add(
     "weights",
     "x target",
     lambda m, x, t: (
-        F.mse_loss(m(x), t, reduction="sum")
-        + sum(p.square().sum() for p in m.parameters())
+        (m(x) - t).square().sum() + sum(p.square().sum() for p in m.parameters())
     ),
     reduction="sum",
 )
 add(
     "weights",
     "x target importance",
-    lambda m, x, t, w: F.mse_loss(m(x), t),
+    lambda out, t, w: mse_loss(out, t),
     weight=lambda x, t, w: w.sum(),
 )
 
@@ -296,21 +284,15 @@ add(
 add(
     "coupled",
     "x z",
-    lambda m, x, z: F.cross_entropy(similarity(m(x), m(z)), places(x)),
-    lambda m, x, z: (
-        (
-            F.cross_entropy(s := similarity(m(x), m(z)), places(x))
-            + F.cross_entropy(s.T, places(x))
-        )
-        / 2
-    ),
+    lambda m, x, z: contrast(similarity(m(x), m(z))),
+    lambda m, x, z: contrast(similarity(m(x), m(z))) + contrast(similarity(m(z), m(x))),
     lambda m, x, z: (
         -F.logsigmoid(similarity(m(x), m(z)) * (2 * torch.eye(len(x)) - 1)).mean()
     ),
     lambda m, x, z: F.relu(
         1
-        + (d := torch.cdist(m(x), m(z))).diagonal()
-        - (d + 9 * torch.eye(len(x))).amin(1)
+        + torch.cdist(m(x), m(z)).diagonal()
+        - (torch.cdist(m(x), m(z)) + 9 * torch.eye(len(x))).amin(1)
     ).mean(),
     lambda m, x, z: (
         ((m(x) - m(x).mean(0)).T @ (m(z) - m(z).mean(0)) / len(x) - torch.eye(CLASSES))
@@ -318,7 +300,7 @@ add(
         .sum()
     ),
     lambda m, x, z: (
-        (m(x) - m(z)).square().mean() + F.relu(1 - m(x).var(0).add(1e-4).sqrt()).mean()
+        mse_loss(m(x), m(z)) + F.relu(1 - m(x).var(0).add(1e-4).sqrt()).mean()
     ),
     lambda m, x, z: (m(x).mean(0) - m(z).mean(0)).square().sum(),
     lambda m, x, z: (torch.cov(m(x).T) - torch.cov(m(z).T)).square().mean(),
@@ -327,53 +309,52 @@ add(
 add(
     "coupled",
     "x labels",
-    lambda m, x, y: (
-        F.cross_entropy(m(x), y, reduction="none")
-        .topk(max(len(x) // 2, 1))
-        .values.mean()
+    lambda out, y: of_each(out, y).topk(max(len(out) // 2, 1)).values.mean(),
+    lambda out, y: of_each(out, y).max(),
+    lambda out, y: of_each(out, y).square().mean().sqrt(),
+    lambda out, y: (
+        cross_entropy(out, y) - 0.5 * torch.special.entr(out.softmax(-1).mean(0)).sum()
     ),
-    lambda m, x, y: F.cross_entropy(m(x), y, reduction="none").max(),
-    lambda m, x, y: F.cross_entropy(m(x), y, reduction="none").square().mean().sqrt(),
-    lambda m, x, y: (
-        F.cross_entropy(m(x), y)
-        - 0.5 * torch.special.entr(m(x).softmax(-1).mean(0)).sum()
-    ),
-    lambda m, x, y: (
-        m(x).softmax(-1).mean(0) * F.one_hot(m(x).argmax(-1), CLASSES).float().mean(0)
+    lambda out, y: (
+        out.softmax(-1).mean(0) * F.one_hot(out.argmax(-1), CLASSES).float().mean(0)
     ).sum(),
-    lambda m, x, y: (
+    lambda out, y: (
         1
         - 2
-        * (m(x).sigmoid() * F.one_hot(y, CLASSES)).sum()
-        / (m(x).sigmoid().sum() + len(x))
+        * (out.sigmoid() * F.one_hot(y, CLASSES)).sum()
+        / (out.sigmoid().sum() + len(out))
     ),
-    lambda m, x, y: F.cross_entropy(m(x) - m(x).mean(0), y),
+    lambda out, y: cross_entropy(out - out.mean(0), y),
 )
 add(
     "coupled",
     "x value",
-    lambda m, x, v: -(m(x)[:, 0] * (v - v.mean()) / (v.std() + 1e-4)).mean(),
-    lambda m, x, v: 1 - torch.corrcoef(torch.stack([m(x)[:, 0], v]))[0, 1],
-    lambda m, x, v: F.softplus(
-        -(m(x)[:, :1] - m(x)[:, 0]) * (v[:, None] - v).sign()
+    lambda out, v: -(out[:, 0] * (v - v.mean()) / (v.std() + 1e-4)).mean(),
+    lambda out, v: 1 - torch.corrcoef(torch.stack([out[:, 0], v]))[0, 1],
+    lambda out, v: F.softplus(
+        -(out[:, :1] - out[:, 0]) * (v[:, None] - v).sign()
     ).mean(),
-    lambda m, x, v: (m(x)[:, 0] - v).square().sum() / (v - v.mean()).square().sum(),
-    lambda m, x, v: -(m(x)[:, 0].log_softmax(0) * v.softmax(0)).sum(),
-    lambda m, x, v: (m(x)[:, 0] - v).abs().median(),
+    lambda out, v: (out[:, 0] - v).square().sum() / (v - v.mean()).square().sum(),
+    lambda out, v: -(out[:, 0].log_softmax(0) * v.softmax(0)).sum(),
+    lambda out, v: (out[:, 0] - v).abs().median(),
 )
 add(
     "coupled",
     "tokens mask",
-    lambda m, x, k: (
-        (m(x)[..., 0].square() * k).sum() / k.sum() + m(x)[:, 0].square().mean()
-    ),
+    lambda out, k: weighted_mean(out, k) + out[:, 0].square().mean(),
+)
+add(
+    "coupled",
+    "tokens mask",
+    lambda out, k: weighted_mean(out, k) + 1e-3 * out.mean().square(),
+    weight=lambda x, k: k.sum(),
 )
 add(
     "coupled",
     "x binary",
-    lambda m, x, y: (
-        (m(x)[:, 0].square() * y).sum() / y.sum().clamp(min=1)
-        + (m(x)[:, 1].square() * (1 - y)).sum() / (1 - y).sum().clamp(min=1)
+    lambda out, y: (
+        weighted_sum(out, y) / y.sum().clamp(min=1)
+        + weighted_sum(out, 1 - y) / (1 - y).sum().clamp(min=1)
     ),
 )
 
@@ -417,6 +398,54 @@ class Warmup(nn.Module):
         return x * min(1.0, 0.1 * self.calls)
 
 
+class Counts(Centre):
+    """Changes state that is read for nothing but a log."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        super().forward(x)
+        return x
+
+
+class GhostNorm(nn.Module):
+    """Statistics of each two consecutive items, in evaluation mode too: a partition in
+    order changes nothing.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) % 2:
+            return x
+        pairs = x.unflatten(0, (-1, 2))
+        return (pairs - pairs.mean(1, keepdim=True)).flatten(0, 1)
+
+
+class ItemsAttend(nn.MultiheadAttention):
+    """Attention along the batch axis."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, x, x, need_weights=False)[0]
+
+
+class Cancels(nn.Module):
+    """0.1 + 0.2 - 0.3, in a kink, is zero or not by the order of the addition."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean(1, keepdim=True)
+        return F.relu(x - mean) + F.relu(x.sum(1, keepdim=True) - 8 * mean)
+
+
+class Drops(nn.Module):
+    """A layer left out or not for all items at once, by torch's random numbers and by
+    Python's.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = 2 if random.random() < 0.5 else 1
+        return x * factor * (3 if torch.rand(()).item() < 0.5 else 1)
+
+
 class Straight(torch.autograd.Function):
     """Its derivative ignores what it is handed."""
 
@@ -454,47 +483,57 @@ class Applied(nn.Module):
         return self.function.apply(x)  # type: ignore[no-any-return]
 
 
-def cross_entropy(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(m(x), y)
-
-
-for kind, layer in (
-    ("hidden_state", Centre),
-    ("hidden_state", Queue),
-    ("hidden_state", Warmup),
-    ("batch_statistics", lambda: nn.BatchNorm1d(8)),
-    ("batch_statistics", lambda: nn.BatchNorm1d(8, affine=False)),
-    ("batch_statistics", lambda: nn.BatchNorm1d(8, track_running_stats=False)),
-    ("custom_backward", lambda: Applied(Straight)),
-    ("custom_backward", lambda: Applied(Clipped)),
-    ("", lambda: Applied(Reversal)),
+for kind, layer, where in (
+    ("", lambda: nn.Dropout(0.3), ""),
+    ("", lambda: nn.LayerNorm(8), ""),
+    ("", lambda: nn.GroupNorm(2, 8), ""),
+    ("", nn.CELU, ""),
+    ("", nn.PReLU, ""),
+    ("", lambda: nn.BatchNorm1d(8).eval(), ""),
+    ("", lambda: nn.Softmax(-1), ""),
+    ("", Counts, ""),
+    ("", Cancels, ""),
+    ("", Drops, ""),
+    ("", lambda: Applied(Reversal), ""),
+    ("coupled", GhostNorm, "the loss"),
+    ("coupled", ItemsAttend, "the loss"),
+    ("hidden_state", Centre, "1.mean"),
+    ("hidden_state", Queue, "1.mean"),
+    ("hidden_state", Warmup, "1.calls"),
+    ("batch_statistics", lambda: nn.BatchNorm1d(8), "1"),
+    ("batch_statistics", lambda: nn.BatchNorm1d(8, affine=False), "1"),
+    ("batch_statistics", lambda: nn.BatchNorm1d(8, track_running_stats=False), "1"),
+    ("custom_backward", lambda: Applied(Straight), "0.weight, 0.bias"),
+    ("custom_backward", lambda: Applied(Clipped), "0.weight, 0.bias"),
 ):
-    add(kind, "x labels", cross_entropy, layers=(layer,))
+    add(kind, "x labels", cross_entropy, layers=(layer,), where=where)
 
 COUNTER = itertools.count()
 add(
     "not_repeatable",
     "x labels",
-    lambda m, x, y: F.cross_entropy(m(x), y) * (1 + 0.1 * next(COUNTER)),
-    lambda m, x, y: F.cross_entropy(m(x), y) * (1 + time.perf_counter() % 1),
-    lambda m, x, y: F.cross_entropy(m(0.7 * x + 0.3 * x[torch.randperm(len(x))]), y),
-    lambda m, x, y: F.cross_entropy(
+    lambda out, y: cross_entropy(out, y) * (1 + 0.1 * next(COUNTER)),
+    where="outside of the model",
+)
+add(
+    "not_repeatable",
+    "x labels",
+    lambda out, y: cross_entropy(out, y) * (1 + time.perf_counter() % 1),
+    lambda m, x, y: cross_entropy(m(0.7 * x + 0.3 * x[torch.randperm(len(x))]), y),
+    lambda m, x, y: cross_entropy(
         m(x * torch.from_numpy(np.random.rand(len(x), 1)).float()), y
     ),
-    lambda m, x, y: F.cross_entropy(
+    lambda m, x, y: cross_entropy(
         m(x * torch.rand(len(x), 1, generator=torch.Generator().manual_seed(3))), y
     ),
+    lambda out, y: (
+        of_each(out, y) * torch.tensor([random.gauss(1.0, 0.5) for _ in y])
+    ).mean(),
 )
 add(
     "not_finite",
     "x target",
-    lambda m, x, t: torch.where(m(x) > 0, m(x).sqrt(), 0.0).mean(),
-    lambda m, x, t: (m(x) - m(x)).norm(dim=1).mean() / 0.0,
-    lambda m, x, t: (m(x) * float("inf")).mean(),
+    lambda out, t: torch.where(out > 0, out.sqrt(), 0.0).mean(),
+    lambda out, t: (out - out).norm(dim=1).mean() / 0.0,
+    lambda out, t: (out * float("inf")).mean(),
 )
-
-
-def cases() -> Iterator[tuple[Invented, nn.Module, tuple[Tensor, ...]]]:
-    for invented in LOSSES:
-        batch = tuple(arrays()[name] for name in invented.batch)
-        yield invented, model_of(invented.layers), batch

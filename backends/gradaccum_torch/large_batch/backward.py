@@ -68,13 +68,15 @@ def backward(
 
     Args:
         loss_fn: ``loss_fn(*micro_batch)`` returns a loss, a tensor of shape ``()``, or
-            ``(loss, aux)`` if `has_aux`.
+            ``(loss, aux)`` if `has_aux`. It leaves ``backward()`` and ``zero_grad()``
+            to the call.
         batch: any nest of tuples, lists, dicts and dataclasses of tensors and arrays,
             cut into views. A plain number, text or None is passed whole.
         steps: at most so many micro-batches, of ceil(items / steps) items.
         micro_batch_size: items of a micro-batch; ``"auto"`` or an `AutoMicroBatchSize`
             without a limit: the most that fit into the memory of a device; when it runs
-            out, the call starts over with half as many. All workers of the optimizer's
+            out, the call starts over with half as many; so `loss_fn` must not write
+            into its batch. All workers of the optimizer's
             group, or of the default process group, make such a call together.
         reduction: ``"mean"``: `loss_fn` returns a mean, and each counts by its weight;
             ``"sum"``: losses are added; ``"sum_per_item"``: `loss_fn` returns a sum, and
@@ -107,8 +109,8 @@ def backward(
     Raises:
         ArgumentTypeError, ArgumentValueError: an argument is wrong, the batch cannot be
             divided so, or the loss is no scalar.
-        UsageError: `loss_fn` calls ``backward()``, or its parameters are a wrapped
-            optimizer's or several workers' and `optimizer` is not given.
+        UsageError: the parameters are a wrapped optimizer's or several workers', and
+            `optimizer` is not given.
 
     Examples:
         >>> import torch
@@ -184,6 +186,5 @@ def differentiate(
         loss, aux = loss
         aux = kit.mapped(copy_without_graph, aux)
     loss = require_scalar(loss)
-    destination.require_untouched()
     destination.add_loss(loss, micro_batch.weight, micro_batch.factor)
     return loss.detach(), aux

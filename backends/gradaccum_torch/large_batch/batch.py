@@ -53,7 +53,7 @@ class LargeBatch:
             (leaf, axis_of(leaf, axis))
             for leaf, axis in zip(leaves, leaf_axes, strict=True)
         ]
-        self.tensors = [leaf.value for leaf in leaves if isinstance(leaf.value, Tensor)]
+        self.tensors = tensors_of(batch)
         sizes = [
             (leaf.path, length_of(leaf.value, axis))
             for leaf, axis in self.leaves
@@ -91,6 +91,11 @@ class LargeBatch:
         if callable(self.weight):
             return [read_weight(self.weight(*inputs)) for inputs in arguments]
         return [math.fsum(self.weight[cut.start : cut.stop]) for cut in cuts]
+
+
+def tensors_of(nest: kit.Nest) -> list[Tensor]:
+    values = [leaf.value for leaf in kit.leaves_of(nest)]
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def axis_of(leaf: kit.Leaf, axis: object) -> int | None:

@@ -22,7 +22,6 @@ from gradaccum.kit import (
     Division,
     Nest,
     explain,
-    leaves_of,
     make_division,
     mapped,
 )
@@ -36,6 +35,7 @@ from gradaccum_torch.large_batch.batch import (
     concatenate,
     copy_without_graph,
     require_scalar,
+    tensors_of,
 )
 from gradaccum_torch.large_batch.gradients import (
     GradientsInGrad,
@@ -43,7 +43,6 @@ from gradaccum_torch.large_batch.gradients import (
     make_destination,
     options_of_call,
     require_no_dropping,
-    touched_error,
 )
 from gradaccum_torch.large_batch.replay import (
     Before,
@@ -93,8 +92,8 @@ def coupled_backward(
     Raises:
         ArgumentTypeError, ArgumentValueError: an argument is wrong, the batch cannot be
             divided so, or the loss is no scalar.
-        UsageError: the second run returns other outputs; a function calls
-            ``backward()``; or `optimizer` drops micro-batches, or is missing.
+        UsageError: the second run returns other outputs; or `optimizer` drops
+            micro-batches, or is missing.
 
     Examples:
         >>> import torch
@@ -146,11 +145,9 @@ def run_twice(
     torch.clear_autocast_cache()
     outputs = Outputs(nests)
     loss = require_scalar(loss_fn(outputs.nest))
-    destination.require_untouched()
-    outputs.require_untouched()
     random_state_after = before.random_state()
     buffers_after = Buffers(before.buffers.modules.values())
-    destination.ignore(map(id, outputs.tensors.values()))
+    destination.ignore(map(id, outputs.tensors))
     destination.add_loss(loss, 1.0, 1.0)
     value = loss.detach().clone()
     del loss  # And with it the graph of all items.
@@ -159,7 +156,6 @@ def run_twice(
         random_states[index].put_back()
         with torch.enable_grad():
             tensors, gradients = outputs.gradients_of(index, outputs_fn(*micro_batch))
-        destination.require_untouched()
         if tensors:
             destination.add_outputs(tensors, gradients)
         del tensors  # And with them the graph.
@@ -170,23 +166,19 @@ def run_twice(
 
 
 class Outputs:
-    """The outputs of the large batch from the first pass, by their paths."""
+    """The outputs of the large batch from the first pass."""
 
     def __init__(self, nests: list[Nest]) -> None:
-        self._starts: dict[str, list[int]] = {}
-        """The row at which each micro-batch begins, and the number of rows."""
-        rows: Any = [dict(leaves_of(nest, "outputs")) for nest in nests]
-        for path in rows[0]:
-            lengths = [len(tensors[path]) for tensors in rows]
-            self._starts[path] = [0, *accumulate(lengths)]
-        del rows
+        columns = zip(*map(tensors_of, nests), strict=True)
+        self._starts = [[0, *accumulate(map(len, column))] for column in columns]
+        """Of each tensor the row at which each micro-batch begins."""
         self.nest = concatenate(nests)
         nests.clear()
-        self.tensors: dict[str, Any] = dict(leaves_of(self.nest, "outputs"))
-        for tensor in self.tensors.values():
+        self.tensors = tensors_of(self.nest)
+        for tensor in self.tensors:
             tensor.requires_grad_(tensor.is_floating_point() or tensor.is_complex())
-        self._differences: list[tuple[str, Tensor]] = []
-        """Paths, and whether the second pass gave another output, a scalar bool."""
+        self._differences: list[Tensor] = []
+        """Whether the second pass gave another output, scalar bools."""
 
     def gradients_of(
         self, index: int, outputs: Nest
@@ -196,36 +188,31 @@ class Outputs:
         """
         tensors = []
         gradients = []
-        new_tensors: dict[str, Any] = dict(leaves_of(outputs, "outputs"))
-        for path, new_tensor in new_tensors.items():
-            tensor = self.tensors[path]
-            rows = slice(*self._starts[path][index : index + 2])
-            difference = differs(tensor.detach()[rows], new_tensor.detach())
-            self._differences.append((path, difference))
+        for tensor, starts, new_tensor in zip(
+            self.tensors, self._starts, tensors_of(outputs), strict=True
+        ):
+            rows = slice(*starts[index : index + 2])
+            self._differences.append(
+                differs(tensor.detach()[rows], new_tensor.detach())
+            )
             if new_tensor.requires_grad and tensor.grad is not None:
                 tensors.append(new_tensor)
                 gradients.append(tensor.grad[rows].to(new_tensor.dtype))
         return tensors, gradients
 
-    def require_untouched(self) -> None:
-        if any(tensor.grad is not None for tensor in self.tensors.values()):
-            raise touched_error()
-
     def require_same(self) -> None:
         """Raise unless both passes gave the same outputs up to rounding; waits for the
         device.
         """
-        for path, difference in self._differences:
-            if difference:
-                raise explain(
-                    UsageError,
-                    "outputs_fn",
-                    expected=f"the same {path} in both passes",
-                    found="values that differ by more than rounding",
-                    fix="Draw random numbers from the global generators of torch, NumPy"
-                    " or Python, and keep what changes from call to call in buffers of"
-                    " modules.",
-                )
+        if any(self._differences):
+            raise explain(
+                UsageError,
+                "outputs_fn",
+                expected="the same outputs in both passes",
+                found="values that differ by more than rounding",
+                fix="Draw random numbers from the global generators of torch, NumPy or"
+                " Python, and keep what changes from call to call in buffers of modules.",
+            )
 
 
 def differs(first: Tensor, second: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,12 +29,9 @@ from gradaccum_torch.torch_private.names import (
     Node,
     keep_own,
     untraced,
-    version,
 )
 from gradaccum_torch.whole_window import WholeWindow
 
-Mark: TypeAlias = tuple[int, int] | None
-"""Which tensor a ``.grad`` is, and how often it was written into."""
 LEAF_NODE = "torch::autograd::AccumulateGrad"
 REENTRANT_NODE = "CheckpointFunctionBackward"
 """The node of a reentrant checkpoint, whose graph appears in its backward pass only."""
@@ -73,7 +70,6 @@ class GradientsInGrad:
         self._earlier_gradients: dict[Tensor, Tensor | None] = {}
         self._wide_sums: dict[Tensor, Tensor] = {}
         self._without_gradient: list[Tensor] = []
-        self._marks: list[Mark] = []
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> None:
@@ -99,10 +95,6 @@ class GradientsInGrad:
         if self.refuses_compiled:
             refused_nodes.add(COMPILED_NODE)
         leaves = leaves_of_graph(tensors, leaf_nodes, refused_nodes)
-        self.take(leaves)
-        return leaves
-
-    def take(self, leaves: Iterable[Tensor]) -> None:
         for leaf in leaves:
             if id(leaf) in self._known_ids:
                 continue
@@ -111,12 +103,12 @@ class GradientsInGrad:
             self._known_ids.add(id(leaf))
             self._earlier_gradients[leaf] = leaf.grad
             leaf.grad = None
-            self._marks.append(None)
             if gradient_dtype(leaf) in HALF:
                 handle = leaf.register_post_accumulate_grad_hook(self._move_into_sum)  # type: ignore[no-untyped-call]
                 self._handles.append(handle)
             else:
                 self._without_gradient.append(leaf)
+        return leaves
 
     def add_loss(self, loss: Tensor, weight: float, factor: float) -> None:
         if not factor:
@@ -138,18 +130,13 @@ class GradientsInGrad:
 
     def backward(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         torch.autograd.backward(tuple(tensors), tuple(gradients))
-        self.note()
+        self.own_gradients()
 
-    def note(self) -> None:
-        """Take ``.grad`` as the sum so far, in memory that nobody else writes into."""
+    def own_gradients(self) -> None:
+        """Keep new gradients in memory that nobody else writes into."""
         for leaf in self._without_gradient:
             keep_own(leaf)
         self._without_gradient = [p for p in self._without_gradient if p.grad is None]
-        self._marks = self._present_marks()
-
-    def require_untouched(self) -> None:
-        if self._present_marks() != self._marks:
-            raise touched_error()
 
     def deliver(self) -> None:
         """Divide the sums, and add what was in ``.grad`` before."""
@@ -180,14 +167,6 @@ class GradientsInGrad:
         else:
             self._wide_sums[leaf] = gradient.detach().to(sum_dtype(leaf, None))
         leaf.grad = None
-
-    def _present_marks(self) -> list[Mark]:
-        gradients = [p.grad for p in self._earlier_gradients]
-        if self._wide_sums:
-            gradients = [
-                self._wide_sums.get(p, p.grad) for p in self._earlier_gradients
-            ]
-        return [None if g is None else (id(g), version(g)) for g in gradients]
 
 
 untraced(GradientsInGrad._move_into_sum)
@@ -225,7 +204,7 @@ class GradientsInWindow(GradientsInGrad):
         if factor:
             self.reach([loss], self._leaf_nodes)
         self._optimizer.backward(loss, weight=weight)
-        self.note()
+        self.own_gradients()
         self._optimizer.step()
 
     def add_outputs(
@@ -235,11 +214,6 @@ class GradientsInWindow(GradientsInGrad):
         self.window.begin_weightless()
         super().add_outputs(outputs, gradients)
         self._optimizer.step()
-
-    def require_untouched(self) -> None:
-        super().require_untouched()
-        if self.window.has_new_gradient:
-            raise touched_error()
 
     def deliver(self) -> None:
         if self._earlier_gradients:
@@ -312,16 +286,6 @@ def watched_error(leaf: Tensor) -> UsageError:
         found=f"one of shape {tuple(leaf.shape)} that a wrapped optimizer collects",
         fix="Write optimizer=opt, wrapped with steps=None; of another optimizer's"
         " parameters, call requires_grad_(False) for this call.",
-    )
-
-
-def touched_error() -> UsageError:
-    return explain(
-        UsageError,
-        "loss_fn",
-        expected="a function that computes the loss",
-        found="one that changes .grad itself, as backward() or zero_grad() does",
-        fix="Return the loss, and leave backward() and zero_grad() to the caller.",
     )
 
 

@@ -33,23 +33,30 @@ class RandomState:
 
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
         self._python = random.getstate()
-        self._cpu = torch.get_rng_state()
         self._numpy: Any = None
         if "numpy" in sys.modules:
             self._numpy = sys.modules["numpy"].random.get_state()
-        self._devices = [
-            (device, torch.get_device_module(device).get_rng_state(device))
+        self._cpu = torch.get_rng_state()
+        self._of_devices = {
+            device: torch.get_device_module(device).get_rng_state(device)
             for device in devices
             if device.type not in ("cpu", "meta")
-        ]
+        }
 
     def put_back(self) -> None:
         random.setstate(self._python)
-        torch.set_rng_state(self._cpu)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
-        for device, state in self._devices:
+        torch.set_rng_state(self._cpu)
+        for device, state in self._of_devices.items():
             torch.get_device_module(device).set_rng_state(state, device)
+
+    def has_torch_moved(self) -> bool:
+        now = RandomState(self._of_devices)
+        states = [now._cpu, *now._of_devices.values()]
+        return not all(
+            map(torch.equal, states, [self._cpu, *self._of_devices.values()])
+        )
 
 
 def random_devices(tensors: Iterable[Tensor]) -> set[torch.device]:

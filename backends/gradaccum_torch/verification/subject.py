@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradaccum import UsageError
-from gradaccum.kit import Batch, Conditions, HostRandom, Precision, Run, explain
+from gradaccum.kit import Batch, Conditions, HostRandom, Precision, Run
+from gradaccum_torch.large_batch.gradients import REENTRANT_NODE, leaves_of_graph
+from gradaccum_torch.large_batch.replay import RandomState, random_devices
 from gradaccum_torch.torch_private.names import Division, last_division
 
 UNUSUAL_SEED = 0x5EED0
@@ -37,7 +38,7 @@ class TorchSubject:
         self._weight = weight
         self._has_aux = has_aux
         self._state = ModelState(model)
-        self._random = RandomState()
+        self._random = RandomState(random_devices(model.parameters()))
         self._parameters = {
             name: parameter
             for name, parameter in model.named_parameters()
@@ -58,7 +59,7 @@ class TorchSubject:
                 if not conditions.carry_state:
                     self._state.restore()
                     self._prepare(conditions)
-                self._random.restore(conditions.seed)
+                self._set_random_state(conditions.seed)
                 runs.append(self._run(part, conditions))
             return runs
 
@@ -92,13 +93,15 @@ class TorchSubject:
         names = {module: name for name, module in self._model.named_modules()}
         running: list[nn.Module] = []
         drawing: dict[str, None] = {}
-        state = self._random.states()
+        devices = random_devices(self._model.parameters())
+        state = RandomState(devices)
 
         def note() -> None:
             nonlocal state
-            before, state = state, self._random.states()
-            if before != state and running:
-                drawing[names[running[-1]]] = None
+            if state.has_torch_moved():
+                state = RandomState(devices)
+                if running:
+                    drawing[names[running[-1]]] = None
 
         def enter(module: nn.Module, _: Any) -> None:
             note()
@@ -131,7 +134,7 @@ class TorchSubject:
         hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
         with self._isolated(), hooks:
             loss = self._loss(range(self.items))
-        refuse_reentrant_checkpoint(loss)
+        leaves_of_graph([loss], set(), {REENTRANT_NODE})
         self.division = last_division(loss)
         dtypes.add(loss.dtype)
         floating = [torch.finfo(each) for each in dtypes if each.is_floating_point]
@@ -160,7 +163,6 @@ class TorchSubject:
             (parameter, parameter.grad) for parameter in self._model.parameters()
         ]
         try:
-            self._random.restore()
             for parameter, _ in gradients:
                 parameter.grad = None
             # A compiled model would be compiled anew for each size of a micro-batch.
@@ -168,9 +170,16 @@ class TorchSubject:
                 yield
         finally:
             self._state.restore()
-            self._random.restore()
+            self._random.put_back()
             for parameter, gradient in gradients:
                 parameter.grad = gradient
+
+    def _set_random_state(self, seed: int) -> None:
+        """Restore the user's states; a `seed` other than 0 sets other states."""
+        self._random.put_back()
+        if seed:
+            HostRandom().restore(seed)
+            torch.manual_seed(UNUSUAL_SEED + seed)
 
     def _prepare(self, conditions: Conditions) -> None:
         """Set the modes, and perturb the parameters."""
@@ -237,57 +246,9 @@ class ModelState:
         return tuple(dict.fromkeys(names))
 
 
-class RandomState:
-    """The random states of torch, Python and NumPy."""
-
-    def __init__(self) -> None:
-        self._host = HostRandom()
-        self._before = self._get()
-
-    def _get(self) -> list[Tensor]:
-        states = [torch.get_rng_state()]
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            states += torch.cuda.get_rng_state_all()
-        return states
-
-    def states(self) -> list[bytes]:
-        return [state.numpy().tobytes() for state in self._get()]
-
-    def restore(self, seed: int = 0) -> None:
-        """Restore the user's states; a `seed` other than 0 sets other states."""
-        self._host.restore(seed)
-        if seed:
-            torch.manual_seed(UNUSUAL_SEED + seed)
-            return
-        torch.set_rng_state(self._before[0])
-        if len(self._before) > 1:
-            torch.cuda.set_rng_state_all(self._before[1:])
-
-
 def wide(gradient: Tensor) -> Tensor:
     """Return a gradient in float64, dense; a complex number as two."""
     dense = gradient.to_dense() if gradient.is_sparse else gradient
     if dense.is_complex():
         dense = torch.view_as_real(dense)
     return dense.double()
-
-
-def refuse_reentrant_checkpoint(loss: Tensor) -> None:
-    """Raise if the graph holds one: its parameters would seem to be unused."""
-    waiting = [loss.grad_fn]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        if node is None:
-            continue
-        if node.name() == "CheckpointFunctionBackward":
-            raise explain(
-                UsageError,
-                "loss_fn",
-                expected="a graph that holds its parameters",
-                found="a reentrant checkpoint",
-                fix="Write checkpoint(..., use_reentrant=False).",
-            )
-        following = {inner for inner, _ in node.next_functions} - seen
-        seen |= following
-        waiting += following

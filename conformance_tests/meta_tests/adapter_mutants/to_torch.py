@@ -419,8 +419,8 @@ MUTANTS = (
     ),
     Mutant(
         "go_on_after_some_layers_were_updated",
-        "        if self._updated_parts:\n            self._window.update.is_broken = True\n",
-        "",
+        "            self._window.update.is_broken = True\n            error.add_note(\n",
+        "            error.add_note(\n",
         OWN
         + "test_torch_layered.py::test_error_after_an_update_names_the_layers_and_asks_for_a_load",
     ),
