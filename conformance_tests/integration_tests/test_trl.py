@@ -1,5 +1,5 @@
-"""TRL's `GRPOTrainer`: its loss divides by tokens or is a mean, and a window is the
-large batch of either.
+"""TRL's trainers with `AccumulationCallback`: the loss of GRPO divides by tokens or is
+a mean, and a window is the large batch of either.
 """
 
 from __future__ import annotations
@@ -18,12 +18,20 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 from torch.optim.lr_scheduler import ConstantLR
-from trl import GRPOConfig, GRPOTrainer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
 import gradaccum
 from benchmarks.scoreboard.transformers_rows import tokenizer, words
-from benchmarks.scoreboard.trl_rows import gpt2
+from benchmarks.scoreboard.trl_rows import gpt2, pairs
 from conformance_tests.framework_tests.refusing import refused
+from conformance_tests.integration_tests.regression import distance
 from gradaccum_torch.integrations.transformers import AccumulationCallback
 
 STEPS, RATE = 4, 0.1
@@ -53,27 +61,33 @@ def quiet(recwarn: pytest.WarningsRecorder) -> Iterator[None]:
     )
 
 
-def made(folder: Path, loss_type: str, steps_per_generation: int) -> tuple[Any, Any]:
-    """The trainer, and the wrapped optimizer."""
+OPTIONS: dict[str, Any] = {
+    "max_grad_norm": 0.0,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "use_cpu": True,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "save_strategy": "no",
+    "seed": 3,
+}
+
+
+def made(
+    folder: Path, loss_type: str, steps_per_generation: int
+) -> tuple[Any, AccumulationCallback]:
     model = gpt2()
     inner = torch.optim.SGD(model.parameters(), lr=RATE)
-    opt = gradaccum.wrap(inner, steps=STEPS, separate_sums=True)
     arguments = GRPOConfig(
         str(folder),
         per_device_train_batch_size=2,
+        gradient_accumulation_steps=STEPS,
         num_generations=2,
         max_completion_length=6,
         steps_per_generation=steps_per_generation,
         loss_type=loss_type,
-        max_steps=STEPS,
-        max_grad_norm=0.0,
-        bf16=False,
-        gradient_checkpointing=False,
-        use_cpu=True,
-        report_to="none",
-        disable_tqdm=True,
-        save_strategy="no",
-        seed=3,
+        max_steps=1,
+        **OPTIONS,
     )
     trainer = Recording(
         model,
@@ -81,21 +95,22 @@ def made(folder: Path, loss_type: str, steps_per_generation: int) -> tuple[Any, 
         args=arguments,
         train_dataset=Dataset.from_list([{"prompt": words(i, 3)} for i in range(16)]),
         processing_class=tokenizer("left"),
-        optimizers=(opt, gradaccum.wrap(ConstantLR(opt, 1.0))),
+        optimizers=(inner, ConstantLR(inner, 1.0)),
     )
     trainer.seen = []
-    trainer.add_callback(AccumulationCallback(trainer))
-    return trainer, opt
+    callback = AccumulationCallback(trainer)
+    trainer.add_callback(callback)
+    return trainer, callback
 
 
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("steps_per_generation", [1, 2, 4])
+@pytest.mark.parametrize("steps_per_generation", [1, 4])
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
 def test_window_is_the_large_batch_of_the_loss(
     tmp_path: Path, loss_type: str, steps_per_generation: int
 ) -> None:
-    trainer, opt = made(tmp_path, loss_type, steps_per_generation)
+    trainer, callback = made(tmp_path, loss_type, steps_per_generation)
     before = [p.detach().clone() for p in trainer.model.parameters()]
     trainer.train()
     tokens = [float(inputs["completion_mask"].sum()) for _, inputs in trainer.seen]
@@ -117,7 +132,7 @@ def test_window_is_the_large_batch_of_the_loss(
         expected = before[place] - RATE * gradient / total
         # TRL has the advantages in float32.
         torch.testing.assert_close(parameter.detach(), expected, rtol=1e-6, atol=1e-7)
-    assert opt.result.applied
+    assert callback.optimizer.result.applied
 
 
 @pytest.mark.filterwarnings("default")
@@ -126,3 +141,46 @@ def test_unknown_loss_is_refused(tmp_path: Path) -> None:
     trainer.loss_type = "new"
     with refused(gradaccum.UsageError, "loss_type", "dapo"):
         trainer.train()
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", ["SFT", "DPO"])
+def test_unequal_micro_batches_equal_large_batch(tmp_path: Path, name: str) -> None:
+    """SFT counts tokens. The loss of DPO is a mean over a batch, the last of which is
+    short.
+    """
+    kind = SFTTrainer
+    config = SFTConfig
+    items = [{"text": words(item, 2 + item % 5)} for item in range(7)]
+    models_by_name = {}
+    if name == "DPO":
+        kind = DPOTrainer
+        config = DPOConfig
+        items = pairs(False)
+        models_by_name["ref_model"] = gpt2()
+    models = []
+    for size in (2, 8):
+        model = gpt2()
+        inner = torch.optim.SGD(model.parameters(), lr=RATE)
+        arguments = config(
+            str(tmp_path),
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=8 // size,
+            num_train_epochs=1,
+            **OPTIONS,
+        )
+        trainer = kind(
+            model,
+            args=arguments,
+            train_dataset=Dataset.from_list(items),
+            processing_class=tokenizer("left"),
+            optimizers=(inner, ConstantLR(inner, 1.0)),
+            **models_by_name,
+        )
+        if size == 2:
+            trainer.add_callback(AccumulationCallback(trainer))
+        trainer.train()
+        models.append(model)
+    assert distance(*models) < 1e-6
+    assert distance(models[0], gpt2()) > 1e-4

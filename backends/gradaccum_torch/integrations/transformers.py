@@ -1,205 +1,161 @@
-"""A callback for the `transformers.Trainer` that makes each of the Trainer's
-accumulated batches a window.
+"""A callback for the `transformers.Trainer` and TRL's trainers that makes each of the
+Trainer's accumulated batches a window.
 
-While the Trainer trains, `AccumulationCallback` replaces its ``get_batch_samples`` and
-two methods of its accelerator.
+While the Trainer trains, `AccumulationCallback` replaces its optimizer, its
+``training_step`` and ``_prepare_inputs``, and two methods of its accelerator.
 """
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
+from accelerate.utils.operations import ignorant_find_batch_size
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-from gradaccum import ArgumentTypeError, UsageError
+from gradaccum import UsageError
 from gradaccum.kit import explain
+from gradaccum_torch.backend import wrap
 from gradaccum_torch.optimizer import AccumulatingOptimizer
-from gradaccum_torch.scheduler import GatedScheduler
 
 Trainer = Any
 """A `transformers.Trainer`; mypy runs without that package."""
 Argument = Any
-"""What the Trainer hands to every callback."""
+"""What the Trainer hands to every callback, or to one of its own methods."""
 
 
 class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
-    """Makes a window right under the `transformers.Trainer`:
+    """Makes each update of a Trainer that of the large batch:
     ``trainer.add_callback(AccumulationCallback(trainer))``.
 
-    - Clipping: ``max_grad_norm``, 1.0 by default, must be the window's ``clip_norm``; a
-      micro-batch is not clipped.
-    - ``grad_norm`` in the logs is that of the last closed window, 0 before any.
-    - Weights: where the Trainer counts items (tokens with a label, or TRL's
-      ``num_items_in_batch`` where its loss divides by that), they are the micro-batch's
-      weight. This waits for the device.
-    - The last window of an epoch, and of the run, is closed with what it holds; the
-      scheduler moves with it.
-    - A run that does not resume begins with an empty window.
+    The Trainer's arguments, optimizer and scheduler stay as they are:
+    ``gradient_accumulation_steps`` is the length of a window, and ``max_grad_norm``
+    clips it. The weight of a micro-batch is the number of items that the Trainer
+    counts in it, or else its batch size. The Trainer logs the loss and the norm of the
+    window, and processes reduce their gradients once per window.
 
     Args:
-        trainer: the `transformers.Trainer`, given ``optimizers=(opt, scheduler)``: an
-            optimizer wrapped with ``separate_sums=True`` and a gated scheduler.
+        trainer: a `transformers.Trainer`, or a trainer of TRL.
+
+    Attributes:
+        optimizer: the wrapped optimizer from the beginning of ``trainer.train()`` on.
 
     Raises:
-        ArgumentTypeError: as ``trainer.train()`` begins; its optimizer is not wrapped,
-            or its scheduler not gated.
-        UsageError: then; its arguments contradict the window's, or the gradients are
-            not the optimizer's to handle.
+        UsageError: in ``trainer.train()``; nobody knows by what a loss of TRL divides,
+            or a subclass differentiates a loss that has a weight by itself.
     """
+
+    optimizer: AccumulatingOptimizer
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._replacements = ExitStack()
-        self._norm = torch.zeros(())
-        """What the Trainer logs. It asks before the optimizer's step, and reads after
-        that.
+        self._grad_norm = torch.zeros(())
+        """The norm of the window, which the Trainer asks for before the update, and
+        reads after it.
         """
-        self._weight: float | None = None
-        self._has_loss = False
-        """A loss of the step under way was differentiated."""
 
     def on_train_begin(
         self, args: Argument, state: Argument, control: Argument, **kwargs: Argument
     ) -> None:
-        require_trainer(self._trainer)
+        trainer = self._trainer
+        accelerator = trainer.accelerator
         self._replacements.close()  # An earlier run may have ended with an exception.
-        self._weight = None
-        opt = wrapped_optimizer(self._trainer.optimizer)
-        if state.global_step == 0:
-            opt.discard()
-        accelerator = self._trainer.accelerator
-        count_items = self._trainer.get_batch_samples
-        self._replace(accelerator, "backward", self._backward)
-        self._replace(accelerator, "clip_grad_norm_", self._window_norm)
-        self._replace(
-            self._trainer,
-            "get_batch_samples",
-            partial(self._batch_samples, count_items),
+        self.__dict__.pop("optimizer", None)  # An optimizer is wrapped once at a time.
+        module = trainer.model_wrapped
+        is_parallel = isinstance(module, DistributedDataParallel)
+        self.optimizer = wrap(
+            trainer.optimizer.optimizer,
+            None,
+            # A window measures the norm that the Trainer logs only if it has a limit.
+            clip_norm=args.max_grad_norm or sys.float_info.max,
+            loss_scale=accelerator.scaler,
+            module=module if is_parallel else None,
         )
-        prepare = self._trainer._prepare_inputs
-        self._replace(
-            self._trainer, "_prepare_inputs", partial(self._prepared_inputs, prepare)
-        )
+        self._replace(trainer.optimizer, "optimizer", self.optimizer)
+        self._replace(trainer.optimizer, "scaler", None)
+        self._replace(accelerator, "backward", self.optimizer.backward)
+        self._replace(accelerator, "clip_grad_norm_", lambda *_: self._grad_norm)
+        # Each process counts its own items, because the window adds the counts up.
+        self._replace(args, "average_tokens_across_devices", False)
+        training_step = partial(self._training_step, trainer.training_step)
+        self._replace(trainer, "training_step", training_step)
+        prepare_inputs = partial(self._prepare_inputs, trainer._prepare_inputs)
+        self._replace(trainer, "_prepare_inputs", prepare_inputs)
 
-    def on_epoch_begin(
+    def on_substep_end(
         self, args: Argument, state: Argument, control: Argument, **kwargs: Argument
     ) -> None:
-        """Close a window that was saved open at the end of an epoch."""
-        if float(state.epoch or 0).is_integer():
-            self._flush()
-
-    def on_pre_optimizer_step(
-        self, args: Argument, state: Argument, control: Argument, **kwargs: Argument
-    ) -> None:
-        """Require that the Trainer called the replacement of its backward pass.
-
-        Raises:
-            UsageError: a subclass differentiates by itself.
-        """
-        if not self._has_loss:
-            raise trainer_error(
-                "trainer",
-                "a step that calls accelerator.backward",
-                "one that did without it",
-                "Leave training_step to the Trainer, or accumulate with"
-                " gradient_accumulation_steps= and a bare optimizer.",
-            )
-        self._has_loss = False
+        self.optimizer.step()
 
     def on_optimizer_step(
         self, args: Argument, state: Argument, control: Argument, **kwargs: Argument
     ) -> None:
-        """Close the window at the last micro-batch of an epoch or run, before the
-        scheduler moves and a checkpoint is saved.
-        """
-        if (
-            self._trainer.accelerator.gradient_state.end_of_dataloader
-            or state.global_step + 1 >= state.max_steps
-        ):
-            self._close()
-        self._norm.fill_(self._opt.result.grad_norm)
-
-    def on_epoch_end(
-        self, args: Argument, state: Argument, control: Argument, **kwargs: Argument
-    ) -> None:
-        """Close the window of an epoch that broke off, or whose last batch the loader
-        did not announce.
-        """
-        self._flush()
+        """Close the window, whose last micro-batch the Trainer's own step has added."""
+        self.optimizer.flush()
+        result = self.optimizer.result
+        self._grad_norm.fill_(result.grad_norm)
+        # The Trainer's scheduler does not move after a skipped update.
+        self._trainer.optimizer._is_overflow = result.skipped
+        if math.isfinite(result.loss):
+            self._trainer._tr_loss += result.loss
 
     def on_train_end(
         self, args: Argument, state: Argument, control: Argument, **kwargs: Argument
     ) -> None:
         self._replacements.close()
 
-    @property
-    def _opt(self) -> AccumulatingOptimizer:
-        return wrapped_optimizer(self._trainer.optimizer)
-
-    def _close(self) -> None:
-        """Flush an open window, or all workers' windows. Where none is open, the user's
-        callbacks still read the result of the last step.
-        """
-        if self._opt.result.micro_step or self._opt._window.workers.is_shared:
-            self._opt.flush()
-
-    def _flush(self) -> None:
-        self._close()
-        self._norm.fill_(self._opt.result.grad_norm)
-        if isinstance(self._trainer.lr_scheduler, GatedScheduler):
-            self._trainer.lr_scheduler.step()
-
-    def _backward(self, loss: Tensor, **kwargs: Argument) -> None:
-        # Of several losses of a micro-batch the first names the weight.
-        weight = None if self._has_loss else self._weight
-        self._has_loss = True
-        self._opt.backward(loss, weight, **kwargs)
-
-    def _window_norm(
-        self, parameters: Argument, max_norm: float, norm_type: float = 2
+    def _training_step(
+        self,
+        training_step: Argument,
+        model: Argument,
+        inputs: Argument,
+        *_: Argument,
     ) -> Tensor:
-        """Clip nothing; return the norm of the window that the next step may close."""
-        return self._norm
+        """Run the Trainer's step as if the micro-batch were the whole batch, whose loss
+        is then a mean; return 0, because the loss of the window is logged.
+        """
+        trainer = self._trainer
+        trainer.current_gradient_accumulation_steps = 1
+        count = trainer._get_num_items_in_batch([inputs], trainer.args.device)
+        weight = count
+        if count is None or trainer.loss_is_scaled_for_ga is False:
+            weight = ignorant_find_batch_size(inputs)
+        if weight is not None:
+            self.optimizer.weigh(float(torch.as_tensor(weight).flatten()[0]))
+        loss: Tensor = training_step(model, inputs, count)
+        return torch.zeros_like(loss)
 
-    def _batch_samples(
-        self, count_items: Argument, *args: Argument, **kwargs: Argument
-    ) -> tuple[Any, Any]:
-        """Note the number of items in the mean of the micro-batch."""
-        samples, items = count_items(*args, **kwargs)
-        self._weight = None
-        divides = getattr(self._trainer, "loss_is_scaled_for_ga", None) is not False
-        if items is not None and divides:
-            self._weight = float(torch.as_tensor(items).flatten()[0])
-        return samples, items
+    def _prepare_inputs(self, prepare_inputs: Argument, inputs: Argument) -> Any:
+        """Weigh a micro-batch by the tokens by which TRL's loss divides, whatever batch
+        they are of.
+        """
+        prepared = prepare_inputs(inputs)
+        if isinstance(prepared, Mapping) and self._trainer.model.training:
+            count = prepared.get("num_items_in_batch")
+            if count is not None and divides_by_tokens(self._trainer):
+                self.optimizer.weigh(float(count))
+        return prepared
 
-    def _prepared_inputs(
-        self, prepare: Argument, *args: Argument, **kwargs: Argument
-    ) -> Any:
-        """Note by how many tokens TRL's loss divides, whatever batch they are of."""
-        inputs = prepare(*args, **kwargs)
-        items = inputs.get(_TRLS_COUNT) if isinstance(inputs, Mapping) else None
-        if items is not None and divides_by_tokens(self._trainer):
-            self._weight = float(torch.as_tensor(items))
-        return inputs
-
-    def _replace(self, owner: Any, name: str, method: Argument) -> None:
+    def _replace(self, owner: Any, name: str, replacement: Argument) -> None:
         if name in vars(owner):
             self._replacements.callback(setattr, owner, name, vars(owner)[name])
         else:
             self._replacements.callback(delattr, owner, name)
-        setattr(owner, name, method)
+        setattr(owner, name, replacement)
 
 
-_TRLS_COUNT = "num_items_in_batch"
 _BY_TOKENS = {"dapo", "cispo", "vespo"}
 _MEANS = {"grpo", "bnpo", "dr_grpo", "sapo", "luspo"}
-"""The losses of TRL's trainers that divide by `_TRLS_COUNT`, and those that are means
-of a micro-batch, which count the same.
+"""The losses of TRL's trainers that divide by ``num_items_in_batch``, and those that
+are means of a micro-batch, which count the same.
 """
 
 
@@ -215,84 +171,10 @@ def divides_by_tokens(trainer: Trainer) -> bool:
         return False
     if kind is None or kind in _BY_TOKENS:
         return True
-    known_kinds = ", ".join(sorted(_BY_TOKENS | _MEANS))
-    fix = "Choose another one, or accumulate with gradient_accumulation_steps= alone."
-    raise trainer_error("loss_type", f"one of {known_kinds}", repr(kind), fix)
-
-
-# Refusals of a `transformers.Trainer` under which a window of a wrapped optimizer would
-# be wrong.
-
-
-_AT_EVALUATION = {"ReduceLROnPlateau", "GreedyLR"}
-"""Schedulers that the Trainer moves by a metric, at an evaluation: no gate is needed.
-"""
-
-
-def require_trainer(trainer: Trainer) -> None:
-    options = wrapped_optimizer(trainer.optimizer)._options
-    args = trainer.args
-    if not options.separate_sums:
-        raise trainer_error(
-            "separate_sums",
-            "gradaccum.wrap(..., separate_sums=True)",
-            "without it, and the Trainer clears .grad after each micro-batch",
-            "Write separate_sums=True.",
-        )
-    if args.gradient_accumulation_steps > 1:
-        raise trainer_error(
-            "gradient_accumulation_steps",
-            "1 beside a wrapped optimizer",
-            f"{args.gradient_accumulation_steps}, which would accumulate twice",
-            "Leave it out; steps= of gradaccum.wrap says how long a window is.",
-        )
-    if trainer.accelerator.scaler is not None:
-        raise trainer_error(
-            "fp16",
-            "no loss scaler beside a wrapped optimizer",
-            "one that skips and unscales each micro-batch",
-            "Write bf16=True.",
-        )
-    if args.max_grad_norm > 0 and options.clip_norm != args.max_grad_norm:
-        raise trainer_error(
-            "clip_norm",
-            f"clip_norm={args.max_grad_norm}, as max_grad_norm of TrainingArguments,"
-            " whose default is 1.0",
-            f"clip_norm={options.clip_norm}",
-            f"Write gradaccum.wrap(..., clip_norm={args.max_grad_norm}), or"
-            f" TrainingArguments(max_grad_norm={options.clip_norm or 0}).",
-        )
-    scheduler = trainer.lr_scheduler
-    kinds = {kind.__name__ for kind in type(scheduler).__mro__}
-    if not isinstance(scheduler, GatedScheduler) and not kinds & _AT_EVALUATION:
-        raise explain(
-            ArgumentTypeError,
-            "optimizers",
-            expected="a gated scheduler, which moves once per update",
-            found=f"a scheduler of the class {type(scheduler).__name__}",
-            fix="Write optimizers=(opt, gradaccum.wrap(get_scheduler(name, opt,"
-            " num_training_steps=updates))).",
-        )
-
-
-def wrapped_optimizer(optimizer: Any) -> AccumulatingOptimizer:
-    """Return the wrapped optimizer, out of Accelerate's if necessary; raise if it is
-    not wrapped.
-    """
-    kind = type(optimizer).__name__
-    while not isinstance(optimizer, AccumulatingOptimizer):
-        if not hasattr(optimizer, "optimizer"):
-            raise explain(
-                ArgumentTypeError,
-                "optimizers",
-                expected="a wrapped optimizer",
-                found=f"an optimizer of the class {kind}",
-                fix="Write Trainer(..., optimizers=(opt, gradaccum.wrap(scheduler)))"
-                " with opt = gradaccum.wrap(optimizer, steps=4, ...).",
-            )
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
-def trainer_error(argument: str, expected: str, found: str, fix: str) -> UsageError:
-    return explain(UsageError, argument, expected=expected, found=found, fix=fix)
+    raise explain(
+        UsageError,
+        "loss_type",
+        expected=f"one of {', '.join(sorted(_BY_TOKENS | _MEANS))}",
+        found=repr(kind),
+        fix="Choose another loss, or leave AccumulationCallback out.",
+    )
