@@ -174,6 +174,26 @@ def test_keywords_reach_the_loss() -> None:
     assert coupled(ONE, x, train=True) == (3, 3)
 
 
+@pytest.mark.parametrize("steps", [2, 4])
+def test_arrays_by_keyword_are_cut(steps: int) -> None:
+    """Also in nests, with weights by a function of them, and along another axis."""
+
+    def loss_fn(params: Any, *, batch: Any, mask: Any, train: bool = False) -> Any:
+        assert train is True
+        products = params * batch["x"] * mask
+        return products.sum() / mask.sum()
+
+    x, mask = np.arange(6.0), np.array([1.0, 0, 1, 1, 1, 0.5])
+    for weight in (lambda batch, mask: mask.sum(), mask):
+        step = gradaccum_jax.value_and_grad(loss_fn, steps=steps, weight=weight)
+        loss, gradient = step(ONE, batch={"x": x}, mask=mask, train=True)
+        assert float(loss) == float(gradient) == pytest.approx(11.5 / 4.5)
+    coupled = gradaccum_jax.coupled_value_and_grad(
+        lambda p, *, x: p * x.T, lambda p, z: z.sum() ** 2, steps=steps, axes=1
+    )
+    assert coupled(ONE, x=x[None]) == (225, 450)
+
+
 def reading(gradients: Any, state: Any, params: Any = None, *, x: Any) -> Any:
     return jax.tree.map(lambda g: -x * g, gradients), state
 

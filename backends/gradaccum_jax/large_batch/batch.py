@@ -58,10 +58,24 @@ class MicroBatch(NamedTuple):
     """The arguments of one call of the loss function."""
 
     arguments: tuple[Tree, ...]
-    keywords: dict[str, Any]
+    named_arrays: dict[str, Tree]
+    """The arguments that hold arrays and are passed by keyword."""
+    flags: dict[str, Any]
+    """The keyword arguments that hold no array."""
     items: int
     item_weights: Array
     """Real, shape (items,); None if the user gave no weights of items."""
+
+
+def call_with(
+    function: Callable[..., Any], params: Tree, micro_batch: MicroBatch
+) -> Any:
+    return function(
+        params,
+        *micro_batch.arguments,
+        **micro_batch.named_arrays,
+        **micro_batch.flags,
+    )
 
 
 class EqualMicroBatches(NamedTuple):
@@ -81,7 +95,7 @@ class EqualMicroBatches(NamedTuple):
         "axes",
         "constants",
         "structure",
-        "keywords",
+        "flags",
         "items",
         "size",
         "blocks",
@@ -103,8 +117,8 @@ class LargeBatch:
     """
     structure: Any
     """The tree that arrays and constants are the leaves of."""
-    keywords: tuple[tuple[str, type, Any], ...]
-    """The keyword arguments, which are constants too."""
+    flags: tuple[tuple[str, type, Any], ...]
+    """The keyword arguments that hold no array, which are constants too."""
     items: int
     size: int
     """Items of a micro-batch; the last one may be smaller."""
@@ -144,9 +158,11 @@ class LargeBatch:
         item_weights = None
         if self.item_weights is not None:
             item_weights = take_items(self.item_weights, 0, start, length, self.blocks)
+        arguments, named_arrays = jax.tree.unflatten(self.structure, leaves)
         return MicroBatch(
-            jax.tree.unflatten(self.structure, leaves),
-            {name: value for name, _, value in self.keywords},
+            arguments,
+            named_arrays,
+            {name: value for name, _, value in self.flags},
             items,
             item_weights,
         )
@@ -169,16 +185,24 @@ def read_batch(
     arguments: tuple[Tree, ...], keywords: dict[str, Any], splitting: Splitting
 ) -> LargeBatch:
     """Return the batch as one micro-batch of all items."""
+    named_arrays = {name: tree for name, tree in keywords.items() if has_array(tree)}
+    flags = {name: keywords[name] for name in keywords if name not in named_arrays}
+    axis_of_named = splitting.axes if isinstance(splitting.axes, int) else 0
     leaves: list[Array] = []
     leaf_axes: list[Axis] = []
     constants: list[tuple[int, type, Any]] = []
     sizes: list[tuple[str, int]] = []
-    paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(arguments)
-    axes = _axes_of_leaves(arguments, splitting.axes)
+    paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(
+        (arguments, named_arrays)
+    )
+    axes = [
+        *_axes_of_leaves(arguments, splitting.axes),
+        *_axes_of_leaves(named_arrays, axis_of_named),
+    ]
     for place, ((path, leaf), axis) in enumerate(
         zip(paths_and_leaves, axes, strict=True)
     ):
-        name = f"batch{jax.tree_util.keystr(path)}"
+        name = f"batch{jax.tree_util.keystr(path[1:])}"
         axis = axis_of(name, leaf, axis)
         if is_constant(leaf):
             constants.append((place, type(leaf), leaf))
@@ -187,9 +211,11 @@ def read_batch(
         leaf_axes.append(axis)
         if isinstance(axis, int):
             sizes.append((name, np.shape(leaf)[axis]))
-    items = kit.require_one_size(
-        sizes, kit.lists_of_one_kind(arguments, splitting.axes)
-    )
+    lists = [
+        *kit.lists_of_one_kind(arguments, splitting.axes),
+        *kit.lists_of_one_kind(named_arrays, axis_of_named),
+    ]
+    items = kit.require_one_size(sizes, lists)
     kit.require_items(items)
     return LargeBatch(
         leaves,
@@ -197,13 +223,17 @@ def read_batch(
         tuple(leaf_axes),
         tuple(constants),
         structure,
-        tuple((name, type(value), value) for name, value in keywords.items()),
+        tuple((name, type(value), value) for name, value in flags.items()),
         items,
         size=items,
     )
 
 
-def _axes_of_leaves(arguments: tuple[Tree, ...], axes: Tree) -> list[Any]:
+def has_array(tree: Tree) -> bool:
+    return any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(tree))
+
+
+def _axes_of_leaves(arguments: Tree, axes: Tree) -> list[Any]:
     """Return the axis of each leaf: None for a plain value that stands alone. A list of
     plain values may have a value per item, so it keeps its axis, which is refused.
     """
@@ -375,7 +405,9 @@ def weight_of(micro_batch: MicroBatch, weight: Weight, dtype: DType) -> Scalar:
     and so do loss and gradient: the mistake shows.
     """
     if callable(weight):
-        traced_weight = as_weight(weight(*micro_batch.arguments), dtype)
+        traced_weight = as_weight(
+            weight(*micro_batch.arguments, **micro_batch.named_arrays), dtype
+        )
     elif micro_batch.item_weights is not None:
         traced_weight = jnp.sum(micro_batch.item_weights.astype(dtype))
     else:

@@ -25,6 +25,7 @@ from gradaccum_jax.large_batch.batch import (
     MicroBatch,
     Splitting,
     Stacks,
+    call_with,
     concatenate_items,
     for_each_micro_batch,
 )
@@ -162,9 +163,7 @@ class CoupledValueAndGrad(LargeBatchFunction):
         return ((loss, aux), gradient) if self.has_aux else (loss, gradient)
 
     def outputs(self, params: Params, micro_batch: MicroBatch) -> Tree:
-        outputs = self.outputs_fn(
-            params, *micro_batch.arguments, **micro_batch.keywords
-        )
+        outputs = call_with(self.outputs_fn, params, micro_batch)
         return jax.tree.map(jnp.asarray, outputs)
 
     def loss_on_first_device(self, params: Params, outputs: Tree) -> Any:

@@ -29,6 +29,7 @@ from gradaccum_jax.large_batch.batch import (
     MicroBatch,
     Stacks,
     Weight,
+    call_with,
     concatenate_items,
     concatenate_micro_batches,
     for_each_micro_batch,
@@ -78,7 +79,7 @@ def run(
 
     def body(sums: S, micro_batch: MicroBatch, _: Any) -> tuple[S, Tree]:
         def loss_of(params: Params) -> Any:
-            return spec.loss_fn(params, *micro_batch.arguments, **micro_batch.keywords)
+            return call_with(spec.loss_fn, params, micro_batch)
 
         loss, aux, gradients = value_and_gradients(loss_of, params, spec.has_aux, scale)
         dtype = gradient_sum.weight_dtype([moving_of(params)[0], loss])

@@ -108,8 +108,9 @@ def value_and_grad(
     Returns:
         A function of the same arguments that returns ``(loss, gradients)``, or
         ``((loss, aux), gradients)``. The loss has shape () and the dtype that `loss_fn`
-        returns. Keywords such as ``train=True`` are constants that `loss_fn` gets with
-        every micro-batch.
+        returns. Arrays that are passed by keyword are cut along axis 0, or along
+        `axes` where that is one axis for all. Keywords such as ``train=True`` are
+        constants that `loss_fn` gets with every micro-batch.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an option makes no sense; or, at a call,

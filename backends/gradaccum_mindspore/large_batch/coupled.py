@@ -29,6 +29,7 @@ from gradaccum_mindspore.large_batch.batch import (
     CallOptions,
     make_division,
     micro_batches,
+    positional,
 )
 from gradaccum_mindspore.large_batch.compiled import compiled_call_error
 from gradaccum_mindspore.large_batch.gradients import (
@@ -69,7 +70,8 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
             # A Cell would list their parameters as its own.
             object.__setattr__(self, name, value)
 
-    def __call__(self, *batch: Nest) -> tuple[Tensor, Any]:
+    def __call__(self, *batch: Nest, **keywords: Nest) -> tuple[Tensor, Any]:
+        batch = positional(self.outputs_fn, batch, keywords)
         total = TensorSum(self.accumulate_dtype)
         with (
             pynative_mode(),

@@ -15,6 +15,7 @@ from gradaccum_mindspore.large_batch.batch import (
     CallOptions,
     Weight,
     make_division,
+    positional,
 )
 from gradaccum_mindspore.large_batch.compiled import CompiledLoop
 from gradaccum_mindspore.large_batch.gradients import (
@@ -48,11 +49,13 @@ class LargeBatchGradient(nn.Cell):  # type: ignore[misc]
         self.options = options
         self.accumulate_dtype = accumulate_dtype
         # A Cell would list their parameters as its own.
+        object.__setattr__(self, "fn", fn)
         object.__setattr__(self, "backward", backward)
         object.__setattr__(self, "modules", modules_of(fn, modules))
         self.loop = CompiledLoop(backward, parameters, options, accumulate_dtype)
 
-    def __call__(self, *batch: Nest) -> tuple[Any, Any]:
+    def __call__(self, *batch: Nest, **keywords: Nest) -> tuple[Any, Any]:
+        batch = positional(self.fn, batch, keywords)
         total = TensorSum(self.accumulate_dtype)
 
         def add(gradients: tuple[Tensor, ...], weight: float, loss: Tensor) -> None:
@@ -123,7 +126,7 @@ def value_and_grad(
             or the Cell whose method it is.
 
     Returns:
-        A Cell to call with the batch. Called from Python, it returns the loss in its
+        A Cell to call with the batch, from Python by keyword too. Called from Python, it returns the loss in its
         own dtype; compiled code, in float32, or in float64 if a sum is float64. After
         `mindspore.set_seed` micro-batches of two sizes can begin with the same random
         numbers, as in a loop by hand.

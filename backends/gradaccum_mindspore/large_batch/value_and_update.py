@@ -16,6 +16,7 @@ from gradaccum_mindspore.large_batch.batch import (
     CallOptions,
     Weight,
     make_division,
+    positional,
 )
 from gradaccum_mindspore.large_batch.compiled import CompiledLoop
 from gradaccum_mindspore.large_batch.gradients import (
@@ -43,11 +44,13 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
         self.optimizer = optimizer
         self.options = options
         # A Cell would list their parameters as its own.
+        object.__setattr__(self, "fn", fn)
         object.__setattr__(self, "backward", backward)
         object.__setattr__(self, "modules", modules_of(fn, modules))
         self.loop = CompiledUpdateLoop(backward, optimizer, options)
 
-    def __call__(self, *batch: Nest) -> Any:
+    def __call__(self, *batch: Nest, **keywords: Nest) -> Any:
+        batch = positional(self.fn, batch, keywords)
         optimizer = self.optimizer
         storage = optimizer.storage
         require_no_open_window(storage.micro_step.item())

@@ -71,7 +71,8 @@ def backward(
             ``(loss, aux)`` if `has_aux`. It leaves ``backward()`` and ``zero_grad()``
             to the call.
         batch: any nest of tuples, lists, dicts and dataclasses of tensors and arrays,
-            cut into views. A plain number, text or None is passed whole.
+            cut into views. A plain number, text or None is passed whole. For keywords
+            pass a dict: ``backward(lambda b: model(**b).loss, b, steps=4)``.
         steps: at most so many micro-batches, of ceil(items / steps) items.
         micro_batch_size: items of a micro-batch; ``"auto"`` or an `AutoMicroBatchSize`
             without a limit: the most that fit into the memory of a device; when it runs
