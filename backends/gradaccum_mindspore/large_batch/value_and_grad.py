@@ -126,10 +126,10 @@ def value_and_grad(
             or the Cell whose method it is.
 
     Returns:
-        A Cell to call with the batch, from Python by keyword too. Called from Python, it returns the loss in its
-        own dtype; compiled code, in float32, or in float64 if a sum is float64. After
-        `mindspore.set_seed` micro-batches of two sizes can begin with the same random
-        numbers, as in a loop by hand.
+        A Cell to call with the batch, from Python by keyword too. Called from Python,
+        it returns the loss in its own dtype; compiled code, in float32, or in float64
+        if a sum is float64. After `mindspore.set_seed` micro-batches of two sizes can
+        begin with the same random numbers, as in a loop by hand.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an option is wrong; on a call, the batch
