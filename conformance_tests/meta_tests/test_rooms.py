@@ -17,7 +17,7 @@ ROOMS = {
         "the framework's loss scaler, driven once per window",
         {TORCH},
     ),
-    "loss_scale": ("who has read the loss scale", {MINDSPORE}),
+    "loss_scale": ("the readers of the loss scale", {MINDSPORE}),
     "optimizer": ("the wrapped optimizer", ALL),
     "extensions": ("what observes a window", ALL),
     "gradient_sum": ("the sum of a window and its arithmetic", ALL),
