@@ -1,4 +1,4 @@
-"""Who has read the loss scale.
+"""The readers of the loss scale.
 
 The window's end divides gradients by the loss scale, so the user must have multiplied
 the loss by it, which stock cells such as `mindspore.nn.TrainOneStepCell` cannot. So

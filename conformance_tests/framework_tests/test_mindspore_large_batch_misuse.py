@@ -53,7 +53,7 @@ REFUSED = {
     ),
     "one weight for all": (
         lambda: made(weight=3.0)(*tensors(X)),
-        gradaccum.ArgumentTypeError,
+        ArgumentValueError,
         "weight: expected 5 finite numbers",
     ),
     "aux in compiled code": (
