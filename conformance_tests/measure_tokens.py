@@ -14,7 +14,6 @@ The record of both may only fall: ``conformance_tests/record/size.txt``. What is
 token          what Python's tokenizer finds, without comments, docstrings, newlines and
                indentation; an f-string is one token, whatever the version of Python
 code line      a line with at least one such token
-simple         a statement without a body: an assignment, a call, return, raise
 parallel       an assignment that gives several names a value each: ``a, b = x, y``
 nested         a comprehension in a comprehension or with two ``for``, or an ``if else``
                expression in another one
@@ -22,7 +21,6 @@ participle     a name that is a participle alone: ``found``, ``held``, ``joined`
                ``padded_batch``
 pointing word  a name that only points: ``own``, ``whole``, ``others``, ``there``, ``each``
 refusals       ``raise``, what builds its message, and functions that only check or refuse
-attribute      a name that a class annotates in its body or sets on ``self``
 production     all files; tests of other packages are left out
 """
 
@@ -53,8 +51,6 @@ MAX_TEST_TOKENS = 270_000
 TEST_FOLDERS = {"test", "tests", "testing", "test_utils"}
 
 MAX_COLUMNS = 100
-LONG_FUNCTION = 25
-SHORT_FUNCTION = 3
 LIMITS = {
     "tokens": 120_000,
     "tokens / line": 8.0,
@@ -81,16 +77,6 @@ SKIPPED = {
 FSTRING_START = getattr(tokenize, "FSTRING_START", None)  # Since Python 3.12.
 FSTRING_END = getattr(tokenize, "FSTRING_END", None)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-SIMPLE = (
-    ast.Expr,
-    ast.Assign,
-    ast.AnnAssign,
-    ast.AugAssign,
-    ast.Return,
-    ast.Raise,
-    ast.Assert,
-    ast.Delete,
-)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 IRREGULAR_PARTICIPLES = re.compile(
     "begun|borne|bought|bound|built|caught|chosen|done|drawn|driven|fallen|felt|found|frozen"
@@ -126,35 +112,24 @@ class Style:
     long_lines: int = 0
     files: int = 0
     statements: int = 0
-    simple: int = 0
-    simple_tokens: int = 0
     refusal_tokens: int = 0
     assignments: int = 0
     parallel: int = 0
     nested: int = 0
     conditional: int = 0
-    walrus: int = 0
-    maps: int = 0
     names: int = 0
     participles: int = 0
     pointing: int = 0
     functions: list[Function] = field(default_factory=list)
-    class_attributes: list[int] = field(default_factory=list)
 
     def figures(self) -> dict[str, float]:
         """Return the figures by name, in the order in which they are printed."""
-        functions = len(self.functions)
-        long = sum(function.lines > LONG_FUNCTION for function in self.functions)
-        short = sum(function.lines < SHORT_FUNCTION for function in self.functions)
-        function_tokens = sum(function.tokens for function in self.functions)
-        classes = len(self.class_attributes)
         return {
             "tokens": self.tokens,
             "code lines": self.lines,
             "files": self.files,
             "tokens / line": ratio(self.tokens, self.lines),
             f"lines > {MAX_COLUMNS} columns, %": percent(self.long_lines, self.lines),
-            "tokens / simple statement": ratio(self.simple_tokens, self.simple),
             "parallel assignments, %": percent(self.parallel, self.assignments),
             "refusals, %": percent(self.refusal_tokens, self.tokens),
             "statements": self.statements,
@@ -162,18 +137,9 @@ class Style:
                 self.conditional, self.statements
             ),
             "nested / 1000": per_thousand(self.nested, self.statements),
-            "walrus / 1000": per_thousand(self.walrus, self.statements),
-            "map( / 1000": per_thousand(self.maps, self.statements),
             "names": self.names,
             "participle names / 1000": per_thousand(self.participles, self.names),
             "pointing words / 1000": per_thousand(self.pointing, self.names),
-            "functions": functions,
-            f"functions > {LONG_FUNCTION} lines, %": percent(long, functions),
-            f"functions < {SHORT_FUNCTION} lines, %": percent(short, functions),
-            "tokens / function": ratio(function_tokens, functions),
-            "classes": classes,
-            "attributes / class": ratio(sum(self.class_attributes), classes),
-            "most attributes": max(self.class_attributes, default=0),
         }
 
 
@@ -255,14 +221,9 @@ class FileMeasure:
         if not isinstance(node, ast.stmt) or is_docstring(node):
             return
         style.statements += 1
-        if isinstance(node, SIMPLE):
-            style.simple += 1
-            style.simple_tokens += len(self.tokens_of(node))
         if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
             style.assignments += 1
             style.parallel += is_parallel(node)
-        if isinstance(node, ast.ClassDef):
-            style.class_attributes.append(len(attributes_of(node)))
         if isinstance(node, FUNCTIONS):
             style.functions.append(self.function(node))
         if is_refusal(node):
@@ -275,10 +236,6 @@ class FileMeasure:
         elif isinstance(node, ast.IfExp):
             style.conditional += 1
             style.nested += has_inside(node, (ast.IfExp,))
-        elif isinstance(node, ast.NamedExpr):
-            style.walrus += 1
-        elif isinstance(node, ast.Call):
-            style.maps += isinstance(node.func, ast.Name) and node.func.id == "map"
 
     def count_name(self, node: ast.AST) -> None:
         name = name_of(node)
@@ -364,20 +321,6 @@ def name_of(node: ast.AST) -> str | None:
     if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
         return node.name
     return None
-
-
-def attributes_of(node: ast.ClassDef) -> set[str]:
-    names = {
-        statement.target.id
-        for statement in node.body
-        if isinstance(statement, ast.AnnAssign)
-        and isinstance(statement.target, ast.Name)
-    }
-    for inner in ast.walk(node):
-        match inner:
-            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
-                names.add(name)
-    return names
 
 
 def python_files(folder: Path) -> Iterator[Path]:

@@ -41,26 +41,6 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "smaller_scale > rule.min_scale, smaller_scale, rule.min_scale + (0 / scale)",
     ): "both are 0",
     (
-        "gradaccum/verification/comparison.py",
-        "for name, error in self.distances(large, total, conditions).items():",
-    ): SYMMETRIC,
-    (
-        "gradaccum/verification/comparison.py",
-        "if not is_certain and not (solution.unexplained >= COEFFICIENT_ERROR):",
-    ): EDGE,
-    (
-        "gradaccum/verification/examination.py",
-        "swapped_gradient = gradient_of((2, 1), (0, 3))",
-    ): SYMMETRIC,
-    (
-        "gradaccum/verification/examination.py",
-        "by_neighbour = self.comparison.distances(swapped_gradient, gradient, self.conditions)",
-    ): SYMMETRIC,
-    (
-        "gradaccum/verification/examination.py",
-        "by_place = self.comparison.distances(turned_gradient, gradient, self.conditions)",
-    ): SYMMETRIC,
-    (
         "gradaccum/verification/examination.py",
         "return is_exact and (abs(math.fsum(fit.best) - 1) <= room)",
     ): EDGE,
@@ -144,10 +124,6 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "backends/gradaccum_mindspore/window/pynative.py",
         "if (norm < FLOAT16_MAX * divisor):",
     ): "at the limit the elements tell the same",
-    (
-        "gradaccum/window_loop.py",
-        "pass  # self._current = None",
-    ): "to forget a window twice is harmless",
 }
 """By the file and the changed line."""
 
