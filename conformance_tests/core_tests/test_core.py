@@ -34,17 +34,6 @@ def decided(
     return kit.Decision(*kit.decide(state, norm, True, options, kit.select, largest))
 
 
-def test_explain_names_everything() -> None:
-    error = kit.explain(
-        ArgumentValueError,
-        "steps",
-        expected="an int >= 1",
-        got=0,
-        fix="Write steps=4.",
-    )
-    assert str(error) == "steps: expected an int >= 1; got 0 (int). Write steps=4."
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -131,18 +120,6 @@ def test_exact_inverses_are_powers_of_two_of_float32() -> None:
         for number in (1.0, 2.0**-126, 2.0**126, 2.0**-127, 2.0**127, 3.0, 0.75)
     ]
     assert found == [True, True, True, False, False, False, False]
-
-
-def test_joined_state_has_the_weight_and_the_overflow_of_all_workers() -> None:
-    assert kit.joined(kit.State(1, 2, 3, 4.0, False, 5.0, 6), 7.0, True) == (
-        1,
-        2,
-        3,
-        7.0,
-        True,
-        5.0,
-        6,
-    )
 
 
 def test_total_beyond_float32_ends_with_its_window() -> None:
@@ -335,25 +312,6 @@ def test_other_learning_rates_on_one_worker_are_named() -> None:
             ),
         ):
             kit.require_same_rates([0.1, 1e-9], added.tolist(), 5000, 3)
-
-
-class Shown:
-    """As a framework's scalar: it has its type in ``repr`` alone."""
-
-    def __repr__(self) -> str:
-        return "Array(0.5, dtype=float32)"
-
-    def __str__(self) -> str:
-        return "0.5"
-
-
-def test_result_is_readable() -> None:
-    scalar = Shown()
-    result = gradaccum.StepResult(True, False, False, scalar, 1.0, 0, 3, math.nan)
-    assert repr(result) == (
-        "StepResult(applied=True, skipped=False, overflow=False, grad_norm=0.5,"
-        " loss_scale=1.0, micro_step=0, optimizer_step=3, loss=nan)"
-    )
 
 
 class Driver:
