@@ -170,11 +170,9 @@ def backend_of(optimizer: object) -> Backend:
         ArgumentTypeError: there is none.
     """
     for candidate in (optimizer, getattr(optimizer, "optimizer", None)):
-        try:
-            entry = _entry_of(type(candidate).__mro__)
-        except LookupError:
-            continue
-        return cast(Backend, entry.load())
+        entry = _entry_of(type(candidate).__mro__)
+        if entry is not None:
+            return cast(Backend, entry.load())
     raise _not_an_optimizer(optimizer)
 
 
@@ -197,7 +195,7 @@ def _not_an_optimizer(candidate: object) -> ArgumentTypeError:
 
 
 @cache
-def _entry_of(bases: tuple[type, ...]) -> EntryPoint:
+def _entry_of(bases: tuple[type, ...]) -> EntryPoint | None:
     """Find the backend whose package defines one of `bases`; cached, since reading
     entry points takes milliseconds.
     """
@@ -206,7 +204,7 @@ def _entry_of(bases: tuple[type, ...]) -> EntryPoint:
         package = base.__module__.partition(".")[0]
         if package in types:
             return types[package]
-    raise LookupError(bases)
+    return None
 
 
 def _describe(name: str) -> str:
