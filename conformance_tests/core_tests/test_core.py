@@ -91,19 +91,7 @@ def test_defaults_are_those_of_torch_s_scaler() -> None:
     )
 
 
-@pytest.mark.parametrize("steps", ["four", True, 2.5])
-def test_wrong_steps_are_told_of_every_kind(steps: Any) -> None:
-    with pytest.raises(
-        ArgumentTypeError, match=r"^steps: expected an int >= 1, .*pairs"
-    ):
-        kit.make_options(steps)
-
-
-@pytest.mark.parametrize(
-    "scale",
-    [8, 8.0, np.float32(8), np.float64(8), np.int32(8)],
-    ids=lambda scale: type(scale).__name__,
-)
+@pytest.mark.parametrize("scale", [8, np.float32(8), np.int32(8)], ids=repr)
 def test_constant_loss_scale_is_any_real_number(scale: Any) -> None:
     assert kit.make_options(4, loss_scale=scale).scale_rule.init_scale == 8.0
 
@@ -140,15 +128,13 @@ def test_denominator_takes_the_place_of_the_weight(reduction: str) -> None:
         kit.State(2, 5, 4, 3.0, False, 8.0, 6), 16.0, options, kit.select
     )
     assert state == (2, 5, 4, 16.0, False, 8.0, 6)
-    decision = kit.Decision(*kit.decide(state, 64.0, True, divides, kit.select))
+    decision = decided(state, 64.0, divides)
     assert (decision.grad_norm, decision.divisor) == (0.5, 128.0)
     assert kit.window_loss(32.0, state, divides, kit.select) == 2.0
     empty, _ = kit.with_denominator(
         kit.State(2, 0, 0, 0.0, False, 8.0, 0), 16.0, options, kit.select
     )
-    assert not kit.Decision(*kit.decide(empty, 0.0, True, divides, kit.select)).apply, (
-        "a window of weight 0 stays one"
-    )
+    assert not decided(empty, 0.0, divides).apply, "a window of weight 0 stays one"
 
 
 @pytest.mark.parametrize("denominator", [0.0, -1.0, math.nan, math.inf])
@@ -159,7 +145,7 @@ def test_bad_denominator_in_compiled_code_makes_no_update(denominator: float) ->
         kit.make_options(None),
         kit.select,
     )
-    assert not kit.Decision(*kit.decide(state, 64.0, True, divides, kit.select)).apply
+    assert not decided(state, 64.0, divides).apply
 
 
 @pytest.mark.parametrize(
@@ -181,12 +167,6 @@ def test_option_that_uses_the_weights_asks_for_them(
         return
     with pytest.raises(ArgumentTypeError, match="weight: expected the number of items"):
         kit.given_weight(None, use)
-
-
-@pytest.mark.parametrize("name", ["clip_norm", "skip_norm"])
-def test_limit_of_zero_names_none(name: str) -> None:
-    with pytest.raises(ArgumentValueError, match=f"{name}: .* Write None"):
-        kit.make_options(4, **{name: 0})
 
 
 def test_denominator_is_for_windows_that_the_caller_closes() -> None:
