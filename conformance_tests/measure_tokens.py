@@ -103,56 +103,34 @@ class Function:
     lines: int
 
 
+RATES = {
+    "tokens / line": (1, "tokens", "code lines"),
+    f"lines > {MAX_COLUMNS} columns, %": (100, "long lines", "code lines"),
+    "parallel assignments, %": (100, "parallel", "assignments"),
+    "refusals, %": (100, "refusal tokens", "tokens"),
+    "if-else expressions / 1000": (1000, "if-else", "statements"),
+    "nested / 1000": (1000, "nested", "statements"),
+    "participle names / 1000": (1000, "participles", "names"),
+    "pointing words / 1000": (1000, "pointing", "names"),
+}
+"""By figure: a factor, what is counted, and what it is divided by."""
+
+
 @dataclass
 class Style:
     """The counts of a group of files."""
 
-    tokens: int = 0
-    lines: int = 0
-    long_lines: int = 0
-    files: int = 0
-    statements: int = 0
-    refusal_tokens: int = 0
-    assignments: int = 0
-    parallel: int = 0
-    nested: int = 0
-    conditional: int = 0
-    names: int = 0
-    participles: int = 0
-    pointing: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
     functions: list[Function] = field(default_factory=list)
 
     def figures(self) -> dict[str, float]:
         """Return the figures by name, in the order in which they are printed."""
-        return {
-            "tokens": self.tokens,
-            "code lines": self.lines,
-            "files": self.files,
-            "tokens / line": ratio(self.tokens, self.lines),
-            f"lines > {MAX_COLUMNS} columns, %": percent(self.long_lines, self.lines),
-            "parallel assignments, %": percent(self.parallel, self.assignments),
-            "refusals, %": percent(self.refusal_tokens, self.tokens),
-            "statements": self.statements,
-            "if-else expressions / 1000": per_thousand(
-                self.conditional, self.statements
-            ),
-            "nested / 1000": per_thousand(self.nested, self.statements),
-            "names": self.names,
-            "participle names / 1000": per_thousand(self.participles, self.names),
-            "pointing words / 1000": per_thousand(self.pointing, self.names),
-        }
-
-
-def ratio(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
-
-
-def percent(part: int, whole: int) -> float:
-    return 100 * ratio(part, whole)
-
-
-def per_thousand(part: int, whole: int) -> float:
-    return 1000 * ratio(part, whole)
+        figures: dict[str, float] = {}
+        for name in ("tokens", "code lines", "files", "statements", "names"):
+            figures[name] = self.counts[name]
+        for name, (factor, part, total) in RATES.items():
+            figures[name] = factor * self.counts[part] / max(self.counts[total], 1)
+        return figures
 
 
 def code_tokens(source: str) -> list[tokenize.TokenInfo]:
@@ -203,48 +181,50 @@ class FileMeasure:
 
     def run(self) -> None:
         text = self.source.split("\n")
-        style = self.style
-        style.files += 1
-        style.tokens += len(self.tokens)
-        style.lines += len(self.lines)
-        style.long_lines += sum(
+        counts = self.style.counts
+        counts["files"] += 1
+        counts["tokens"] += len(self.tokens)
+        counts["code lines"] += len(self.lines)
+        counts["long lines"] += sum(
             len(text[line - 1]) > MAX_COLUMNS for line in self.lines
         )
         for node in ast.walk(ast.parse(self.source)):
             self.count_statement(node)
             self.count_expression(node)
             self.count_name(node)
-        style.refusal_tokens += len(self.refusals)
+        counts["refusal tokens"] += len(self.refusals)
 
     def count_statement(self, node: ast.AST) -> None:
-        style = self.style
+        counts = self.style.counts
         if not isinstance(node, ast.stmt) or is_docstring(node):
             return
-        style.statements += 1
+        counts["statements"] += 1
         if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
-            style.assignments += 1
-            style.parallel += is_parallel(node)
+            counts["assignments"] += 1
+            counts["parallel"] += is_parallel(node)
         if isinstance(node, FUNCTIONS):
-            style.functions.append(self.function(node))
+            self.style.functions.append(self.function(node))
         if is_refusal(node):
             self.refusals.update(self.tokens_of(node))
 
     def count_expression(self, node: ast.AST) -> None:
-        style = self.style
+        counts = self.style.counts
         if isinstance(node, COMPREHENSIONS):
-            style.nested += len(node.generators) > 1 or has_inside(node, COMPREHENSIONS)
+            has_two = len(node.generators) > 1 or has_inside(node, COMPREHENSIONS)
+            counts["nested"] += has_two
         elif isinstance(node, ast.IfExp):
-            style.conditional += 1
-            style.nested += has_inside(node, (ast.IfExp,))
+            counts["if-else"] += 1
+            counts["nested"] += has_inside(node, (ast.IfExp,))
 
     def count_name(self, node: ast.AST) -> None:
         name = name_of(node)
         if name is None:
             return
         name = name.strip("_").lower()
-        self.style.names += 1
-        self.style.participles += is_participle(name)
-        self.style.pointing += bool(POINTING_WORDS.fullmatch(name))
+        counts = self.style.counts
+        counts["names"] += 1
+        counts["participles"] += is_participle(name)
+        counts["pointing"] += bool(POINTING_WORDS.fullmatch(name))
 
     def function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Function:
         body_lines: set[int] = set()
