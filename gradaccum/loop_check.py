@@ -401,7 +401,7 @@ class _CoefficientReader:
         full_size = self.workers * (
             self.steps or max(map(len, self.members)) // self.workers
         )
-        share = count / full_size
+        share = count / max(full_size, count)
         if are_equal([*ratios, 1.0], room):
             return
         if are_equal([*coefficients, 1.0], room):

@@ -91,6 +91,21 @@ def test_defaults_are_those_of_torch_s_scaler() -> None:
     )
 
 
+def test_defaults_of_the_options() -> None:
+    scale = (1.0, 1.0, 1.0, 1, 0.0, math.inf)
+    norms_and_dtype = (None, None, None)
+    assert kit.make_options(4) == (
+        *(4, "mean", *norms_and_dtype, scale),
+        *("skip_window", False, None, False),
+    )
+
+
+@pytest.mark.parametrize("steps", ["four", True, 2.5])
+def test_wrong_steps_are_told_of_every_kind(steps: Any) -> None:
+    with pytest.raises(ArgumentTypeError, match=r"^steps: expected an int >= 1, pairs"):
+        kit.make_options(steps)
+
+
 @pytest.mark.parametrize("scale", [8, np.float32(8), np.int32(8)], ids=repr)
 def test_constant_loss_scale_is_any_real_number(scale: Any) -> None:
     assert kit.make_options(4, loss_scale=scale).scale_rule.init_scale == 8.0

@@ -8,7 +8,6 @@ KINDS = "the order of kinds means nothing where one of them is looked for"
 UNUSED = "it stands where nothing is divided"
 SYMMETRIC = "a distance, and a sum of two pairs, are symmetric"
 EDGE = "no measured number is the limit itself"
-NEVER = "a window that only the caller closes never ends here"
 
 EQUIVALENT: dict[tuple[str, str], str] = {
     (
@@ -44,6 +43,30 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "gradaccum/verification/examination.py",
         "return is_exact and (abs(math.fsum(fit.best) - 1) <= room)",
     ): EDGE,
+    (
+        "gradaccum/verification/examination.py",
+        "by_neighbour = comparison.differing(swapped_gradients, gradients)",
+    ): SYMMETRIC,
+    (
+        "gradaccum/verification/examination.py",
+        "by_place = comparison.differing(turned_gradients, gradients)",
+    ): SYMMETRIC,
+    (
+        "gradaccum/verification/examination.py",
+        "if (sizes[name] >= room) and rest <= min(room, sizes[name] / 4):",
+    ): EDGE,
+    (
+        "gradaccum/verification/examination.py",
+        "for share, norm in zip(fit.best, fit.norms, strict=False):",
+    ): "each micro-batch has a coefficient and a norm",
+    (
+        "gradaccum/verification/subject.py",
+        "terms: int = 2",
+    ): "one number or two have one addition at most",
+    (
+        "gradaccum/window_loop.py",
+        "by_name = dict(zip(self._windows.count, totals[1:], strict=False))",
+    ): "a reduction of another length was refused",
     (
         "gradaccum/watching.py",
         "pass  # self._last_end = 0.0",
