@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import suppress
 from itertools import islice
-from types import MappingProxyType
 from typing import Generic, SupportsFloat, TypeVar, cast
 
 from gradaccum.errors import (
@@ -255,7 +254,7 @@ class Window(Generic[M]):
     ) -> None:
         self.number = number
         """int: windows before it."""
-        self.totals: Mapping[str, float] = MappingProxyType(dict(totals))
+        self.totals = totals
         """The sum of each count over the window, by name, over all workers."""
         self._micro_batches: list[M] | None = micro_batches
         self._length = len(micro_batches)
@@ -271,12 +270,6 @@ class Window(Generic[M]):
             UsageError: another window is the current one.
         """
         return (self._at(index) for index in range(self._length))
-
-    def __repr__(self) -> str:
-        return (
-            f"Window(number={self.number}, micro_batches={self._length},"
-            f" totals={dict(self.totals)})"
-        )
 
     def forget(self) -> None:
         """Release the micro-batches, when the next window begins."""

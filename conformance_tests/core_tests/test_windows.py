@@ -84,7 +84,7 @@ def lengths(made: Any) -> list[int]:
 
 
 def totals(made: Any) -> list[dict[str, float]]:
-    return [dict(window.totals) for window in made]
+    return [window.totals for window in made]
 
 
 def test_example_in_docstring() -> None:
@@ -155,13 +155,12 @@ def test_window_can_be_run_through_again_while_it_is_the_current_one() -> None:
         next(made)
     with pytest.raises(UsageError, match="window 1"):
         list(second)
-    assert repr(second) == "Window(number=1, micro_batches=1, totals={})"
 
 
 def test_error_of_the_loader_loses_nothing() -> None:
     loader = Loader([1, 2, 3, 4, 5], fails_at=3)
     made = iter(windows(loader, 2, {"tokens": lambda item: np.float32(item.tokens)}))
-    assert dict(next(made).totals) == {"tokens": 3}
+    assert next(made).totals == {"tokens": 3}
     with pytest.raises(OSError, match="gone for a moment"):
         next(made)
     assert totals(made) == [{"tokens": 7}, {"tokens": 5}]
