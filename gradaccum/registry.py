@@ -178,9 +178,7 @@ def backend_of(optimizer: object) -> Backend:
 
 def _not_an_optimizer(candidate: object) -> ArgumentTypeError:
     kind = f"an object of type {type(candidate).__name__}"
-    fix = (
-        "Build an optimizer of the framework's and pass it; wrap each optimizer alone."
-    )
+    fix = "Build an optimizer of parameters first; wrap each optimizer by itself."
     if isinstance(candidate, type) or isroutine(candidate):
         kind = f"{candidate.__name__}, which was not called"
         fix = f"Call it: gradaccum.wrap({candidate.__name__}(...), steps=4)."
