@@ -12,6 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import suppress
+from importlib import import_module
 from itertools import islice
 from typing import Generic, SupportsFloat, TypeVar, cast
 
@@ -231,13 +232,12 @@ def _epoch(
 
 
 def _with_progress(loader: Iterable[M]) -> Iterable[M]:
-    from rich.progress import track
-
+    track = import_module("rich.progress").track
     total = None
     # torch's loaders have a ``__len__`` that raises over data without a length.
     with suppress(TypeError):
         total = len(cast(Sized, loader))
-    return track(loader, "micro-batches", total=total)
+    return cast(Iterable[M], track(loader, "micro-batches", total=total))
 
 
 # A window whose micro-batches are all read before the first is run, and the pass over a
