@@ -221,6 +221,7 @@ def test_empty_micro_batch_is_told() -> None:
 
 def test_two_items_are_enough() -> None:
     assert examine(PlainSubject(sound, items=2), None).equivalent
+    assert examine(PlainSubject(sound), None).partitions[0].startswith("4 ")
     with pytest.raises(ArgumentValueError, match="at least 2 items"):
         examine(PlainSubject(sound, items=1), None)
 

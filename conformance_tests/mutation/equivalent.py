@@ -44,6 +44,14 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "return is_exact and (abs(math.fsum(fit.best) - 1) <= room)",
     ): EDGE,
     (
+        "gradaccum/verification/comparison.py",
+        "return moved_names(self.in_units(b, a))",
+    ): SYMMETRIC,
+    (
+        "gradaccum/verification/examination.py",
+        "distances = comparison.distances(comparison.large.gradients, again)",
+    ): SYMMETRIC,
+    (
         "gradaccum/verification/examination.py",
         "by_neighbour = comparison.differing(swapped_gradients, gradients)",
     ): SYMMETRIC,
