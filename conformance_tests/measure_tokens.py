@@ -14,7 +14,6 @@ The record of both may only fall: ``conformance_tests/record/size.txt``. What is
 token          what Python's tokenizer finds, without comments, docstrings, newlines and
                indentation; an f-string is one token, whatever the version of Python
 code line      a line with at least one such token
-simple         a statement without a body: an assignment, a call, return, raise
 parallel       an assignment that gives several names a value each: ``a, b = x, y``
 nested         a comprehension in a comprehension or with two ``for``, or an ``if else``
                expression in another one
@@ -22,7 +21,6 @@ participle     a name that is a participle alone: ``found``, ``held``, ``joined`
                ``padded_batch``
 pointing word  a name that only points: ``own``, ``whole``, ``others``, ``there``, ``each``
 refusals       ``raise``, what builds its message, and functions that only check or refuse
-attribute      a name that a class annotates in its body or sets on ``self``
 production     all files; tests of other packages are left out
 """
 
@@ -53,8 +51,6 @@ MAX_TEST_TOKENS = 270_000
 TEST_FOLDERS = {"test", "tests", "testing", "test_utils"}
 
 MAX_COLUMNS = 100
-LONG_FUNCTION = 25
-SHORT_FUNCTION = 3
 LIMITS = {
     "tokens": 120_000,
     "tokens / line": 8.0,
@@ -81,16 +77,6 @@ SKIPPED = {
 FSTRING_START = getattr(tokenize, "FSTRING_START", None)  # Since Python 3.12.
 FSTRING_END = getattr(tokenize, "FSTRING_END", None)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-SIMPLE = (
-    ast.Expr,
-    ast.Assign,
-    ast.AnnAssign,
-    ast.AugAssign,
-    ast.Return,
-    ast.Raise,
-    ast.Assert,
-    ast.Delete,
-)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 IRREGULAR_PARTICIPLES = re.compile(
     "begun|borne|bought|bound|built|caught|chosen|done|drawn|driven|fallen|felt|found|frozen"
@@ -117,76 +103,34 @@ class Function:
     lines: int
 
 
+RATES = {
+    "tokens / line": (1, "tokens", "code lines"),
+    f"lines > {MAX_COLUMNS} columns, %": (100, "long lines", "code lines"),
+    "parallel assignments, %": (100, "parallel", "assignments"),
+    "refusals, %": (100, "refusal tokens", "tokens"),
+    "if-else expressions / 1000": (1000, "if-else", "statements"),
+    "nested / 1000": (1000, "nested", "statements"),
+    "participle names / 1000": (1000, "participles", "names"),
+    "pointing words / 1000": (1000, "pointing", "names"),
+}
+"""By figure: a factor, what is counted, and what it is divided by."""
+
+
 @dataclass
 class Style:
     """The counts of a group of files."""
 
-    tokens: int = 0
-    lines: int = 0
-    long_lines: int = 0
-    files: int = 0
-    statements: int = 0
-    simple: int = 0
-    simple_tokens: int = 0
-    refusal_tokens: int = 0
-    assignments: int = 0
-    parallel: int = 0
-    nested: int = 0
-    conditional: int = 0
-    walrus: int = 0
-    maps: int = 0
-    names: int = 0
-    participles: int = 0
-    pointing: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
     functions: list[Function] = field(default_factory=list)
-    class_attributes: list[int] = field(default_factory=list)
 
     def figures(self) -> dict[str, float]:
         """Return the figures by name, in the order in which they are printed."""
-        functions = len(self.functions)
-        long = sum(function.lines > LONG_FUNCTION for function in self.functions)
-        short = sum(function.lines < SHORT_FUNCTION for function in self.functions)
-        function_tokens = sum(function.tokens for function in self.functions)
-        classes = len(self.class_attributes)
-        return {
-            "tokens": self.tokens,
-            "code lines": self.lines,
-            "files": self.files,
-            "tokens / line": ratio(self.tokens, self.lines),
-            f"lines > {MAX_COLUMNS} columns, %": percent(self.long_lines, self.lines),
-            "tokens / simple statement": ratio(self.simple_tokens, self.simple),
-            "parallel assignments, %": percent(self.parallel, self.assignments),
-            "refusals, %": percent(self.refusal_tokens, self.tokens),
-            "statements": self.statements,
-            "if-else expressions / 1000": per_thousand(
-                self.conditional, self.statements
-            ),
-            "nested / 1000": per_thousand(self.nested, self.statements),
-            "walrus / 1000": per_thousand(self.walrus, self.statements),
-            "map( / 1000": per_thousand(self.maps, self.statements),
-            "names": self.names,
-            "participle names / 1000": per_thousand(self.participles, self.names),
-            "pointing words / 1000": per_thousand(self.pointing, self.names),
-            "functions": functions,
-            f"functions > {LONG_FUNCTION} lines, %": percent(long, functions),
-            f"functions < {SHORT_FUNCTION} lines, %": percent(short, functions),
-            "tokens / function": ratio(function_tokens, functions),
-            "classes": classes,
-            "attributes / class": ratio(sum(self.class_attributes), classes),
-            "most attributes": max(self.class_attributes, default=0),
-        }
-
-
-def ratio(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
-
-
-def percent(part: int, whole: int) -> float:
-    return 100 * ratio(part, whole)
-
-
-def per_thousand(part: int, whole: int) -> float:
-    return 1000 * ratio(part, whole)
+        figures: dict[str, float] = {}
+        for name in ("tokens", "code lines", "files", "statements", "names"):
+            figures[name] = self.counts[name]
+        for name, (factor, part, total) in RATES.items():
+            figures[name] = factor * self.counts[part] / max(self.counts[total], 1)
+        return figures
 
 
 def code_tokens(source: str) -> list[tokenize.TokenInfo]:
@@ -237,57 +181,50 @@ class FileMeasure:
 
     def run(self) -> None:
         text = self.source.split("\n")
-        style = self.style
-        style.files += 1
-        style.tokens += len(self.tokens)
-        style.lines += len(self.lines)
-        style.long_lines += sum(
+        counts = self.style.counts
+        counts["files"] += 1
+        counts["tokens"] += len(self.tokens)
+        counts["code lines"] += len(self.lines)
+        counts["long lines"] += sum(
             len(text[line - 1]) > MAX_COLUMNS for line in self.lines
         )
         for node in ast.walk(ast.parse(self.source)):
             self.count_statement(node)
             self.count_expression(node)
             self.count_name(node)
-        style.refusal_tokens += len(self.refusals)
+        counts["refusal tokens"] += len(self.refusals)
 
     def count_statement(self, node: ast.AST) -> None:
-        style = self.style
+        counts = self.style.counts
         if not isinstance(node, ast.stmt) or is_docstring(node):
             return
-        style.statements += 1
-        if isinstance(node, SIMPLE):
-            style.simple += 1
-            style.simple_tokens += len(self.tokens_of(node))
+        counts["statements"] += 1
         if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
-            style.assignments += 1
-            style.parallel += is_parallel(node)
-        if isinstance(node, ast.ClassDef):
-            style.class_attributes.append(len(attributes_of(node)))
+            counts["assignments"] += 1
+            counts["parallel"] += is_parallel(node)
         if isinstance(node, FUNCTIONS):
-            style.functions.append(self.function(node))
+            self.style.functions.append(self.function(node))
         if is_refusal(node):
             self.refusals.update(self.tokens_of(node))
 
     def count_expression(self, node: ast.AST) -> None:
-        style = self.style
+        counts = self.style.counts
         if isinstance(node, COMPREHENSIONS):
-            style.nested += len(node.generators) > 1 or has_inside(node, COMPREHENSIONS)
+            has_two = len(node.generators) > 1 or has_inside(node, COMPREHENSIONS)
+            counts["nested"] += has_two
         elif isinstance(node, ast.IfExp):
-            style.conditional += 1
-            style.nested += has_inside(node, (ast.IfExp,))
-        elif isinstance(node, ast.NamedExpr):
-            style.walrus += 1
-        elif isinstance(node, ast.Call):
-            style.maps += isinstance(node.func, ast.Name) and node.func.id == "map"
+            counts["if-else"] += 1
+            counts["nested"] += has_inside(node, (ast.IfExp,))
 
     def count_name(self, node: ast.AST) -> None:
         name = name_of(node)
         if name is None:
             return
         name = name.strip("_").lower()
-        self.style.names += 1
-        self.style.participles += is_participle(name)
-        self.style.pointing += bool(POINTING_WORDS.fullmatch(name))
+        counts = self.style.counts
+        counts["names"] += 1
+        counts["participles"] += is_participle(name)
+        counts["pointing"] += bool(POINTING_WORDS.fullmatch(name))
 
     def function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Function:
         body_lines: set[int] = set()
@@ -364,20 +301,6 @@ def name_of(node: ast.AST) -> str | None:
     if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
         return node.name
     return None
-
-
-def attributes_of(node: ast.ClassDef) -> set[str]:
-    names = {
-        statement.target.id
-        for statement in node.body
-        if isinstance(statement, ast.AnnAssign)
-        and isinstance(statement.target, ast.Name)
-    }
-    for inner in ast.walk(node):
-        match inner:
-            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
-                names.add(name)
-    return names
 
 
 def python_files(folder: Path) -> Iterator[Path]:

@@ -117,10 +117,11 @@ def require_number(
         above < number < math.inf or (or_equal and number == above)
     ):
         return number
+    sign = ">=" if or_equal else ">"
     raise explain(
         ArgumentTypeError if number is None else ArgumentValueError,
         argument,
-        expected=f"a finite number {'>=' if or_equal else '>'} {above:g}",
+        expected=f"a finite number {sign} {above:g}",
         got=value,
         fix=fix or f"Write for example {argument}={above + 1:g}.",
     )

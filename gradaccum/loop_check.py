@@ -272,10 +272,7 @@ class _CoefficientReader:
                     " coefficient tells where it went. Check with other data, or give"
                     " it weight 0."
                 )
-            is_explained = update.unexplained <= limit
-            if math.isinf(update.uncertainty) or (
-                is_explained and update.uncertainty > 0.1
-            ):
+            if update.unexplained <= limit and update.uncertainty > 0.1:
                 return (
                     "The micro-batches' gradients are too much alike to tell apart in"
                     f" update {number}. Check with other data, with more parameters"
@@ -357,7 +354,7 @@ class _CoefficientReader:
             start = (number - 1) * steps
             window = range(start, min(start + steps, self.length))
             if places and places != {*window} and not {*window} & {*lost_places}:
-                window_name = self.place_names(window) if window else "none"
+                window_name = self.place_names(window)
                 self.say(
                     "boundary",
                     number,
@@ -404,7 +401,7 @@ class _CoefficientReader:
         full_size = self.workers * (
             self.steps or max(map(len, self.members)) // self.workers
         )
-        share = count / full_size
+        share = count / max(full_size, count)
         if are_equal([*ratios, 1.0], room):
             return
         if are_equal([*coefficients, 1.0], room):
@@ -492,6 +489,8 @@ class _CoefficientReader:
 
     def place_names(self, members: Sequence[int]) -> str:
         places = sorted({member % self.length + 1 for member in members})
+        if not places:
+            return "none"
         if len(places) == 1:
             return f"micro-batch {places[0]}"
         if len(places) == places[-1] - places[0] + 1:

@@ -170,19 +170,15 @@ def backend_of(optimizer: object) -> Backend:
         ArgumentTypeError: there is none.
     """
     for candidate in (optimizer, getattr(optimizer, "optimizer", None)):
-        try:
-            entry = _entry_of(type(candidate).__mro__)
-        except LookupError:
-            continue
-        return cast(Backend, entry.load())
+        entry = _entry_of(type(candidate).__mro__)
+        if entry is not None:
+            return cast(Backend, entry.load())
     raise _not_an_optimizer(optimizer)
 
 
 def _not_an_optimizer(candidate: object) -> ArgumentTypeError:
     kind = f"an object of type {type(candidate).__name__}"
-    fix = (
-        "Build an optimizer of the framework's and pass it; wrap each optimizer alone."
-    )
+    fix = "Build an optimizer of parameters first; wrap each optimizer by itself."
     if isinstance(candidate, type) or isroutine(candidate):
         kind = f"{candidate.__name__}, which was not called"
         fix = f"Call it: gradaccum.wrap({candidate.__name__}(...), steps=4)."
@@ -197,7 +193,7 @@ def _not_an_optimizer(candidate: object) -> ArgumentTypeError:
 
 
 @cache
-def _entry_of(bases: tuple[type, ...]) -> EntryPoint:
+def _entry_of(bases: tuple[type, ...]) -> EntryPoint | None:
     """Find the backend whose package defines one of `bases`; cached, since reading
     entry points takes milliseconds.
     """
@@ -206,7 +202,7 @@ def _entry_of(bases: tuple[type, ...]) -> EntryPoint:
         package = base.__module__.partition(".")[0]
         if package in types:
             return types[package]
-    raise LookupError(bases)
+    return None
 
 
 def _describe(name: str) -> str:

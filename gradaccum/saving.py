@@ -245,30 +245,15 @@ def described(
     Shows the options that are not at their defaults. `wrapper` and `inner` are the
     names of the classes; the rest is as for `status`.
     """
-    words = [inner, f"steps={_in_a_word(options.steps)}"]
+    steps_in_words = getattr(options.steps, "__name__", repr(options.steps))
+    words = [inner, f"steps={steps_in_words}"]
     for name in Options._fields:
         value = getattr(options, name)
         if name not in _SHOWN_OTHERWISE and value != getattr(_DEFAULTS, name):
             words.append(f"{name}={value!r}")
-    scale = _scale(options)
-    if scale:
+    scale = _scale_in_use(options.scale_rule)
+    if options.scaler is not None:
+        scale = type(options.scaler).__name__
+    if scale != "unused":
         words.append(f"loss_scale={scale}")
     return f"{wrapper}({', '.join(words)} | {status(state, steps)})"
-
-
-def _in_a_word(steps: object) -> str:
-    """Return `steps` as the user may have written it; a function by its name."""
-    if isinstance(steps, UntilWeight):
-        return f"until_weight({_in_a_word(steps.weight)})"
-    if callable(steps):
-        return getattr(steps, "__name__", type(steps).__name__)
-    return repr(steps)
-
-
-def _scale(options: Options) -> str:
-    """Name the rule of the loss scale; "" without one."""
-    if options.scaler is not None:
-        return type(options.scaler).__name__
-    if options.scale_rule == ScaleRule():
-        return ""
-    return terms_of(options._replace(steps=None), 0).scale

@@ -274,17 +274,14 @@ def require_one_size(
 
 
 def _list_error(one_list: ListOfOneKind) -> GradAccumError:
-    zeros = "0, 0, ..." if one_list.length > 2 else "0, 0"
-    entries = f"({zeros})" if one_list.is_tuple else f"[{zeros}]"
     return explain(
         ArgumentValueError,
         one_list.path,
         expected="a list whose elements each hold all items",
         found=f"{one_list.length} elements of one kind, which may be the items",
         fix=(
-            f"Stack the elements into one array if they are the items. Otherwise write"
-            f" {entries} for this list in axes=, an axis for each element, or None to pass"
-            " it whole."
+            "Stack the elements into one array if they are the items. Otherwise write an"
+            " axis for each element in axes=, as [0, 0], or None to pass the list whole."
         ),
     )
 

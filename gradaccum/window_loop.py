@@ -12,8 +12,8 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import suppress
+from importlib import import_module
 from itertools import islice
-from types import MappingProxyType
 from typing import Generic, SupportsFloat, TypeVar, cast
 
 from gradaccum.errors import (
@@ -232,13 +232,12 @@ def _epoch(
 
 
 def _with_progress(loader: Iterable[M]) -> Iterable[M]:
-    from rich.progress import track
-
+    track = import_module("rich.progress").track
     total = None
     # torch's loaders have a ``__len__`` that raises over data without a length.
     with suppress(TypeError):
         total = len(cast(Sized, loader))
-    return track(loader, "micro-batches", total=total)
+    return cast(Iterable[M], track(loader, "micro-batches", total=total))
 
 
 # A window whose micro-batches are all read before the first is run, and the pass over a
@@ -255,7 +254,7 @@ class Window(Generic[M]):
     ) -> None:
         self.number = number
         """int: windows before it."""
-        self.totals: Mapping[str, float] = MappingProxyType(dict(totals))
+        self.totals = totals
         """The sum of each count over the window, by name, over all workers."""
         self._micro_batches: list[M] | None = micro_batches
         self._length = len(micro_batches)
@@ -271,12 +270,6 @@ class Window(Generic[M]):
             UsageError: another window is the current one.
         """
         return (self._at(index) for index in range(self._length))
-
-    def __repr__(self) -> str:
-        return (
-            f"Window(number={self.number}, micro_batches={self._length},"
-            f" totals={dict(self.totals)})"
-        )
 
     def forget(self) -> None:
         """Release the micro-batches, when the next window begins."""

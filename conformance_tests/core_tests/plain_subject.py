@@ -242,10 +242,6 @@ def maximal(x, counts, world):
     return {"w": world.w * max(x) ** 2, "v": max(x)}
 
 
-def two_hardest(x, counts, world):
-    return {"v": mean(sorted(x)[-2:])}
-
-
 def over_positives(x, counts, world):
     """A mean over the items with a count above 3, of which a micro-batch may have
     none.

@@ -40,9 +40,7 @@ class Sample:
     derived: Any = dataclasses.field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        assert len(self.x) == len(self.y), (
-            "a check that no micro-batch of one leaf could pass"
-        )
+        assert len(self.x) == len(self.y), "no micro-batch of one leaf could pass"
 
 
 def test_examples_in_docstrings() -> None:
@@ -129,16 +127,10 @@ LISTS: dict[str, tuple[Any, Any, list[tuple[str, int, bool]]]] = {
     "sizes": (((3, 5), (7, 2)), 0, [("batch[1]", 2, True)]),
     "some are None": ([ROWS, None, ROWS], 0, [("batch[1]", 3, False)]),
     "below a dict": ({"meta": [{"w": 0.5}]}, 0, [("batch[1]['meta']", 1, False)]),
-    "lists in a list": (
-        [[ROWS, ROWS, ROWS], [ROWS, ROWS, ROWS]],
-        (0, [0, 0]),
-        [("batch[1][0]", 3, False), ("batch[1][1]", 3, False)],
-    ),
     "whole": ([{"w": 0.5}, {"w": 1.0}], (0, None), []),
     "an axis for each": ([ROWS, ROWS], (0, [0, 1]), []),
     "other dtypes": ([ROWS, ROWS.astype(int)], 0, []),
     "other ranks": ([ROWS, ROWS[0]], 0, []),
-    "other types": ([ROWS, {"w": 0.5}], 0, []),
     "plain values": ([3, None, "x"], 0, []),
     "named": (Pair(ROWS, ROWS), 0, []),
 }
@@ -164,7 +156,7 @@ OF_PAIR = [("batch[1][0]", 8), ("batch[1][1]", 8)]
         pytest.param(
             [X, *OF_PAIR],
             [("batch[1]", 8, False)],
-            r"batch\[1\]: expected a list .* got 8 .* write \[0, 0, ...\]",
+            r"batch\[1\]: expected a list .* got 8 .* an axis for each element",
             id="as long as the batch",
         ),
         pytest.param(OF_PAIR, [PAIR], r"batch\[1\]: .* \[0, 0\]", id="a list alone"),
@@ -179,12 +171,6 @@ OF_PAIR = [("batch[1][0]", 8), ("batch[1][1]", 8)]
             [IMAGES],
             r"batch\[1\]: expected 3 items.* got 8.* stack them",
             id="images and targets",
-        ),
-        pytest.param(
-            [("batch[0]", 2)],
-            [("batch[1]", 2, True)],
-            r"batch\[1\]: .* \(0, 0\)",
-            id="a tuple as long",
         ),
         pytest.param([], [], "batch: expected an array to split", id="nothing"),
     ],
@@ -231,7 +217,7 @@ def test_frames_of_a_failed_attempt_are_freed() -> None:
 def test_item_weights_are_refused(weights: Any) -> None:
     with pytest.raises(
         ArgumentValueError,
-        match="^weight: expected 3 finite numbers >= 0, one per item; got",
+        match=r"^weight: expected 3 finite numbers >= 0, one per item; got",
     ):
         splitting.require_item_weights(weights, 3)
     assert splitting.require_item_weights((0, 2), 2) == [0.0, 2.0]

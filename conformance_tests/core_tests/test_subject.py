@@ -4,7 +4,6 @@ NumPy.
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -60,14 +59,11 @@ def closing_over_its_model(x: Any, y: Any) -> Any:
     ("loss_fn", "batch", "value"),
     [
         (usual, (1, 2), (MODEL, 1, 2)),
-        (usual, [1, 2], (MODEL, 1, 2)),
-        (lambda model, x: (model, x), 1, (MODEL, 1)),
         (lambda *arguments: arguments, (1, 2), (MODEL, 1, 2)),
         (with_default, (1, 2), (MODEL, 1, 2)),
         (with_default, (1,), (MODEL, 1, 5)),
         (Criterion(), (1, 2), (("out", 1), 2)),
         (by_name, (1, 2), (("out", 1), 2)),
-        (functools.partial(by_name, smoothing=2), (1, 2), (("out", 1), 2)),
         (lambda x, y: (x, y), (1, 2), (("out", 1), 2)),
         (closing_over_its_model, (1, 2), (("out", 1), 2)),
         (Trainer().loss, (1, 2), (("out", 1), 2)),

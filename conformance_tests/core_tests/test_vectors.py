@@ -16,9 +16,7 @@ from conformance_tests.proof_tests.faults import FAULTS, faulty
 from gradaccum import kit, transitions
 from gradaccum_conformance.vectors.run import (
     KINDS,
-    NotOffered,
     difference,
-    play,
     read,
     run,
 )
@@ -174,30 +172,12 @@ def test_fault_is_seen(name: str) -> None:
     assert seen != (name in UNSEEN), UNSEEN.get(name, "no vector shows it")
 
 
-def test_what_is_not_offered_is_said() -> None:
-    class Weightless(CoreImplementation):
-        def micro_batch(self, gradient: Any, weight: float | None, loss: float) -> None:
-            if weight != 1:
-                raise NotOffered("weights")
-            super().micro_batch(gradient, weight, loss)
-
-    verdicts = {
-        vector["name"]: play(partial(Weightless, transitions), vector)
-        for vector in read("windows")
-    }
-    assert set(verdicts.values()) == {"", "not offered: weights"}
-    assert verdicts["weights: weights 3 and 1"]
-
-
 @pytest.mark.parametrize(
     ("expected", "seen", "tolerance", "words"),
     [
         ({"update": [1.0]}, {"update": [1.5]}, 0.0, " update is [1.5], expected [1.0]"),
         ({"update": [1.0]}, {"update": [1.5]}, 0.5, ""),
         ({"update": [1.0]}, {"update": None}, 0.0, " update is None, expected [1.0]"),
-        ({"update": None}, {"update": [1.0]}, 0.0, " update is [1.0], expected None"),
-        ({"update": None, "sum": [1.0]}, {"update": None}, 0.0, ""),
-        ({"state": {"weight": 1.0}}, {"state": {"weight": 1.5}}, 1.0, None),
         (
             {"state": {"weight": 1.0, "overflow": True}},
             {"state": {"weight": 1}},
@@ -206,8 +186,6 @@ def test_what_is_not_offered_is_said() -> None:
         ),
         ({"update": [math.inf]}, {"update": [1e38]}, 0.5, None),
         ({"update": [math.nan]}, {"update": [math.nan]}, 0.0, ""),
-        ({"update": [0.0]}, {"update": [1e-30]}, 0.5, None),
-        ({"update": [1.0, 2.0]}, {"update": [1.0]}, 0.5, None),
     ],
 )
 def test_differences_in_words(

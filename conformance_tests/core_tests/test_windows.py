@@ -10,7 +10,7 @@ import re
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -84,7 +84,7 @@ def lengths(made: Any) -> list[int]:
 
 
 def totals(made: Any) -> list[dict[str, float]]:
-    return [dict(window.totals) for window in made]
+    return [window.totals for window in made]
 
 
 def test_example_in_docstring() -> None:
@@ -155,13 +155,12 @@ def test_window_can_be_run_through_again_while_it_is_the_current_one() -> None:
         next(made)
     with pytest.raises(UsageError, match="window 1"):
         list(second)
-    assert repr(second) == "Window(number=1, micro_batches=1, totals={})"
 
 
 def test_error_of_the_loader_loses_nothing() -> None:
     loader = Loader([1, 2, 3, 4, 5], fails_at=3)
-    made = iter(windows(loader, 2, {"tokens": lambda item: item.tokens}))
-    assert dict(next(made).totals) == {"tokens": 3}
+    made = iter(windows(loader, 2, {"tokens": lambda item: np.float32(item.tokens)}))
+    assert next(made).totals == {"tokens": 3}
     with pytest.raises(OSError, match="gone for a moment"):
         next(made)
     assert totals(made) == [{"tokens": 7}, {"tokens": 5}]
@@ -193,12 +192,6 @@ def test_bad_counts_raise(value: Any) -> None:
     assert "micro-batch 0 of window 0" in raised.value.__notes__[0]
 
 
-def test_scalars_of_a_framework_count() -> None:
-    (window,) = windows([1, 2], 2, {"tokens": np.float32})
-    assert dict(window.totals) == {"tokens": 3.0}
-    assert type(window.totals["tokens"]) is float
-
-
 @pytest.mark.parametrize(
     ("steps", "weight"),
     [(2, "tokens"), (until_weight(3), None), (until_weight(3), "x")],
@@ -208,18 +201,11 @@ def test_weight_is_a_count_where_windows_end_by_it(steps: Any, weight: Any) -> N
         windows([1], steps, COUNT, weight)
 
 
-@pytest.mark.parametrize("size", [0, 2.5, None])
-def test_bad_sizes_of_a_callable_raise(size: Any) -> None:
-    for arguments in (
-        {"steps": lambda _: size},
-        {
-            "steps": until_weight(lambda _: size),
-            "count": {"n": float},
-            "weight": "n",
-        },
-    ):
-        with pytest.raises(gradaccum.GradAccumError, match="an int >= 1"):
-            next(iter(windows([1], **arguments)))
+@pytest.mark.parametrize("steps", [lambda _: 0, until_weight(lambda _: 0)])
+def test_bad_sizes_of_a_callable_raise(steps: Any) -> None:
+    weight = "tokens" if isinstance(steps, kit.UntilWeight) else None
+    with pytest.raises(gradaccum.GradAccumError, match="an int >= 1"):
+        next(iter(windows([[1]], steps, COUNT, weight)))
 
 
 GROWING = [(0, 1), (3, 4)]
@@ -230,7 +216,6 @@ GROWING = [(0, 1), (3, 4)]
     [
         (10, 4, {}, 3),
         (9, 4, {}, 3),
-        (8, 4, {"epochs": 3}, 6),
         (0, 4, {"epochs": 2}, 0),
         (10, GROWING, {}, 5),
         (10, GROWING, {"optimizer_step": 3}, 3),
@@ -238,10 +223,7 @@ GROWING = [(0, 1), (3, 4)]
         # An open window is filled up first; a full one, whose update raised, is closed.
         (9, 4, {"micro_step": 3}, 3),
         (8, 4, {"micro_step": 2}, 3),
-        (8, 4, {"micro_step": 2, "epochs": 2}, 5),
         (0, 4, {"micro_step": 1, "epochs": 2}, 1),
-        (1, 4, {"micro_step": 3}, 1),
-        (3, GROWING, {"micro_step": 0}, 3),
         (4, 4, {"micro_step": 4}, 2),
     ],
 )
@@ -256,15 +238,13 @@ def test_progress_of_a_loader_of_unknown_length() -> None:
     assert list(epoch(Unsized(), lambda: None, progress=True)) == [1, 2]
 
 
-@pytest.mark.parametrize("progress", [False, True])
-def test_epoch_flushes_when_the_loader_ends(progress: bool) -> None:
+def test_epoch_flushes_when_the_loader_ends() -> None:
     flushed: list[int] = []
     seen: list[int] = []
     looked_at: list[int] = []
     batches = epoch(
         [1, 2, 3],
         lambda: flushed.append(len(seen)),
-        progress=progress,
         see=looked_at.append,
     )
     for item in batches:
@@ -275,10 +255,7 @@ def test_epoch_flushes_when_the_loader_ends(progress: bool) -> None:
 
 
 def test_epoch_has_the_length_of_its_loader() -> None:
-    batches = epoch([1, 2, 3], lambda: None)
-    assert len(batches) == 3
-    assert next(batches) == 1
-    assert len(batches) == 3
+    assert len(epoch([1, 2, 3], lambda: None)) == 3
     with pytest.raises(TypeError, match="has no len"):
         len(epoch(iter([1]), lambda: None))
 
@@ -296,48 +273,6 @@ def test_epoch_leaves_the_window_open_where_it_is_asked_to_or_is_left_early() ->
         list(broken)
 
 
-def warned(sizes: Sizes, micro_batches: Iterable[tuple[Any, bool]]) -> list[list[int]]:
-    """The first two numbers of each warning; each micro-batch comes with whether it has
-    a weight.
-    """
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for micro_batch, has_weight in micro_batches:
-            sizes.weighed = has_weight
-            sizes.see(micro_batch)
-            sizes.see((np.zeros((8, 7)),))  # It was seen already.
-    assert all(each.category is gradaccum.GradAccumWarning for each in caught)
-    texts = [str(warning.message) for warning in caught]
-    return [list(map(int, re.findall(r"\b\d+\b", text)))[:2] for text in texts]
-
-
-@pytest.mark.parametrize(
-    ("reduction", "items", "numbers"),
-    [
-        ("mean", [4, 4, None, 4], []),
-        ("mean", [4, 3, 4, 2], [[4, 3]]),
-        ("mean", [None, 0, 4, 2], [[4, 2]]),
-        ("sum", [4, 3], []),
-        ("sum_per_item", [4, 3], []),
-    ],
-)
-def test_unequal_micro_batches_without_a_weight_are_said_once(
-    reduction: str, items: list[int | None], numbers: list[list[int]]
-) -> None:
-    """None: a micro-batch with a weight, whose items do not matter; 0: one without an
-    array.
-    """
-    sizes = Sizes(reduction)
-    sizes.see((np.zeros(9),))
-    no_arrays = (5, "text", np.zeros(()))
-    micro_batches = []
-    for count in items:
-        array = np.zeros((3 if count is None else count, 7))
-        arrays = () if count == 0 else (array,)
-        micro_batches.append(((*no_arrays, *arrays), count is None))
-    assert warned(sizes, micro_batches) == numbers
-
-
 class Batch:
     """Graphs that are no container, with their number, as PyTorch Geometric's."""
 
@@ -353,31 +288,56 @@ class Nested:
         raise RuntimeError("no sizes")
 
 
-UNEQUAL: dict[str, tuple[list[object], list[list[int]]]] = {
-    "rows and labels": ([(np.zeros((n, 7)), np.zeros(n)) for n in (4, 4, 3)], [[4, 3]]),
-    "by name": ([{"x": np.zeros((n, 7)), "id": 5} for n in (4, 4, 3)], [[4, 3]]),
-    "time first": ([(np.zeros((n, 3, 7)), np.zeros(3)) for n in (3, 5, 6)], []),
+NO_ARRAYS = (5, "text", np.zeros(()))
+
+
+def rows(*counts: int) -> list[Any]:
+    return [(*NO_ARRAYS, np.zeros((count, 7))) for count in counts]
+
+
+SIZES: dict[str, tuple[str, list[Any], list[list[int]]]] = {
+    "equal": ("mean", [*rows(4, 4), None, *rows(4)], []),
+    "said once": ("mean", rows(4, 3, 4, 2), [[4, 3]]),
+    "no arrays": ("mean", [None, NO_ARRAYS, *rows(4, 2)], [[4, 2]]),
+    "a sum": ("sum", rows(4, 3), []),
+    "a sum per item": ("sum_per_item", rows(4, 3), []),
+    "labels": (
+        "mean",
+        [{"x": np.zeros((n, 7)), "y": np.zeros(n)} for n in (4, 4, 3)],
+        [[4, 3]],
+    ),
+    "time first": (
+        "mean",
+        [(np.zeros((n, 3, 7)), np.zeros(3)) for n in (3, 5, 6)],
+        [],
+    ),
     "graphs": (
-        [
-            (
-                np.zeros((n, 7)),
-                np.zeros((2, 3 * n)),
-                np.zeros(4),
-            )  # nodes, edges, labels
-            for n in (9, 6, 7)
+        "mean",
+        [  # nodes, edges, labels
+            (np.zeros((n, 7)), np.zeros((2, 3 * n)), np.zeros(4)) for n in (9, 6, 7)
         ],
         [],
     ),
-    "fewer graphs": ([Batch(4), Batch(3)], [[4, 3]]),
-    "nested": ([Nested(), Nested()], []),
+    "fewer graphs": ("mean", [Batch(4), Batch(3)], [[4, 3]]),
+    "nested": ("mean", [Nested(), Nested()], []),
 }
 
 
-@pytest.mark.parametrize("kind", UNEQUAL)
-def test_first_axis_is_not_always_that_of_the_items(kind: str) -> None:
-    micro_batches, numbers = UNEQUAL[kind]
-    pairs = [(micro_batch, False) for micro_batch in micro_batches]
-    assert warned(Sizes("mean"), pairs) == numbers
+@pytest.mark.parametrize("name", SIZES)
+def test_unequal_micro_batches_without_a_weight_are_said_once(name: str) -> None:
+    """None is a micro-batch with a weight, whose items do not matter."""
+    reduction, micro_batches, numbers = SIZES[name]
+    sizes = Sizes(reduction)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sizes.see(rows(9))
+        for micro_batch in micro_batches:
+            sizes.weighed = micro_batch is None
+            sizes.see(micro_batch or rows(3))
+            sizes.see(rows(8))  # The micro-batch was seen already.
+    assert all(each.category is gradaccum.GradAccumWarning for each in caught)
+    texts = [str(warning.message) for warning in caught]
+    assert [[*map(int, re.findall(r"\b\d+\b", text))][:2] for text in texts] == numbers
 
 
 # Several workers' loaders: their windows end together, and each knows the totals of
@@ -401,14 +361,7 @@ def test_end_is_the_end() -> None:
 
 
 @pytest.mark.parametrize(
-    "answer",
-    [
-        [9.0],
-        [9.0, 2.0, 1.0],
-        [math.nan, 1.0],
-        [math.inf, 1.0],
-        [0.5, 1.0],
-    ],
+    "answer", [[9.0], [math.nan, 1.0], [math.inf, 1.0], [0.5, 1.0]]
 )
 def test_bad_reductions_raise_and_lose_nothing(answer: Any) -> None:
     answers = iter([answer])

@@ -77,12 +77,3 @@ def test_front_page_s_program_runs(name: str, tmp_path: Path, others: Path) -> N
     facts = {"version": gradaccum.__version__, "tree": str(tree), "backends": (name,)}
     done = run(NOT_INSTALLED.format(**facts) + EXAMPLES[name], tree, others)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
-
-
-def test_missing_adapter_is_named(tmp_path: Path, others: Path) -> None:
-    """Where the core alone was copied."""
-    tree = copy_of(tmp_path, "gradaccum")
-    program = "import gradaccum\ngradaccum.wrap(object(), steps=4)\n"
-    last_line = run(program, tree, others).stderr.splitlines()[-1]
-    assert "a backend, but there is none" in last_line
-    assert "copy the folder gradaccum_torch" in last_line

@@ -8,7 +8,6 @@ KINDS = "the order of kinds means nothing where one of them is looked for"
 UNUSED = "it stands where nothing is divided"
 SYMMETRIC = "a distance, and a sum of two pairs, are symmetric"
 EDGE = "no measured number is the limit itself"
-NEVER = "a window that only the caller closes never ends here"
 
 EQUIVALENT: dict[tuple[str, str], str] = {
     (
@@ -41,29 +40,41 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "smaller_scale > rule.min_scale, smaller_scale, rule.min_scale + (0 / scale)",
     ): "both are 0",
     (
-        "gradaccum/verification/comparison.py",
-        "for name, error in self.distances(large, total, conditions).items():",
-    ): SYMMETRIC,
-    (
-        "gradaccum/verification/comparison.py",
-        "if not is_certain and not (solution.unexplained >= COEFFICIENT_ERROR):",
-    ): EDGE,
-    (
-        "gradaccum/verification/examination.py",
-        "swapped_gradient = gradient_of((2, 1), (0, 3))",
-    ): SYMMETRIC,
-    (
-        "gradaccum/verification/examination.py",
-        "by_neighbour = self.comparison.distances(swapped_gradient, gradient, self.conditions)",
-    ): SYMMETRIC,
-    (
-        "gradaccum/verification/examination.py",
-        "by_place = self.comparison.distances(turned_gradient, gradient, self.conditions)",
-    ): SYMMETRIC,
-    (
         "gradaccum/verification/examination.py",
         "return is_exact and (abs(math.fsum(fit.best) - 1) <= room)",
     ): EDGE,
+    (
+        "gradaccum/verification/comparison.py",
+        "return moved_names(self.in_units(b, a))",
+    ): SYMMETRIC,
+    (
+        "gradaccum/verification/examination.py",
+        "distances = comparison.distances(comparison.large.gradients, again)",
+    ): SYMMETRIC,
+    (
+        "gradaccum/verification/examination.py",
+        "by_neighbour = comparison.differing(swapped_gradients, gradients)",
+    ): SYMMETRIC,
+    (
+        "gradaccum/verification/examination.py",
+        "by_place = comparison.differing(turned_gradients, gradients)",
+    ): SYMMETRIC,
+    (
+        "gradaccum/verification/examination.py",
+        "if (sizes[name] >= room) and rest <= min(room, sizes[name] / 4):",
+    ): EDGE,
+    (
+        "gradaccum/verification/examination.py",
+        "for share, norm in zip(fit.best, fit.norms, strict=False):",
+    ): "each micro-batch has a coefficient and a norm",
+    (
+        "gradaccum/verification/subject.py",
+        "terms: int = 2",
+    ): "one number or two have one addition at most",
+    (
+        "gradaccum/window_loop.py",
+        "by_name = dict(zip(self._windows.count, totals[1:], strict=False))",
+    ): "a reduction of another length was refused",
     (
         "gradaccum/watching.py",
         "pass  # self._last_end = 0.0",
@@ -136,10 +147,6 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "backends/gradaccum_mindspore/window/pynative.py",
         "if (norm < FLOAT16_MAX * divisor):",
     ): "at the limit the elements tell the same",
-    (
-        "gradaccum/window_loop.py",
-        "pass  # self._current = None",
-    ): "to forget a window twice is harmless",
 }
 """By the file and the changed line."""
 

@@ -66,28 +66,21 @@ def mutations_of(source: str) -> list[Mutation]:
     """Return every mutation of a module's code, in the order of its lines; none changes
     an annotation, a docstring or an error.
     """
-    lines, text = [0], source.encode()
+    text = source.encode()
+    starts = [0]
     for line in text.splitlines(keepends=True):
-        lines.append(lines[-1] + len(line))
+        starts.append(starts[-1] + len(line))
     found = {}
     for node in _code(ast.parse(source)):
         for target, new in _changes(node):
-            first = lines[target.lineno - 1]
-            start, stop = (
-                first + target.col_offset,
-                lines[target.end_lineno - 1] + target.end_col_offset,
-            )
-            before, old, after = (
-                text[one:other].decode()
-                for one, other in itertools.pairwise(
-                    (first, start, stop, lines[target.end_lineno])
-                )
-            )
-            becomes = (
-                f"{before}{new}{after}".strip()
-                if new != "pass"
-                else f"pass  # {' '.join(old.split())}"
-            )
+            first = starts[target.lineno - 1]
+            start = first + target.col_offset
+            stop = starts[target.end_lineno - 1] + target.end_col_offset
+            old = text[start:stop].decode()
+            becomes = f"pass  # {' '.join(old.split())}"
+            if new != "pass":
+                rest = text[stop : starts[target.end_lineno]]
+                becomes = f"{text[first:start].decode()}{new}{rest.decode()}".strip()
             found[start, stop, new] = Mutation(
                 target.lineno, start, stop, old, new, becomes
             )
@@ -148,14 +141,8 @@ def _changes(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
         if isinstance(node.value, bool):
             yield node, str(not node.value)
         elif isinstance(node.value, (int, float)):
-            yield (
-                node,
-                repr(
-                    node.value + 1
-                    if isinstance(node.value, int) or not node.value
-                    else node.value * 2
-                ),
-            )
+            is_float = isinstance(node.value, float) and node.value
+            yield node, repr(node.value * 2 if is_float else node.value + 1)
     elif isinstance(node, (ast.If, ast.IfExp, ast.While)):
         yield node.test, f"(not ({ast.unparse(node.test)}))"
     if isinstance(node, ast.Expr) or (

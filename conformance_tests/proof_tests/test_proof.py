@@ -8,6 +8,9 @@ lockstep tests compare them with the others.
 
 from __future__ import annotations
 
+import itertools
+import operator
+
 import pytest
 
 z3 = pytest.importorskip("z3", reason="needs the extra `proof`")
@@ -72,35 +75,20 @@ def test_scalars_compute_as_numbers_do() -> None:
         )
         return bool(z3.is_true(z3.simplify(term.term == wanted)))
 
-    for a in values:
+    comparisons = (operator.lt, operator.le, operator.eq, operator.gt, operator.ge)
+    for a, b in itertools.product(values, values):
         one = make(z3.FPVal(float(a), FLOAT32))
-        for b in values:
-            with numpy.errstate(all="ignore"):
-                other = make(z3.FPVal(float(b), FLOAT32))
-                assert is_(one + other, a + b)
-                assert is_(float(b) * one, a * b)
-                assert all(
-                    is_(mine, its)
-                    for mine, its in (
-                        (one < other, a < b),
-                        (one <= other, a <= b),
-                        (one == other, a == b),
-                    )
-                )
-                assert all(
-                    is_(mine, its)
-                    for mine, its in ((one > other, a > b), (one >= float(b), a >= b))
-                )
-                assert is_(where(one < other, one, other), a if a < b else b)
-                assert z3.is_true(
-                    z3.simplify(
-                        product_is_known(
-                            one.term, other.term, z3.FPVal(float(a * b), FLOAT32)
-                        )
-                    )
-                )
+        other = make(z3.FPVal(float(b), FLOAT32))
+        with numpy.errstate(all="ignore"):
+            assert is_(one + other, a + b)
+            assert is_(float(b) * one, a * b)
+            product = z3.FPVal(float(a * b), FLOAT32)
+        for compare in comparisons:
+            assert is_(compare(one, other), compare(a, b))
+        assert is_(where(one < other, one, other), a if a < b else b)
+        known = product_is_known(one.term, other.term, product)
+        assert z3.is_true(z3.simplify(known))
     yes, no = (Bool(z3.BoolVal(value)) for value in (True, False))
-    assert [
-        is_(each, value)
-        for each, value in ((yes & no, False), (yes | no, True), (no == False, True))  # noqa: E712
-    ] == [True] * 3
+    assert is_(yes & no, False)
+    assert is_(yes | no, True)
+    assert is_(no == False, True)  # noqa: E712

@@ -95,23 +95,23 @@ class _Examination:
             and self.follows_the_scale()
             and self.can_hold_random_numbers()
         )
-        compared = self.comparison
-        if can_compare and compared.moved:
+        comparison = self.comparison
+        if can_compare and comparison.moved:
             self.find_causes()
         names = [
-            name for name in compared.subject.names if name not in reached_gradients
+            name for name in comparison.subject.names if name not in reached_gradients
         ]
         if names:
             self.notes.append(f"{joined_names(names)}: the loss does not reach it.")
         return VerificationReport(
-            not self.causes and not compared.moved,
+            not self.causes and not comparison.moved,
             tuple(self.causes),
-            compared.errors,
-            compared.units,
+            comparison.errors,
+            comparison.units,
             ROUNDING_LIMIT,
-            tuple(compared.partitions.values()),
+            tuple(comparison.partitions.values()),
             tuple(self.notes),
-            self.comparison.coefficients(compared.first_parts),
+            self.comparison.coefficients(comparison.first_parts),
         )
 
     def add(self, kind: str, where: str, explanation: str, fix: str) -> None:
@@ -439,9 +439,8 @@ class _Examination:
         items = comparison.items[: len(comparison.items) // 4 * 4]
         if not items:
             return list(comparison.moved)
-        is_mean = comparison.reduction == "mean"
-        reduction: Reduction = "mean" if is_mean else "sum"
-        growth = 1.5 if is_mean else 3.0
+        reduction: Reduction = "mean" if comparison.reduction == "mean" else "sum"
+        growth = GROWTH[reduction]
         large = comparison.runs([items])[0].gradients
         two, four, four_dealt = (
             difference(comparison.accumulate(parts, reduction), large)
@@ -466,6 +465,7 @@ class _Examination:
         return [name for name in comparison.moved if name not in counted_names]
 
 
+GROWTH = {"mean": 1.5, "sum": 3.0}
 COUNTED_TERMS = {
     "mean": (
         "A part of the gradient of these parameters shrinks with the number of"
