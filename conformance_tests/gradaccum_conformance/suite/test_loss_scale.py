@@ -73,7 +73,6 @@ CASES = {
         steps=2,
         on_overflow="drop_micro_batch",
     ),
-    "static": Case(gradaccum.StaticLossScale(8.0), "x..x", [8.0] * 4),
 }
 
 
