@@ -153,24 +153,29 @@ def test_leaf_of_another_length(
 
 
 @pytest.mark.parametrize("extra", UNNAMED_LISTS.values(), ids=UNNAMED_LISTS)
-def test_list_as_long_as_the_batch(
-    backend: LargeBatchHarness, large_batch_mode: str, extra: Any
+def test_list_as_long_as_the_batch(backend: LargeBatchHarness, extra: Any) -> None:
+    check_list(backend, CALL._replace(extra=extra))
+
+
+def test_list_as_long_as_the_batch_in_every_mode(
+    backend: LargeBatchHarness, large_batch_mode: str
 ) -> None:
+    call = CALL._replace(mode=large_batch_mode, extra=(ROWS, ROWS))
+    check_list(backend, call)
+    options = {"steps": 2, "axes": (0, 0, (0, 0))}
+    backend.value_and_grad(call._replace(options=options), BATCH.rows(0, 2))
+
+
+def check_list(backend: LargeBatchHarness, call: LargeBatchCall) -> None:
     """Refused until `axes` tell what it is: it would be given whole, or what it holds
     would be cut.
     """
     batch = BATCH.rows(0, 2)
-    call = CALL._replace(mode=large_batch_mode, extra=extra)
     for take in (backend.value_and_grad, backend.coupled):
         with pytest.raises(VALUE, match=r"batch\[2\].*axes="):
             take(call, batch)
-    backend.value_and_grad(
-        call._replace(options={"steps": 2, "axes": (0, 0, None)}), batch
-    )
-    if isinstance(extra, tuple):
-        backend.value_and_grad(
-            call._replace(options={"steps": 2, "axes": (0, 0, (0, 0))}), batch
-        )
+    options = {"steps": 2, "axes": (0, 0, None)}
+    backend.value_and_grad(call._replace(options=options), batch)
 
 
 def test_list_of_another_length(backend: LargeBatchHarness) -> None:
