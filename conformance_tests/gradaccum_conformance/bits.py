@@ -165,22 +165,19 @@ def main() -> int:
         help="hold the bits of this environment from now on",
     )
     given = parser.parse_args()
-    held, changed = read(), 0
+    held = read()
+    has_changed = False
     for key, hashes in found(given.backend or available_backends()):
-        state = (
-            "not held"
-            if key not in held
-            else "the same"
-            if held[key] == hashes
-            else "CHANGED"
-        )
-        changed += state == "CHANGED"
-        print(f"{state}: {' | '.join(key)}")
+        verdict = "not held"
+        if key in held:
+            verdict = "the same" if held[key] == hashes else "CHANGED"
+        has_changed = has_changed or verdict == "CHANGED"
+        print(f"{verdict}: {' | '.join(key)}")
         held[key] = hashes
     if given.write:
         write(held)
         print(f"Written: {FILE}")
-    return int(changed > 0 and not given.write)
+    return int(has_changed and not given.write)
 
 
 if __name__ == "__main__":

@@ -32,8 +32,6 @@ one.
 """
 WrapOptions = Mapping[str, Option]
 """Arguments of `gradaccum.wrap` by name, ``steps`` among them."""
-Snapshot = Any
-"""A session's copy of itself. Only sessions of the same backend look into it."""
 
 
 class Setup(NamedTuple):
@@ -163,13 +161,13 @@ class Session(ABC):
         """The model's output for inputs (batch, *input_shape)."""
 
     @abstractmethod
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> Any:
         """A copy of model and optimizer in memory, taken through the framework's own
-        state functions.
+        state functions. Only sessions of the same backend look into it.
         """
 
     @abstractmethod
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore(self, snapshot: Any) -> None:
         """Go back to a snapshot of this session or of one built alike. The snapshot can
         be used again.
         """

@@ -116,8 +116,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     kind = _kind_of(metafunc)
     chosen = [load_harness(name) for name in chosen_backends(metafunc.config)]
     harnesses = [harness for harness in chosen if isinstance(harness, kind)]
-    names = ("backend", "worker_mode", "workers")
+    names: tuple[str, ...]
     if kind is WorkersHarness:
+        names = ("backend", "worker_mode", "workers")
         cases = workers.cases_of(harnesses)
     else:
         brief = _is_brief(metafunc)

@@ -7,14 +7,14 @@ never.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Protocol
 
-import numpy as np
-
 from gradaccum.kit import UntilWeight
 from gradaccum_conformance.harness import Option, Session
+from gradaccum_conformance.scenarios import global_norm
 
 
 class Walker(Protocol):
@@ -56,29 +56,16 @@ def state_of(truth: Session, options: dict[str, Option]) -> Hashable:
     parameters not at all. The micro-batches of a window that ends by its weight are
     told apart up to one: those of weight 0 are without end.
     """
-    steps, fields, total = options["steps"], truth.state(), truth.accumulator()
-    finite = all(np.isfinite(array).all() for array in total.values())
-    norm = (
-        float(
-            np.sqrt(
-                sum(
-                    float(np.square(array.astype(np.float64)).sum())
-                    for array in total.values()
-                )
-            )
-        )
-        if finite
-        else None
-    )
+    steps = options["steps"]
+    fields = truth.state()
+    norm = global_norm(truth.accumulator())
     last_change = steps[-1][0] if isinstance(steps, list) else 0
-    micro_step = (
-        min(fields.micro_step, 1)
-        if isinstance(steps, UntilWeight)
-        else fields.micro_step
-    )
+    micro_step = fields.micro_step
+    if isinstance(steps, UntilWeight):
+        micro_step = min(micro_step, 1)
     known = fields._replace(
         micro_step=micro_step,
         optimizer_step=min(fields.optimizer_step, last_change),
         skipped_windows=0,
     )
-    return (*known, None if norm is None else round(norm, 3))
+    return (*known, round(norm, 3) if math.isfinite(norm) else None)

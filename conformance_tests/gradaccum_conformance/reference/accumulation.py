@@ -172,21 +172,23 @@ class ReferenceAccumulation:
             for name, array in self.total().items()
         }
         ignores = options.on_overflow == "ignore"
-        measures = not ignores or options.clip_norm or options.skip_norm
+        clip_norm = options.clip_norm or math.inf
+        skip_norm = options.skip_norm or math.inf
+        measures = not ignores or min(clip_norm, skip_norm) < math.inf
         finite = all(
             np.isfinite(array).all() for array in self._cast(gradient).values()
         )
-        bad = not in_range or bool(measures and not finite)
+        bad = not in_range or (measures and not finite)
         self.grad_norm = norm(gradient) if measures and not bad else math.nan
         if bad:
             self.grad_norm = math.inf
-        clips = options.clip_norm and options.clip_norm < self.grad_norm < math.inf
+        clips = clip_norm < self.grad_norm < math.inf
         if clips:
-            self.divisor *= self.grad_norm / options.clip_norm
+            self.divisor = self.divisor * self.grad_norm / clip_norm
         applied = (
             self.weight() > 0
             and (not bad or (ignores and in_range))
-            and not (options.skip_norm and self.grad_norm > options.skip_norm)
+            and not self.grad_norm > skip_norm
         )
         if applied and clips and self.divisor > limits.max:
             applied = False
@@ -194,7 +196,7 @@ class ReferenceAccumulation:
         self.loss = self._loss(denominator)
         self.half_made = True
         if applied:
-            self._update(gradient, options.clip_norm / self.grad_norm if clips else 1.0)
+            self._update(gradient, clip_norm / self.grad_norm if clips else 1.0)
         else:
             self.skipped_windows += 1
         overflow = bad or any(m.dropped for m in self.window)

@@ -37,7 +37,6 @@ from gradaccum_conformance.harness import (
     Returns,
     Session,
     Setup,
-    Snapshot,
     WorkersHarness,
     WrapOptions,
 )
@@ -141,10 +140,10 @@ class NumpySession(Session):
     def predict(self, x: Array) -> Array:
         return oracle.predict(self.model, self.weights, x)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> Any:
         return copy.deepcopy((self.weights, self.inner, self.wrapped))
 
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore(self, snapshot: Any) -> None:
         self.weights, self.inner, self.wrapped = copy.deepcopy(snapshot)
 
     def save(self, directory: Path) -> None:

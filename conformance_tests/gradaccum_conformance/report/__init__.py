@@ -2,10 +2,10 @@
 page and as JSON.
 """
 
+from gradaccum_conformance.measuring import Measurement
 from gradaccum_conformance.report.results import (
     BackendResults,
     Cell,
-    Measurement,
     Result,
     results_of,
 )

@@ -6,37 +6,16 @@ a test that left no record, a run without tests.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from gradaccum_conformance.measuring import Measurement
 from gradaccum_conformance.runner import Ended, Record
 
 PASSED, SKIPPED, GAP = "passed", "skipped", "xfailed"
 HARMLESS = (PASSED, SKIPPED, GAP)
 """Every other outcome is a failure. ``xpassed`` is one: a declared gap that passes."""
-
-
-class Measurement(NamedTuple):
-    """An error that a test measured, and its bound."""
-
-    label: str
-    measured: float
-    bound: float
-
-    @property
-    def ratio(self) -> float:
-        """The share of the bound: 0 for an exact match, inf for NaN and for any error
-        above a bound of 0.
-        """
-        if self.measured == 0:
-            return 0.0
-        ratio = self.measured / self.bound if self.bound else math.inf
-        return math.inf if math.isnan(ratio) else ratio
-
-    def __str__(self) -> str:
-        return f"{self.measured:.1e} ({self.ratio:.2g})"
 
 
 class Result(NamedTuple):

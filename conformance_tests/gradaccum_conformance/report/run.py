@@ -10,12 +10,12 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any, NamedTuple
 
 import gradaccum
+from gradaccum_conformance.measuring import Measurement
 from gradaccum_conformance.report.results import (
     GAP,
     SKIPPED,
     BackendResults,
     Cell,
-    Measurement,
     Result,
     properties_of,
 )

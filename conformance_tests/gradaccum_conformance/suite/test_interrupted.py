@@ -176,20 +176,15 @@ class Truth:
     deep_but([VARIANTS["plain"], VARIANTS["masters"]], VARIANTS.values()),
     ids=VARIANTS,
 )
-@pytest.mark.parametrize(
-    "points",
-    [POINTS, pytest.param(None, marks=pytest.mark.deep)],
-    ids=["some calls", "each call"],
-)
 def test_end_of_a_window(
-    backend: Harness, options: dict[str, Option], points: int | None
+    backend: Harness, deep: bool, options: dict[str, Option]
 ) -> None:
     for mode in set(backend.modes) - {*COMPILED, *backend.deep_modes}:
         truth = Truth(backend, mode, options)
         calls = range(1, truth.calls + 1)
-        drawn = list(calls)
-        if points is not None:
-            drawn = random.Random(5).sample(calls, min(points, len(calls)))
-        found = Counter(truth.outcome(backend, call) for call in drawn)
-        print(f"{mode}: {len(drawn)} of {truth.calls} calls: {dict(found)}")
-        assert found
+        drawn = random.Random(5).sample(calls, min(POINTS, len(calls)))
+        outcomes = Counter(
+            truth.outcome(backend, call) for call in (calls if deep else drawn)
+        )
+        print(f"{mode}: {outcomes.total()} of {truth.calls} calls: {dict(outcomes)}")
+        assert outcomes

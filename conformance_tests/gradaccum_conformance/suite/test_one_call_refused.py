@@ -31,18 +31,11 @@ BAD_OPTIONS: list[tuple[dict[str, Option], type[Exception], str]] = [
     ({"micro_batch_size": "large"}, VALUE, "micro_batch_size: expected an int >= 1"),
     ({"steps": 2, "reduction": "average"}, VALUE, "reduction: expected one of"),
 ]
+WORDS = "weight: expected 12 finite numbers >= 0"
 BAD_FOR_THE_BATCH: list[tuple[dict[str, Option], type[Exception], str]] = [
-    ({"weight": np.ones(11)}, VALUE, "weight: expected 12 finite numbers >= 0"),
-    (
-        {"weight": np.r_[np.ones(11), -1.0]},
-        VALUE,
-        "weight: expected 12 finite numbers >= 0",
-    ),
-    (
-        {"weight": np.r_[np.nan, np.ones(11)]},
-        VALUE,
-        "weight: expected 12 finite numbers >= 0",
-    ),
+    ({"weight": np.ones(11)}, VALUE, WORDS),
+    ({"weight": np.r_[np.ones(11), -1.0]}, VALUE, WORDS),
+    ({"weight": np.r_[np.nan, np.ones(11)]}, VALUE, WORDS),
     ({"axes": None}, VALUE, "batch: expected an array to split"),
     ({"axes": (0, 0, 0)}, VALUE, "axes: expected a prefix of"),
 ]
@@ -127,13 +120,6 @@ def test_function_that_returns_no_weight(
         backend.value_and_grad(call, BATCH)
 
 
-def test_aux_that_was_not_announced(backend: LargeBatchHarness) -> None:
-    """The call or the framework raises its own error."""
-    call = CALL._replace(returns=lambda loss, logits: (loss, logits))
-    with pytest.raises((TypeError, ValueError), match="scalar"):
-        backend.value_and_grad(call, BATCH)
-
-
 @pytest.mark.parametrize("axis", [None, 1], ids=["the loss", "two losses"])
 def test_aux_that_is_missing(backend: LargeBatchHarness, axis: int | None) -> None:
     """Two losses in an array can be unpacked as if they were a loss and an aux."""
@@ -167,24 +153,29 @@ def test_leaf_of_another_length(
 
 
 @pytest.mark.parametrize("extra", UNNAMED_LISTS.values(), ids=UNNAMED_LISTS)
-def test_list_as_long_as_the_batch(
-    backend: LargeBatchHarness, large_batch_mode: str, extra: Any
+def test_list_as_long_as_the_batch(backend: LargeBatchHarness, extra: Any) -> None:
+    check_list(backend, CALL._replace(extra=extra))
+
+
+def test_list_as_long_as_the_batch_in_every_mode(
+    backend: LargeBatchHarness, large_batch_mode: str
 ) -> None:
+    call = CALL._replace(mode=large_batch_mode, extra=(ROWS, ROWS))
+    check_list(backend, call)
+    options = {"steps": 2, "axes": (0, 0, (0, 0))}
+    backend.value_and_grad(call._replace(options=options), BATCH.rows(0, 2))
+
+
+def check_list(backend: LargeBatchHarness, call: LargeBatchCall) -> None:
     """Refused until `axes` tell what it is: it would be given whole, or what it holds
     would be cut.
     """
     batch = BATCH.rows(0, 2)
-    call = CALL._replace(mode=large_batch_mode, extra=extra)
     for take in (backend.value_and_grad, backend.coupled):
         with pytest.raises(VALUE, match=r"batch\[2\].*axes="):
             take(call, batch)
-    backend.value_and_grad(
-        call._replace(options={"steps": 2, "axes": (0, 0, None)}), batch
-    )
-    if isinstance(extra, tuple):
-        backend.value_and_grad(
-            call._replace(options={"steps": 2, "axes": (0, 0, (0, 0))}), batch
-        )
+    options = {"steps": 2, "axes": (0, 0, None)}
+    backend.value_and_grad(call._replace(options=options), batch)
 
 
 def test_list_of_another_length(backend: LargeBatchHarness) -> None:

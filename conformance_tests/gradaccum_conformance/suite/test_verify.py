@@ -198,12 +198,6 @@ def test_usual_number_of_micro_batches_fits_the_batch(
     assert report.partitions[0] == "3 micro-batches in order"
 
 
-def test_loss_that_takes_groups_alone_says_so(backend: VerifyingHarness) -> None:
-    with pytest.raises(Exception, match="shape") as caught:
-        verify(backend, in_groups, X, Y)
-    assert "give the batch an axis of such groups" in caught.value.__notes__[-1]
-
-
 def test_loss_of_groups_is_coupled(backend: VerifyingHarness) -> None:
     """With micro-batches of whole groups, of which each partition deals the items."""
     x, y = np.tile(X, (2, 1))[:16], np.tile(Y, 2)[:16]

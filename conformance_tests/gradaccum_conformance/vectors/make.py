@@ -1,12 +1,16 @@
-"""``python -m gradaccum_conformance.vectors.make`` writes the vectors anew from the
-reference, the same that the suite compares each backend with.
+"""``python -m gradaccum_conformance.vectors.make`` records from the reference what
+comes after each event of the vectors, and writes their files anew.
+
+``windows.json`` and ``resuming.json`` are their own scripts: to add a vector, copy one,
+give it another name and other events, whose numbers may be plain, and run this program.
+``transitions.json`` has each event in each state that its options and events reach.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,34 +19,26 @@ from gradaccum import GradAccumError
 from gradaccum.kit import UntilWeight, terms_of
 from gradaccum_conformance.reference.accumulation import ReferenceAccumulation
 from gradaccum_conformance.reference.harness import NumpySession, harness
-from gradaccum_conformance.vectors.run import FOLDER
-from gradaccum_conformance.vectors.scripts import (
-    OPTIONS,
-    RESUMING,
-    WALK_EVENTS,
-    WINDOWS,
-    Event,
-    Script,
-)
+from gradaccum_conformance.vectors.run import FOLDER, KINDS, decode
 from gradaccum_conformance.vectors.session import SessionImplementation, wrap_options
 from gradaccum_conformance.walking import state_of, walk
 
-TOLERANCES = {"float32": 2.0**-21, "float64": 2.0**-50, "float16": 2.0**-21}
-"""Eight units in the last place, for the order in which one divides and clips. No
-number of float16's vector is rounded.
-"""
-WALKS = [name for name in OPTIONS if name.startswith("walk: ")]
+Page = dict[str, Any]
+"""A file: ``options`` and ``events`` by name, and ``vectors``."""
+WALK_TOLERANCE = 2.0**-21
+"""Eight units in the last place, for the order in which one divides and clips."""
 
 
 class Recorder:
     """The reference, and the vectors' words for what it does."""
 
-    def __init__(self, options: str, dtype: str = "float32") -> None:
-        self.options = options
-        self.dtype = dtype
-        self.implementation = SessionImplementation(harness, OPTIONS[options], dtype)
+    def __init__(self, page: Page, options: str, dtype: str) -> None:
+        self.options = page["options"]
+        self.implementation = SessionImplementation(
+            harness, self.options[options], dtype
+        )
 
-    def play(self, event: Event) -> dict[str, Any]:
+    def play(self, event: dict[str, Any]) -> dict[str, Any]:
         """Play one event, and return what stands below ``after``."""
         arguments = dict(event)
         kind = arguments.pop("kind")
@@ -50,9 +46,8 @@ class Recorder:
         refused = False
         try:
             if kind == "resume":
-                self.implementation = self.implementation.resume(
-                    OPTIONS[arguments["options"]]
-                )
+                options = self.options[arguments["options"]]
+                self.implementation = self.implementation.resume(options)
             else:
                 getattr(self.implementation, kind)(**arguments)
         except GradAccumError:
@@ -61,7 +56,7 @@ class Recorder:
 
     def terms(self) -> dict[str, Any]:
         """Return the options that an open window is saved with."""
-        accumulation = reference_in(self.implementation)
+        accumulation = self.accumulation
         terms = terms_of(accumulation.options, accumulation.optimizer_step)._asdict()
         if isinstance(terms["steps"], UntilWeight):
             terms["steps"] = {"until_weight": terms["steps"].weight}
@@ -71,32 +66,15 @@ class Recorder:
         observation = self.implementation.observe()
         decision = observation["decision"]
         if decision is not None:
-            divisor = reference_in(self.implementation).divisor
-            decision["divisor"] = divisor if decision["apply"] else None
+            applied = decision["apply"]
+            decision["divisor"] = self.accumulation.divisor if applied else None
         return observation
 
-    def vector(self, topic: str, name: str, steps: list[Any]) -> dict[str, Any]:
-        return {
-            "topic": topic,
-            "name": name,
-            "options": self.options,
-            "dtype": self.dtype,
-            "tolerance": TOLERANCES[self.dtype],
-            "steps": steps,
-        }
-
-
-def script_vector(script: Script) -> dict[str, Any]:
-    recorder = Recorder(script.options, script.dtype)
-    steps = [{"event": event, "after": recorder.play(event)} for event in script.events]
-    refused = tuple(n for n, step in enumerate(steps) if step["after"]["refused"])
-    assert refused == script.refused, f"{script.name}: refused are {refused}"
-    return recorder.vector(script.topic, f"{script.topic}: {script.name}", steps)
-
-
-def reference_in(implementation: SessionImplementation) -> ReferenceAccumulation:
-    assert isinstance(implementation.session, NumpySession)
-    return implementation.session.accumulation
+    @property
+    def accumulation(self) -> ReferenceAccumulation:
+        session = self.implementation.session
+        assert isinstance(session, NumpySession)
+        return session.accumulation
 
 
 class Walk(Recorder):
@@ -105,22 +83,29 @@ class Walk(Recorder):
     It is a `gradaccum_conformance.walking.Walker`.
     """
 
-    def __init__(self, options: str) -> None:
-        super().__init__(options)
+    def __init__(self, page: Page, name: str) -> None:
+        super().__init__(page, name, "float32")
+        self.name = name
+        self.events = page["events"]
         self.vectors: list[dict[str, Any]] = []
 
     def do(self, event: str, history: tuple[str, ...]) -> None:
         before = self.observe()
-        after = self.play(WALK_EVENTS[event])
+        after = self.play(self.events[event])
         if after["decision"] is not None:
             del after["decision"]["loss"]  # No event of a walk has one.
-        steps = [
-            *({"event": name} for name in history),
-            {"event": event, "after": after},
-        ]
-        name = f"{self.options}: {' '.join((*history, event))}"
-        vector = self.vector(self.options, name, steps)
-        vector["before"] = {name: before[name] for name in ("state", "sum")}
+        vector = {
+            "topic": self.name,
+            "name": f"{self.name}: {' '.join((*history, event))}",
+            "options": self.name,
+            "dtype": "float32",
+            "tolerance": WALK_TOLERANCE,
+            "steps": [
+                *({"event": name} for name in history),
+                {"event": event, "after": after},
+            ],
+            "before": {name: before[name] for name in ("state", "sum")},
+        }
         self.vectors.append(vector)
 
     def snapshot(self) -> Any:
@@ -131,44 +116,38 @@ class Walk(Recorder):
         self.implementation.begin_event()
 
 
-def walk_vectors(options: str) -> list[dict[str, Any]]:
+def walk_vectors(page: Page) -> list[dict[str, Any]]:
     """Return a vector for each event in each state that can be reached."""
-    recorder = Walk(options)
-    wrap_arguments = wrap_options(OPTIONS[options])
-    walk(
-        recorder,
-        WALK_EVENTS,
-        lambda: state_of(recorder.implementation.session, wrap_arguments),
-    )
-    return recorder.vectors
+    vectors = []
+    for name, options in page["options"].items():
+        recorder = Walk(page, name)
+        here = partial(state_of, recorder.implementation.session, wrap_options(options))
+        walk(recorder, page["events"], here)
+        vectors += recorder.vectors
+    return vectors
+
+
+def file_text(kind: str) -> str:
+    """Return the text of a file: JSON with one vector in a line."""
+    text = (FOLDER / f"{kind}.json").read_text(encoding="utf-8")
+    page: Page = decode(json.loads(text))
+    vectors = page.pop("vectors")
+    if kind == "transitions":
+        vectors = walk_vectors(page)
+    else:
+        for vector in vectors:
+            recorder = Recorder(page, vector["options"], vector["dtype"])
+            for step in vector["steps"]:
+                step["after"] = recorder.play(step["event"])
+    lines = ",\n".join(f"  {to_json(vector)}" for vector in vectors)
+    entries = [f' "{name}": {to_json(value)}' for name, value in page.items()]
+    return "{\n" + ",\n".join([*entries, f' "vectors": [\n{lines}\n ]']) + "\n}\n"
 
 
 def file_texts() -> dict[str, str]:
     """Return the text of each file by its kind."""
     with np.errstate(over="ignore", invalid="ignore"):
-        transitions = [vector for options in WALKS for vector in walk_vectors(options)]
-        return {
-            "transitions": file_text(transitions, WALK_EVENTS),
-            "windows": file_text(map(script_vector, WINDOWS), {}),
-            "resuming": file_text(map(script_vector, RESUMING), {}),
-        }
-
-
-def file_text(vectors: Iterable[dict[str, Any]], events: dict[str, Event]) -> str:
-    """Return JSON with one vector in a line."""
-    vector_list = list(vectors)
-    names = {vector["options"] for vector in vector_list}
-    names |= {
-        step["event"]["options"]
-        for vector in vector_list
-        for step in vector["steps"]
-        if "options" in step["event"]
-    }
-    options = {name: value for name, value in OPTIONS.items() if name in names}
-    head = {"$schema": "schema.json", "options": options, "events": events}
-    lines = ",\n".join(f"  {to_json(vector)}" for vector in vector_list)
-    entries = [f' "{name}": {to_json(value)}' for name, value in head.items()]
-    return "{\n" + ",\n".join([*entries, f' "vectors": [\n{lines}\n ]']) + "\n}\n"
+        return {kind: file_text(kind) for kind in KINDS}
 
 
 def to_json(value: Any) -> str:

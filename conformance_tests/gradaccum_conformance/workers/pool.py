@@ -42,17 +42,8 @@ class WorkerError(Exception):
     """Some worker raised, died or did not answer; the text says which and how."""
 
     def __init__(self, event: str, failures: Mapping[int, str]) -> None:
-        super().__init__(
-            "\n".join(
-                [
-                    f"in {event}:",
-                    *(
-                        f"rank {rank} {failure}"
-                        for rank, failure in sorted(failures.items())
-                    ),
-                ]
-            )
-        )
+        ranks = [f"rank {rank} {failures[rank]}" for rank in sorted(failures)]
+        super().__init__("\n".join([f"in {event}:", *ranks]))
         self.failures = dict(failures)
         """What happened, by rank; ranks that answered are left out."""
 
@@ -63,7 +54,6 @@ class Pool:
     Args:
         backend: its name.
         workers: their number.
-        seed: of the order in which the workers get an event, and of their delays.
         limit: seconds for one event on all workers.
         command: the program of a worker; the backend's name and the number of an open
             socket are its arguments.
@@ -74,12 +64,12 @@ class Pool:
         backend: str,
         workers: int,
         *,
-        seed: int = 0,
         limit: float = LIMIT_SECONDS,
         command: Sequence[str] = WORKER_COMMAND,
     ) -> None:
-        self.backend, self.workers, self.limit = backend, workers, limit
-        self._random = random.Random(seed)
+        self.workers = workers
+        self.limit = limit
+        self.reseed(0)
         self._folder = Path(tempfile.mkdtemp(prefix="workers-"))
         self._processes: list[Process] = []
         meeting, port = self._folder / "meeting", _free_port()
@@ -146,7 +136,9 @@ class Pool:
             raise
 
     def reseed(self, seed: int) -> None:
-        """Begin another sequence of orders and delays."""
+        """Begin another sequence of the orders in which the workers get an event, and
+        of their delays.
+        """
         self._random = random.Random(seed)
 
     def close(self) -> None:

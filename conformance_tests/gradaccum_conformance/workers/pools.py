@@ -50,8 +50,9 @@ class Pools:
         key = backend, workers
         if key not in self._pools or self._pools[key].closed:
             self._pools[key] = self._started(backend, workers)
-        self._pools[key].reseed(0)
-        return self._pools[key]
+        pool = self._pools[key]
+        pool.reseed(0)
+        return pool
 
     def _started(self, backend: str, workers: int) -> Pool:
         failures = self._failures.setdefault((backend, workers), [])
@@ -65,14 +66,8 @@ class Pools:
 
     def crew(self, pool: Pool, setup: Setup) -> Crew:
         """The crew with this setup, as it was when it was new."""
-        key = (
-            pool,
-            repr(
-                setup._replace(
-                    weights={}, options=dict(sorted((setup.options or {}).items()))
-                )
-            ),
-        )
+        options = dict(sorted((setup.options or {}).items()))
+        key = pool, repr(setup._replace(weights={}, options=options))
         if key not in self._crews:
             crew = _start_crew(pool, setup)
             self._crews[key] = crew, crew.snapshot()

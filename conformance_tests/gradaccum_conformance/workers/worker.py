@@ -15,7 +15,6 @@ from gradaccum.watching import ClosedWindow
 from gradaccum_conformance.harness import (
     Session,
     Setup,
-    Snapshot,
     WorkersHarness,
 )
 from gradaccum_conformance.loading import load_harness
@@ -33,7 +32,7 @@ class Worker:
     def __init__(self, backend: str) -> None:
         self._backend = backend
         self._sessions: list[Session] = []
-        self._snapshots: list[Snapshot] = []
+        self._snapshots: list[Any] = []
         self._heard: list[ClosedWindow] = []
 
     @property

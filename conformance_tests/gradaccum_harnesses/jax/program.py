@@ -83,7 +83,7 @@ class Program:
         self.tx: Any = inner if options is None else gradaccum.wrap(inner, **options)
 
     @property
-    def init(self) -> Callable[..., Any]:
+    def init(self) -> Any:
         return self.tx.init
 
     @cached_property

@@ -139,9 +139,7 @@ class SharedSession(JaxSession):
     def _adopt(self, params: Any, opt_state: Any) -> None:
         self.params, self.opt_state = params, opt_state
 
-    def _apply(
-        self, tree: GradientTree, weight: float | None, loss: float = np.nan
-    ) -> None:
+    def _apply(self, tree: GradientTree, weight: float | None, *loss: float) -> None:
         """The program of all workers has a gradient for each parameter: zeros where it
         takes no part.
         """
@@ -151,7 +149,7 @@ class SharedSession(JaxSession):
             row = np.zeros(p.shape) if gradient is None else gradient
             gradients[name] = np.asarray(row, self.dtype)[None]
         weights = np.asarray([1.0 if weight is None else weight], np.float32)
-        losses = np.asarray([loss], np.float32)
+        losses = np.asarray(loss or [np.nan], np.float32)
         with x64(self.wide):
             self.params, self.opt_state = self.program.apply(
                 self.params, self.opt_state, *self._rows((gradients, weights, losses))
