@@ -91,23 +91,20 @@ def test_scaler_of_float16_is_the_windows() -> None:
 
 
 class Validating(Automatic):
-    """Notes the updates that were made before each validation, and its loss."""
+    """Notes the updates that were made before each validation."""
 
     def on_fit_start(self) -> None:
         self.updates: list[int] = []
-        self.losses: list[Tensor] = []
 
     def validation_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
         self.updates.append(self.trainer.optimizers[0].result.optimizer_step)
-        self.losses.append(mean_square(self.net, *batch))
 
 
 def test_epoch_is_closed_before_its_validation() -> None:
     model = Validating({})
     trainer(num_sanity_val_steps=0).fit(model, loader(), loader(size=26))
     assert model.updates == [4, 8]
-    wanted = [mean_square(large(epochs), X[:26], Y[:26]) for epochs in (1, 2)]
-    torch.testing.assert_close(model.losses, wanted, rtol=1e-12, atol=0)
+    assert distance(model.net, large()) < 1e-12
 
 
 def test_validation_in_mid_window() -> None:

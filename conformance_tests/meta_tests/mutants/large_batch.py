@@ -140,7 +140,7 @@ if reduction == "sum":
     return loss, sums.mean()[1] | own
 """
         },
-        "test_coupled and test_gradient_of_the_large_batch",
+        f"{ONE_CALL} and test_coupled and test_gradient_of_the_large_batch",
     ),
     Mutant(
         "couple_within_micro_batches_only",
@@ -157,12 +157,12 @@ if reduction == "sum":
         }}
 """
         },
-        "test_coupled and test_gradient_of_the_large_batch",
+        f"{ONE_CALL} and test_coupled and test_gradient_of_the_large_batch",
     ),
     # The second pass forgets to move on.
     Mutant(
         "gradient_of_the_first_micro_batch_for_all",
         {"        start = stop\n": ""},
-        "test_coupled and test_gradient_of_the_large_batch",
+        f"{ONE_CALL} and test_coupled and test_gradient_of_the_large_batch",
     ),
 )

@@ -26,6 +26,7 @@ ENDS = """\
             self.flush()
 """
 IF_ADDS = "        if adds:\n"
+LARGEST = "    largest = max(float(np.abs(total).max()) for total in sums.values())\n"
 LOADED = "        self.weights, self.inner, self.wrapped = weights, inner, wrapped\n"
 RESUMED = "resumed(state, terms_of(wrapped.options, state.optimizer_step), options)"
 WINDOW_LOSS = "self.window_loss = window_loss(self.loss, machine, options, select)"
@@ -151,7 +152,8 @@ options = options._replace(on_overflow="skip_window")
         {
             ADD: """\
                 g = gradient[name]
-                if self.machine.micro_step == 0 and weight == 1 and g.dtype == term.dtype:
+                is_first = self.machine.micro_step == 0 and weight == 1
+                if is_first and g.dtype == term.dtype:
                     self.sums[name] = g
                 else:
                     self.sums[name] += term
@@ -225,7 +227,7 @@ DECISIONS = (
     Mutant(
         "call_large_squares_an_overflow",
         {
-            "    largest = max(float(np.abs(total).max()) for total in sums.values())\n": """\
+            LARGEST: """\
     with np.errstate(over="ignore"):
         squares = sum(np.square(total).sum() for total in sums.values())
     return float(np.sqrt(squares)), bool(np.isfinite(squares))
