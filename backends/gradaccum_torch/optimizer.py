@@ -112,14 +112,13 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             kwargs: those of `torch.Tensor.backward`.
 
         Raises:
-            ArgumentTypeError, ArgumentValueError: `loss` is no tensor, `weight` no such
-                number.
+            ArgumentTypeError, ArgumentValueError: `weight` is no such number.
             UsageError: another loss of the same micro-batch had another weight; or
                 workers reduce the gradients of the window already.
         """
         if weight is not None:
             weight = require_weight(weight)
-        self._window.backward(checks.require_loss(loss), weight, kwargs)
+        self._window.backward(loss, weight, kwargs)
 
     def weigh(self, weight: float) -> None:
         """Give the micro-batch that the next ``step`` counts its weight, whoever runs
@@ -145,10 +144,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             loss: tensor of any shape, float dtype kept.
 
         Raises:
-            ArgumentTypeError: `loss` is no tensor.
             UsageError: another loss of the same micro-batch had another weight.
         """
-        return self._window.scale(checks.require_loss(loss))
+        return self._window.scale(loss)
 
     def step(self, closure: Callable[[], Loss] | None = None) -> Loss:
         """Count the micro-batch whose gradient is in ``.grad``, and at the end of the
@@ -470,8 +468,6 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        if not self._window.workers.can_be_copied:
-            raise checks.copy_error()
         self._window.require_savable()
         return {
             "inner": self._inner,

@@ -164,9 +164,6 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         else:
             setattr(self._scheduler, name, value)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._scheduler!r})"
-
     def _is_at_beginning(self) -> bool:
         last_epoch = getattr(self._scheduler, "last_epoch", None)
         return last_epoch == 0 and not self._has_loaded

@@ -36,7 +36,6 @@ from gradaccum_torch.extensions import (
     Extension,
     LeftoverLoopWarning,
     MicroBatch,
-    NonFiniteLossWarning,
     Warnings,
     WindowLoss,
     as_number,
@@ -94,7 +93,6 @@ class Window:
         self.changed_rate_warning = ChangedRateWarning(masters.inner, self.warn)
         self.extensions: list[Extension] = [
             self.window_loss,
-            NonFiniteLossWarning(self.window_loss, self.warn),
             self.changed_rate_warning,
             LeftoverLoopWarning(self.warn),
             DividedLossWarning(options, self.warn),
@@ -483,10 +481,6 @@ class Window:
     def _complete_sums(self) -> Gradients:
         """Return the sums with each element once."""
         sums = self.gradient_sum.gradients()
-        if all(
-            type(total) is Tensor and not total.is_sparse for total in sums.values()
-        ):
-            return sums
         complete_sums = {
             parameter: complete(total) for parameter, total in sums.items()
         }
@@ -498,25 +492,19 @@ class Window:
         """Make this the window of all workers, or the sums of some `parameters`; return
         False if no worker has a window.
         """
+        loss = self.window_loss.read_open()
         window = self.workers.all_reduce(
-            self.state, self.gradient_sum, self._numbers(), self.update, parameters
+            self.state, self.gradient_sum, loss, self.update, parameters
         )
         self.gradient_sum.replace(window.gradients)
         if window.is_open:
             if parameters is None:
-                numbers = iter(window.numbers)
-                for extension in self.extensions:
-                    extension.reduced([next(numbers) for _ in extension.numbers()])
+                self.window_loss.total = window.loss
             state = kit.joined(self.state, window.weight, window.overflow)
             self.state = self.at_rest(state)
             self.is_reduced = True
         self.update.is_broken = False
         return window.is_open
-
-    def _numbers(self) -> list[float]:
-        return [
-            number for extension in self.extensions for number in extension.numbers()
-        ]
 
     def _decide(self, sums: Gradients, state: Any, options: Options) -> Decision:
         norm = float("nan")
@@ -587,8 +575,6 @@ class Window:
 
     def call_listeners_after(self, close: Callable[[], None]) -> None:
         """Call `close`, and then the listeners with each window that it closed."""
-        if not self.listeners.added:
-            return close()
         with self.listeners.settled():
             close()
 
@@ -631,7 +617,7 @@ class Window:
 
     def discard(self) -> None:
         """Forget the open window and the micro-batch under way."""
-        self.workers.abandon(self._numbers())
+        self.workers.abandon()
         self.gradient_sum.clear()
         for master in self.masters.masters.values():
             master.grad = None

@@ -4,7 +4,6 @@ whatever a worker does in between, and no worker is left waiting.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -226,10 +225,7 @@ def overflow_on_one_worker_skips_on_all(rank: int) -> None:
     with last_micro_batch(rank) as (model, parallel, opt, batches):
         scale = float("inf") if rank else 1.0
         opt.backward(loss_of(parallel, batches[3]) * scale)
-        with warnings.catch_warnings(record=True) as given:
-            warnings.simplefilter("always")
-            opt.step()
-        assert any("not finite on rank 1." in str(each.message) for each in given)
+        opt.step()
         assert opt.result.skipped
         assert opt.result.overflow
         require_third_window(model, parallel, opt, batches)
