@@ -11,7 +11,7 @@ only, so that ``torch.load(weights_only=True)`` reads it:
   on; a size by weight is a negative number;
 - ``worker``: the rank that saved it and the number of workers, as the sum of each is a
   part of that of all;
-- ``parameters``: shape, dtype and name of each, to refuse another model's state;
+- ``parameters``: shape and dtype of each, to refuse another model's state;
 - ``sums``: the partial sum by the index of its parameter, only while a window is open;
 - ``loss`` and ``window_loss``: what the open window's losses add up to, and the loss of
   the last closed one;
@@ -149,14 +149,11 @@ def decode_terms(saved_terms: Mapping[str, Any]) -> Terms:
 
 
 def describe(masters: MasterWeights) -> list[list[Any]]:
-    """Return shape, dtype and name (None without names) of each parameter."""
-    descriptions: list[list[Any]] = []
-    for group in masters.groups():
-        names = group.get("param_names") or [None] * len(group["params"])
-        for parameter, name in zip(group["params"], names, strict=True):
-            shape = list(parameter.shape)
-            descriptions.append([shape, str(parameter.dtype), name])
-    return descriptions
+    """Return the shape and the dtype of each parameter."""
+    return [
+        [list(parameter.shape), str(parameter.dtype)]
+        for parameter in masters.parameters()
+    ]
 
 
 def checkpoint_error(
@@ -179,12 +176,11 @@ def require_entries(entry: Any) -> None:
 def require_same_model(entry: Entry, window: Window) -> None:
     """Raise unless the entry is of the same parameters, sums and masters."""
     parameters = describe(window.masters)
-    pairs = zip_longest(parameters, map(list, entry["parameters"]))
+    # Some checkpoints have the name of each parameter, too.
+    saved_parameters = [list(each[:2]) for each in entry["parameters"]]
+    pairs = zip_longest(parameters, saved_parameters)
     for index, (parameter, saved_parameter) in enumerate(pairs):
-        is_same = parameter == saved_parameter
-        if parameter and saved_parameter and None in (parameter[2], saved_parameter[2]):
-            is_same = parameter[:2] == saved_parameter[:2]
-        if not is_same:
+        if parameter != saved_parameter:
             raise checkpoint_error(
                 f"parameter {index}", f"{parameter}", f"{saved_parameter}"
             )

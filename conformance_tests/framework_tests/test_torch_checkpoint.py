@@ -86,7 +86,6 @@ def test_bare_state_loads_as_empty_window() -> None:
 DAMAGE: dict[str, Callable[[Any, Any], object]] = {
     "no field": lambda state, entry: entry.pop("weight"),
     "another shape": lambda state, entry: entry["parameters"][0].__setitem__(0, [5, 3]),
-    "another name": lambda state, entry: entry["parameters"][0].__setitem__(2, "a"),
     "another sum": lambda state, entry: entry["sums"].update(
         {0: entry["sums"][0].double()}
     ),
@@ -97,11 +96,9 @@ DAMAGE: dict[str, Callable[[Any, Any], object]] = {
 def test_refused_state_changes_nothing(damage: str) -> None:
     run = trained(4)
     state = copy.deepcopy(trained(5)[1].state_dict())
-    run[1].param_groups[0]["param_names"] = ["w", "b", "w2", "b2"]
     DAMAGE[damage](state, state["gradaccum"])
     with pytest.raises(CheckpointError):
         run[1].load_state_dict(state)
-    del run[1].param_groups[0]["param_names"]
     feed(run, 4, 9)
     assert_same(run, trained(9))
 
