@@ -40,16 +40,6 @@ from gradaccum_torch.whole_window import WholeWindow
 from gradaccum_torch.window import Window
 from gradaccum_torch.workers.interface import Workers
 
-OptimizerState = Any
-"""``optimizer.state``: a mapping from each parameter to what the optimizer keeps for
-it.
-"""
-Argument = Any
-"""What a method of torch or of the inner optimizer takes: handed through, whatever it
-is.
-"""
-Loss = Any
-"""The value of a closure. torch hands it through, whatever it is."""
 M = TypeVar("M")
 
 
@@ -95,7 +85,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     # A micro-batch.
 
     def backward(
-        self, loss: Tensor, weight: float | None = None, **kwargs: Argument
+        self, loss: Tensor, weight: float | None = None, **kwargs: Any
     ) -> None:
         """Run ``loss.backward(**kwargs)`` with the weight and the loss scale multiplied
         in.
@@ -148,7 +138,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         """
         return self._window.scale(loss)
 
-    def step(self, closure: Callable[[], Loss] | None = None) -> Loss:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Count the micro-batch whose gradient is in ``.grad``, and at the end of the
         window make the update.
 
@@ -371,7 +361,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         self._inner.param_groups = groups
 
     @property
-    def state(self) -> OptimizerState:
+    def state(self) -> Any:
         """The inner optimizer's state by parameter, the same mapping.
 
         Raises:
@@ -383,7 +373,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         return self._inner.state
 
     @state.setter
-    def state(self, state: OptimizerState) -> None:
+    def state(self, state: Any) -> None:
         self._inner.state = state
 
     @property
@@ -504,7 +494,7 @@ def on_masters(method: Callable[..., Any], masters: MasterWeights) -> Any:
         return method
 
     @wraps(method)
-    def call(*args: Argument, **kwargs: Argument) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         with masters.work_on_masters():
             return method(*args, **kwargs)
 

@@ -58,14 +58,13 @@ def entry_of(window: Window) -> Entry:
     # Between two windows the schedule, which may have come to its end, is not asked.
     size = window.size if state.micro_step else None
     terms = kit.terms_of(window.options._replace(steps=size), state.optimizer_step)
-    place = window.workers.place
     masters = window.masters.by_index()
     entry: Entry = {
         "format": kit.FORMAT,
         **state._asdict(),
         "grad_norm": window.last_event[3],
         "terms": {**terms._asdict(), "steps": encode_size(terms.steps)},
-        "worker": None if place is None else list(place),
+        "worker": list(window.workers.place),
         "parameters": describe(window.masters),
         "sums": window.saved_sums(),
         "masters": {index: master.detach() for index, master in masters.items()},
@@ -124,7 +123,7 @@ def resumed_state(entry: Entry, window: Window) -> State:
     place = window.workers.place
     saved_place = entry.get("worker")
     # The sum of an open window is a part of that of all workers.
-    if state.micro_step and saved_place and place and tuple(saved_place) != place:
+    if state.micro_step and saved_place and tuple(saved_place) != place:
         raise checkpoint_error(
             "worker",
             "the open window of rank {} of {}".format(*place),

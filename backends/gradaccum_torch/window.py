@@ -404,11 +404,14 @@ class Window:
             # The user may have cleared what another wrapper's pass has left there.
             arrived_factors = arrived_factors & {1.0}
         has_begun = (
-            bool(arrived_factors) or micro_batch.has_loss or micro_batch.is_weighed
+            arrived_factors
+            or micro_batch.has_loss
+            or micro_batch.is_weighed
+            or PASSES[0] != self.passes_before
+            or self.watch.was_changed
+            or self._holds_users()
         )
-        has_begun = has_begun or PASSES[0] != self.passes_before
-        has_begun = has_begun or self.watch.was_changed
-        if not has_begun and not self._holds_users():
+        if not has_begun:
             raise checks.no_backward_error()
         is_unscaled = self.has_scale and not micro_batch.has_loss
         if micro_batch.is_scaled_by_hand:
@@ -531,10 +534,7 @@ class Window:
     def _make_update(self, sums: Gradients, divisor: float) -> None:
         self.update.is_broken = True
         self.gradient_sum.prepare_update(sums)
-        try:
-            self.update.make(sums, divisor)
-        finally:
-            self.gradient_sum.end_update()
+        self.update.make(sums, divisor)
 
     def _finish(self, decision: Decision, state: Any, divided_by: Options) -> None:
         """Begin the next window."""
@@ -554,9 +554,7 @@ class Window:
             decision.overflow,
             decision.grad_norm,
         )
-        self.gradient_sum.clear_window()
-        for master in self.masters.masters.values():
-            master.grad = None
+        self._forget_sum()
         self.is_reduced = False
         self.workers.window_ended()
         self.watch.compares_norms = False
@@ -618,14 +616,17 @@ class Window:
     def discard(self) -> None:
         """Forget the open window and the micro-batch under way."""
         self.workers.abandon()
-        self.gradient_sum.clear()
-        for master in self.masters.masters.values():
-            master.grad = None
+        self._forget_sum()
         self.state = self.at_rest(kit.discard(self.state))
         self.last_event = (False, False, False, self.last_event[3])
         self._start_anew()
         for extension in self.extensions:
             extension.window_discarded()
+
+    def _forget_sum(self) -> None:
+        self.gradient_sum.clear()
+        for master in self.masters.masters.values():
+            master.grad = None
 
     def _start_anew(self) -> None:
         self._forget_micro_batch()

@@ -37,10 +37,8 @@ class Workers:
 
     is_shared = False
     """Other workers share the window, so that its end must `all_reduce`."""
-    place: tuple[int, int] | None = (0, 1)
-    """The rank and the number of workers to which a saved part of a sum belongs; None:
-    to any.
-    """
+    place = (0, 1)
+    """The rank and the number of workers to which a saved part of a sum belongs."""
     group: dist.ProcessGroup | None = None
     """The process group of the workers; None: this worker is alone, or a mesh of
     several groups shares its parameters.

@@ -80,8 +80,7 @@ def workers_of(
         warnings.warn(text, GradAccumWarning, stacklevel=5)
     # After the comparison of the workers' options: where one alone has this one, that
     # tells all of them.
-    has_peers = workers.place is None or workers.place[1] > 1
-    if has_peers and isinstance(options.steps, UntilWeight):
+    if workers.place[1] > 1 and isinstance(options.steps, UntilWeight):
         raise shared_until_weight_error(options.steps)
     return workers
 

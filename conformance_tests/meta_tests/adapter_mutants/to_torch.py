@@ -9,8 +9,8 @@ EVERYDAY = OWN + "test_torch_everyday.py::"
 MUTANTS = (
     Mutant(
         "keep_the_sum_of_a_closed_window",
-        "        self.gradient_sum.clear_window()\n",
-        "",
+        "        self._forget_sum()\n        self.is_reduced = False\n",
+        "        self.is_reduced = False\n",
         SUITE + "test_lockstep.py::test_long_random_sequences",
     ),
     Mutant(
@@ -69,7 +69,7 @@ MUTANTS = (
     ),
     Mutant(
         "leave_the_sum_at_discard",
-        "        self.workers.abandon()\n        self.gradient_sum.clear()\n",
+        "        self.workers.abandon()\n        self._forget_sum()\n",
         "        self.workers.abandon()\n",
         SUITE + "test_windows.py::test_discard_forgets_the_window",
     ),
@@ -272,7 +272,7 @@ MUTANTS = (
     ),
     Mutant(
         "ask_for_a_pass_where_other_wrappers_saw_one",
-        "        has_begun = has_begun or PASSES[0] != self.passes_before\n",
+        "            or PASSES[0] != self.passes_before\n",
         "",
         EVERYDAY + "test_pass_through_another_wrapper_stands_for_one",
     ),
