@@ -183,27 +183,16 @@ class Window:
         self.largest_number = kit.largest_number(float64_weight=self.has_float64)
         self.changed_rate_warning.allow_change()
         self.watch.follow(parameters)
-        if type(self.gradient_sum) is GradientSum:
+        if self.state.micro_step:
+            self.parameter_marks = []  # The next window may have another place.
+        elif type(self.gradient_sum) is GradientSum:
             make = self.workers.make_gradient_sum or make_gradient_sum
-            gradient_sum = make(self.masters.parameters, self.watch, self.options)
-            if self.state.micro_step and gradient_sum.is_beside_grad:
-                self._move_sum(gradient_sum)
-            self.gradient_sum = gradient_sum
+            self.gradient_sum = make(self.masters.parameters, self.watch, self.options)
         self.expect_window()
 
     def expect_window(self) -> None:
         if self.gradient_sum.expects_windows:
             self.gradient_sum.expect_window(self.current_size())
-
-    def _move_sum(self, new_sum: GradientSum) -> None:
-        sums = self.gradient_sum.gradients()
-        for parameter, dtype in zip(
-            self.masters.parameters(), self.sum_dtypes, strict=True
-        ):
-            if parameter in sums:
-                sums[parameter] = sums[parameter].to(dtype)
-        self.gradient_sum.clear()
-        new_sum.replace(sums)
 
     # A micro-batch.
 
