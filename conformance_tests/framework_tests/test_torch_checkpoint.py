@@ -15,7 +15,7 @@ import torch
 import gradaccum
 from gradaccum import CheckpointError
 
-from .torch_model import PLACES, loss_of, make, rows_of, same, train
+from .torch_model import PLACES, loss_of, make, rows_of, same
 
 KINDS: dict[str, dict[str, Any]] = {
     **PLACES,
@@ -112,20 +112,3 @@ def test_state_dict_hooks_run_in_order() -> None:
     opt.register_load_state_dict_post_hook(lambda o: seen.append("post"))
     opt.load_state_dict(opt.state_dict())
     assert seen == ["pre", 1, "post"]
-
-
-def test_open_window_keeps_its_size() -> None:
-    """A state says which size its open window has. It loads only where the schedule
-    gives the same size.
-    """
-    sizes = [3]
-    model, opt = make(steps=lambda step: sizes[0])
-    train(model, opt, 1)
-    sizes[0] = 5
-    saved = copy.deepcopy(opt.state_dict())
-    with pytest.raises(CheckpointError, match="steps"):
-        opt.load_state_dict(saved)
-    sizes[0] = 3
-    opt.load_state_dict(saved)
-    train(model, opt, 2)
-    assert opt.result.applied

@@ -130,17 +130,3 @@ def test_begun_window_is_refused(state: str) -> None:
         assert gradient is None or torch.equal(gradient, value)
 
 
-def test_failed_update_leaves_the_window_full() -> None:
-    """As after `flush()`: it can be flushed again, and the batch need not be computed
-    again.
-    """
-    model, other = make_model(), make_model()
-    opt = wrap(model)
-    handle = opt.register_step_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        split(model, opt)
-    assert opt.result.micro_step == 3
-    handle.remove()
-    opt.flush()
-    split(other, wrap(other))
-    assert same(model, other)
