@@ -205,7 +205,6 @@ def require_same_options(
             )
 
 
-@torch.no_grad()
 def warn_of_unequal_parameters(
     optimizer: torch.optim.Optimizer, group: dist.ProcessGroup
 ) -> None:
@@ -213,19 +212,17 @@ def warn_of_unequal_parameters(
     collective.
     """
     totals = [
-        parameter.detach().double().sum()
+        float(parameter.detach().double().sum())
         for parameter in names.parameters_of(optimizer)
         if not names.is_sharded(parameter) and not parameter.is_complex()
     ]
-    if not totals:
-        return
-    total = torch.stack(totals)
-    bounds = torch.cat([total, -total])
-    dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
-    most, minus_least = bounds.chunk(2)
-    tolerance = CLOSE * most.abs().clamp(min=CLOSE)
-    if (most + minus_least > tolerance).any():
-        warnings.warn(UNEQUAL_PARAMETERS, GradAccumWarning, stacklevel=6)
+    everyone: list[list[float]] = [[]] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, totals, group=group)
+    for other_totals in everyone:
+        for total, other_total in zip(totals, other_totals, strict=True):
+            if abs(total - other_total) > CLOSE * max(abs(total), CLOSE):
+                warnings.warn(UNEQUAL_PARAMETERS, GradAccumWarning, stacklevel=6)
+                return
 
 
 # FSDP2.

@@ -50,7 +50,7 @@ class ShardGroup(Workers):
             self.make_gradient_sum = partial(
                 SumInFSDP, deferred_reduction=deferred_reduction
             )
-        rank = int((mesh.mesh.flatten() == dist.get_rank()).int().argmax())
+        rank = mesh.mesh.flatten().tolist().index(dist.get_rank())
         self.place = (rank, mesh.size())
         self.units = units_holding(parameters_of(optimizer))
         self.divisor = max((unit.workers for unit in self.units), default=1)
