@@ -128,5 +128,3 @@ def test_begun_window_is_refused(state: str) -> None:
     for p, gradient, value in zip(model.parameters(), found, values, strict=True):
         assert p.grad is gradient
         assert gradient is None or torch.equal(gradient, value)
-
-

@@ -109,6 +109,7 @@ MUTANTS = (
         "        for scheduler in list(self.schedulers):\n            scheduler.follow()\n",
         "",
         OWN + "test_torch_workers.py::test_two_workers",
+        only="schedules_and_averages",
     ),
     Mutant(
         "forget_a_change_before_an_addition",
