@@ -59,6 +59,8 @@ class MicroBatch:
         """A plain ``backward()`` of a loss that was scaled is expected."""
         self.losses: list[float | Tensor] = []
         """The losses as the user gave them, not scaled."""
+        self.is_first = False
+        """It opens the window."""
         self.passes = 0
         """Its backward passes."""
         self.window_size: Size = None
@@ -142,11 +144,10 @@ class WindowLoss(Extension):
     def value(self) -> float:
         """The loss of the last closed window."""
         if self._read_closed_loss is not None:
-            value = self._read_closed_loss()
+            self._value = self._read_closed_loss()
             self._read_closed_loss = None
-            # One object, so that equal results compare equal.
-            self._value = math.nan if math.isnan(value) else value
-        return self._value
+        # One object, so that equal results compare equal.
+        return math.nan if math.isnan(self._value) else self._value
 
     def micro_batch_added(self, micro_batch: MicroBatch, weight: float) -> None:
         if weight:
@@ -189,8 +190,7 @@ class WindowLoss(Extension):
     def load_state_dict(self, entries: dict[str, Any]) -> None:
         self._read_closed_loss = None
         self.total = entries.get("loss", 0.0)
-        value = float(entries.get("window_loss", math.nan))
-        self._value = math.nan if math.isnan(value) else value
+        self._value = float(entries.get("window_loss", math.nan))
 
 
 # Warnings, each given once per optimizer.
@@ -233,14 +233,12 @@ class ChangedRateWarning(Extension):
         self._warn = warn
         self._rates: list[object] | None = None
         """The rates with which the window began; None: the window may have any."""
-        self._is_open = False
 
     def micro_batch_added(self, micro_batch: MicroBatch, weight: float) -> None:
         rates = [rate_mark(group.get("lr")) for group in self._optimizer.param_groups]
-        if not self._is_open:
-            self._is_open = True
+        if micro_batch.is_first:
             self._rates = rates
-        elif self._rates is not None and self._rates != rates:
+        elif self._rates not in (None, rates):
             self._warn(kit.RATE_MOVED)
 
     def allow_change(self) -> None:
@@ -249,14 +247,7 @@ class ChangedRateWarning(Extension):
         """
         self._rates = None
 
-    def window_closed(self, state: Fields, options: Options) -> None:
-        self._is_open = False
-
-    def window_discarded(self) -> None:
-        self._is_open = False
-
     def load_state_dict(self, entries: dict[str, Any]) -> None:
-        self._is_open = bool(entries.get("micro_step"))
         self._rates = None
 
 

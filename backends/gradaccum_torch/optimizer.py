@@ -471,7 +471,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         options = state["options"]
         masters = state["masters"]
         AccumulatingOptimizer.__init__(self, inner, options, Workers(), masters)
-        saving.load_entry(self._window, state["window"])
+        entry = state["window"]
+        self._window.restore(saving.state_in(entry), entry["sums"], entry)
 
     def __repr__(self) -> str:
         # The class and the options; ``print(opt.optimizer)`` shows the groups. A

@@ -106,11 +106,6 @@ def load(window: Window, state_dict: StateDict) -> None:
     window.restore(state, entry.get("sums", {}), entry)
 
 
-def load_entry(window: Window, entry: Entry) -> None:
-    """Restore the window alone, of a copied optimizer."""
-    window.restore(state_in(entry), entry["sums"], entry)
-
-
 def state_in(entry: Entry) -> State:
     return State(*[entry[name] for name in State._fields])
 

@@ -340,13 +340,17 @@ class Window:
             self.size = window_size(self.options, state.optimizer_step)
         weight = self.weight()
         self._require_right_gradient(weight)
-        if not state.micro_step and self._were_parameters_changed():
-            self.parameters_changed()
+        if not state.micro_step:
+            # Casting, freezing or replacing a parameter calls nothing here.
+            marks = parameter_marks(self.masters.parameters())
+            if marks != self.parameter_marks:
+                self.parameters_changed()
         is_own_pass_expected = (
             micro_batch.has_loss and not micro_batch.is_scaled_by_hand
         )
         if is_own_pass_expected and self.watch.has_plain_pass:
             micro_batch.losses = []  # That of the plain pass is not known.
+        micro_batch.is_first = not state.micro_step
         micro_batch.passes = self.watch.passes
         micro_batch.window_size = self.size
         if self.watch.engine_passes:
@@ -413,10 +417,6 @@ class Window:
         return self.watch.holds_other_gradients(
             self.masters.parameters(), is_separate=not self.holds_sum_in_grad
         )
-
-    def _were_parameters_changed(self) -> bool:
-        """True if some were cast, frozen or replaced, which calls nothing here."""
-        return parameter_marks(self.masters.parameters()) != self.parameter_marks
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear ``.grad`` where it holds no part of the sum."""

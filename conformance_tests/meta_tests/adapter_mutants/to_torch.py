@@ -351,7 +351,7 @@ MUTANTS = (
     ),
     Mutant(
         "let_the_rates_move",
-        "        elif self._rates is not None and self._rates != rates:\n",
+        "        elif self._rates not in (None, rates):\n",
         "        elif False:\n",
         EVERYDAY + "test_ungated_scheduler_is_said_once",
     ),
