@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,16 +94,7 @@ def fits(total: Tensor, divisor: float, dtype: torch.dtype) -> bool:
     return bool(torch.isfinite(peak.to(dtype)))
 
 
-class Measurement(NamedTuple):
-    """The measurements of a window's sum."""
-
-    norm: float
-    """Its global 2-norm."""
-    is_finite: bool
-    """Every element is finite."""
-
-
-def measure(sums: Sequence[Tensor]) -> Measurement:
+def measure(sums: Sequence[Tensor]) -> tuple[float, bool]:
     """Return the global 2-norm, and whether every element is finite; waits for the
     device.
     """
@@ -115,7 +106,7 @@ def measure(sums: Sequence[Tensor]) -> Measurement:
         if not faint <= norm < math.inf and tensors:
             # The squares of finite elements may have overflowed or vanished.
             norm = norm_of(tensor.double() for tensor in tensors)
-    return Measurement(norm, True) if norm < math.inf else Measurement(math.inf, False)
+    return (norm, True) if norm < math.inf else (math.inf, False)
 
 
 def real_elements(tensor: Tensor) -> Tensor:
@@ -178,7 +169,7 @@ def complete(gradient: Tensor) -> Tensor:
 @torch.no_grad()
 def all_finite(gradients: Sequence[Tensor]) -> bool:
     """True if every element is finite; waits for the device."""
-    return measure([complete(gradient) for gradient in gradients]).is_finite
+    return measure([complete(gradient) for gradient in gradients])[1]
 
 
 def is_zero(tensor: Tensor) -> bool:

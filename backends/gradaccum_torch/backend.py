@@ -27,9 +27,8 @@ from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.recording import LoopRecord, recording
 from gradaccum_torch.scheduler import GatedScheduler, is_scheduler
 from gradaccum_torch.verification import verify
+from gradaccum_torch.workers.deferred import GradientSync
 from gradaccum_torch.workers.workers import workers_of
-
-GradientSync = Literal["micro_batch", "window"]
 
 
 class TorchBackend:

@@ -5,7 +5,6 @@ make an open window wrong. Each is raised before anything has changed.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from gradaccum import ArgumentTypeError, UsageError
 from gradaccum.kit import (
@@ -48,18 +47,6 @@ def require_accumulate_dtype(dtype: object) -> torch.dtype | None:
     if not isinstance(torch_dtype, torch.dtype) or not torch_dtype.is_floating_point:
         raise accumulate_dtype_error(dtype)
     return torch_dtype
-
-
-def require_loss(loss: object) -> Tensor:
-    if not isinstance(loss, Tensor):
-        raise explain(
-            ArgumentTypeError,
-            "loss",
-            expected="a torch.Tensor",
-            got=loss,
-            fix="Write opt.backward(loss).",
-        )
-    return loss
 
 
 CUDA_GRAPH = (
@@ -186,17 +173,6 @@ def new_parameters_error() -> UsageError:
         expected="no gradients in parameters that are new to a wrapped optimizer",
         found="gradients of earlier backward passes, or of another optimizer's window",
         fix="Call model.zero_grad() first.",
-    )
-
-
-def copy_error() -> UsageError:
-    return explain(
-        UsageError,
-        "copy, pickle",
-        expected="an optimizer without module=, process_group= and norm_group=, as a"
-        " copy has no part in the process group",
-        found="one with several workers",
-        fix="Save opt.state_dict(), and wrap anew where it is loaded.",
     )
 
 

@@ -7,12 +7,11 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from gradaccum import GradAccumWarning, kit
@@ -37,10 +36,6 @@ DIVIDED_LOSS = (
     " is divided by itself. Most likely `loss / {steps}` is left of the old loop, and"
     " each update is {steps} times too small: delete the division."
 )
-NON_FINITE_LOSS = (
-    "gradaccum: a loss was not finite on {place}. Look at the data and the loss there;"
-    " opt.result.overflow says which windows all workers skip."
-)
 WEIGHED_TWICE = (
     "gradaccum: a second loss came with a weight before step(), so that both count as"
     " one micro-batch of that weight. Each micro-batch needs a step() of its own. For"
@@ -64,6 +59,8 @@ class MicroBatch:
         """A plain ``backward()`` of a loss that was scaled is expected."""
         self.losses: list[float | Tensor] = []
         """The losses as the user gave them, not scaled."""
+        self.is_first = False
+        """It opens the window."""
         self.passes = 0
         """Its backward passes."""
         self.window_size: Size = None
@@ -89,13 +86,6 @@ class Extension:
         """Observe a micro-batch that was counted with this weight; 0 if its gradient
         does not count.
         """
-
-    def numbers(self) -> list[float]:
-        """Return what is added up over the workers at the window's end."""
-        return []
-
-    def reduced(self, numbers: Sequence[float]) -> None:
-        """Take the `numbers` of all workers."""
 
     def window_closed(self, state: Fields, options: Options) -> None:
         """Observe that the window was closed; its sum was divided by `state` and
@@ -145,10 +135,8 @@ class WindowLoss(Extension):
         self._options = options
         self._losses: list[tuple[float | Tensor, float]] = []
         """The losses of the open window that were not read yet, with their weights."""
-        self._total = 0.0
+        self.total = 0.0
         """The sum of the losses that were read."""
-        self._misses_loss = False
-        """The user has not passed all losses of the open window."""
         self._read_closed_loss: Callable[[], float] | None = None
         self._value = math.nan
 
@@ -156,15 +144,13 @@ class WindowLoss(Extension):
     def value(self) -> float:
         """The loss of the last closed window."""
         if self._read_closed_loss is not None:
-            value = self._read_closed_loss()
+            self._value = self._read_closed_loss()
             self._read_closed_loss = None
-            # One object, so that equal results compare equal.
-            self._value = math.nan if math.isnan(value) else value
-        return self._value
+        # One object, so that equal results compare equal.
+        return math.nan if math.isnan(self._value) else self._value
 
     def micro_batch_added(self, micro_batch: MicroBatch, weight: float) -> None:
         if weight:
-            self._misses_loss |= not micro_batch.losses
             losses = micro_batch.losses or [math.nan]
             self._losses += [(loss, weight) for loss in losses]
 
@@ -177,23 +163,14 @@ class WindowLoss(Extension):
             total = float(kit.add_loss(total, value, weight, True, options, kit.select))
         return total
 
-    def _read_open(self) -> float:
-        self._total = self._read(self._total, self._losses)
+    def read_open(self) -> float:
+        """Return the sum of the losses of the open window."""
+        self.total = self._read(self.total, self._losses)
         self._losses = []
-        return self._total
-
-    def has_non_finite_loss(self) -> bool:
-        """True if all losses of the open window are known, and not all are finite."""
-        return not self._misses_loss and not math.isfinite(self._read_open())
-
-    def numbers(self) -> list[float]:
-        return [self._read_open()]
-
-    def reduced(self, numbers: Sequence[float]) -> None:
-        (self._total,) = numbers
+        return self.total
 
     def window_closed(self, state: Fields, options: Options) -> None:
-        total = self._total
+        total = self.total
         losses = self._losses
 
         def read() -> float:
@@ -204,19 +181,16 @@ class WindowLoss(Extension):
         self.window_discarded()
 
     def window_discarded(self) -> None:
-        self._total = 0.0
+        self.total = 0.0
         self._losses = []
-        self._misses_loss = False
 
     def state_dict(self) -> dict[str, float]:
-        return {"loss": self._read_open(), "window_loss": self.value}
+        return {"loss": self.read_open(), "window_loss": self.value}
 
     def load_state_dict(self, entries: dict[str, Any]) -> None:
         self._read_closed_loss = None
-        self._total = entries.get("loss", 0.0)
-        self._misses_loss = math.isnan(self._total)
-        value = float(entries.get("window_loss", math.nan))
-        self._value = math.nan if math.isnan(value) else value
+        self.total = entries.get("loss", 0.0)
+        self._value = float(entries.get("window_loss", math.nan))
 
 
 # Warnings, each given once per optimizer.
@@ -249,38 +223,6 @@ def is_ours(frame: FrameType) -> bool:
     return package in ("gradaccum", "gradaccum_torch", "contextlib", "torch")
 
 
-class NonFiniteLossWarning(Extension):
-    """Warns of the rank that had a loss that is not finite, because all workers skip its
-    window.
-    """
-
-    def __init__(self, window_loss: WindowLoss, warn: Warnings) -> None:
-        self._window_loss = window_loss
-        self._warn = warn
-        self._place = ""
-
-    def numbers(self) -> list[float]:
-        has_non_finite_loss = self._window_loss.has_non_finite_loss()
-        return [float(has_non_finite_loss), float(has_non_finite_loss * rank())]
-
-    def reduced(self, numbers: Sequence[float]) -> None:
-        workers, sum_of_ranks = numbers
-        if workers == 1:
-            self._place = f"rank {sum_of_ranks:.0f}"
-        elif workers:
-            self._place = f"{workers:.0f} workers"
-
-    def window_closed(self, state: Fields, options: Options) -> None:
-        if self._place:
-            self._warn(NON_FINITE_LOSS.format(place=self._place))
-        self._place = ""
-
-
-def rank() -> int:
-    """Return the global rank of this process; 0 without a process group."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
 class ChangedRateWarning(Extension):
     """Warns of a learning rate that moves inside a window, as a scheduler moves it that
     steps with each micro-batch.
@@ -291,14 +233,12 @@ class ChangedRateWarning(Extension):
         self._warn = warn
         self._rates: list[object] | None = None
         """The rates with which the window began; None: the window may have any."""
-        self._is_open = False
 
     def micro_batch_added(self, micro_batch: MicroBatch, weight: float) -> None:
         rates = [rate_mark(group.get("lr")) for group in self._optimizer.param_groups]
-        if not self._is_open:
-            self._is_open = True
+        if micro_batch.is_first:
             self._rates = rates
-        elif self._rates is not None and self._rates != rates:
+        elif self._rates not in (None, rates):
             self._warn(kit.RATE_MOVED)
 
     def allow_change(self) -> None:
@@ -307,14 +247,7 @@ class ChangedRateWarning(Extension):
         """
         self._rates = None
 
-    def window_closed(self, state: Fields, options: Options) -> None:
-        self._is_open = False
-
-    def window_discarded(self) -> None:
-        self._is_open = False
-
     def load_state_dict(self, entries: dict[str, Any]) -> None:
-        self._is_open = bool(entries.get("micro_step"))
         self._rates = None
 
 

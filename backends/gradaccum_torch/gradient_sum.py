@@ -99,18 +99,11 @@ class GradientSum:
         reference to them.
         """
 
-    def end_update(self) -> None:
-        """Undo `prepare_update`."""
-
     def clear(self) -> None:
         """Forget the sum, and the micro-batch under way."""
         for parameter in self.parameters():
             parameter.grad = None
         self.watch.reset()
-
-    def clear_window(self) -> None:
-        """Forget the sum of a window that was closed."""
-        self.clear()
 
 
 class SumInBuffers(GradientSum):
@@ -128,12 +121,7 @@ class SumInBuffers(GradientSum):
         super().__init__(parameters, watch)
         self.accumulate_dtype = options.accumulate_dtype
         self.drops_micro_batches = options.on_overflow == "drop_micro_batch"
-        self.leaves_grad_alone = options.separate_sums
         self.buffers: Gradients = {}
-        self.users_gradients: Gradients | None = None
-        """What is in ``.grad`` beside the window, while the inner optimizer has the
-        window's gradient there.
-        """
 
     def follow_additions(self, gradient_added: Callable[[Tensor], None] | None) -> bool:
         return False
@@ -146,10 +134,8 @@ class SumInBuffers(GradientSum):
 
     def prepare_update(self, gradients: Gradients) -> None:
         self.buffers = gradients
-        if self.leaves_grad_alone:
-            self.users_gradients = super().gradients()
-            for parameter in self.users_gradients:
-                parameter.grad = None
+        for parameter in self.parameters():
+            parameter.grad = None
 
     def add_micro_batch(self, guard: UpdateGuard) -> bool:
         gradients = super().gradients()
@@ -215,20 +201,7 @@ class SumInBuffers(GradientSum):
 
     def clear(self) -> None:
         self.buffers = {}
-        self.users_gradients = None
         super().clear()
-
-    def end_update(self) -> None:
-        if self.users_gradients is not None:
-            for parameter in self.parameters():
-                parameter.grad = self.users_gradients.get(parameter)
-            self.users_gradients = None
-
-    def clear_window(self) -> None:
-        if self.leaves_grad_alone:
-            self.buffers = {}
-        else:
-            self.clear()
 
 
 class SumOnArrival(SumInBuffers):

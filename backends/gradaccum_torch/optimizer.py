@@ -40,16 +40,6 @@ from gradaccum_torch.whole_window import WholeWindow
 from gradaccum_torch.window import Window
 from gradaccum_torch.workers.interface import Workers
 
-OptimizerState = Any
-"""``optimizer.state``: a mapping from each parameter to what the optimizer keeps for
-it.
-"""
-Argument = Any
-"""What a method of torch or of the inner optimizer takes: handed through, whatever it
-is.
-"""
-Loss = Any
-"""The value of a closure. torch hands it through, whatever it is."""
 M = TypeVar("M")
 
 
@@ -95,7 +85,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     # A micro-batch.
 
     def backward(
-        self, loss: Tensor, weight: float | None = None, **kwargs: Argument
+        self, loss: Tensor, weight: float | None = None, **kwargs: Any
     ) -> None:
         """Run ``loss.backward(**kwargs)`` with the weight and the loss scale multiplied
         in.
@@ -112,14 +102,13 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             kwargs: those of `torch.Tensor.backward`.
 
         Raises:
-            ArgumentTypeError, ArgumentValueError: `loss` is no tensor, `weight` no such
-                number.
+            ArgumentTypeError, ArgumentValueError: `weight` is no such number.
             UsageError: another loss of the same micro-batch had another weight; or
                 workers reduce the gradients of the window already.
         """
         if weight is not None:
             weight = require_weight(weight)
-        self._window.backward(checks.require_loss(loss), weight, kwargs)
+        self._window.backward(loss, weight, kwargs)
 
     def weigh(self, weight: float) -> None:
         """Give the micro-batch that the next ``step`` counts its weight, whoever runs
@@ -145,12 +134,11 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             loss: tensor of any shape, float dtype kept.
 
         Raises:
-            ArgumentTypeError: `loss` is no tensor.
             UsageError: another loss of the same micro-batch had another weight.
         """
-        return self._window.scale(checks.require_loss(loss))
+        return self._window.scale(loss)
 
-    def step(self, closure: Callable[[], Loss] | None = None) -> Loss:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Count the micro-batch whose gradient is in ``.grad``, and at the end of the
         window make the update.
 
@@ -373,7 +361,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         self._inner.param_groups = groups
 
     @property
-    def state(self) -> OptimizerState:
+    def state(self) -> Any:
         """The inner optimizer's state by parameter, the same mapping.
 
         Raises:
@@ -385,7 +373,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         return self._inner.state
 
     @state.setter
-    def state(self, state: OptimizerState) -> None:
+    def state(self, state: Any) -> None:
         self._inner.state = state
 
     @property
@@ -470,8 +458,6 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        if not self._window.workers.can_be_copied:
-            raise checks.copy_error()
         self._window.require_savable()
         return {
             "inner": self._inner,
@@ -485,7 +471,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         options = state["options"]
         masters = state["masters"]
         AccumulatingOptimizer.__init__(self, inner, options, Workers(), masters)
-        saving.load_entry(self._window, state["window"])
+        entry = state["window"]
+        self._window.restore(saving.state_in(entry), entry["sums"], entry)
 
     def __repr__(self) -> str:
         # The class and the options; ``print(opt.optimizer)`` shows the groups. A
@@ -508,7 +495,7 @@ def on_masters(method: Callable[..., Any], masters: MasterWeights) -> Any:
         return method
 
     @wraps(method)
-    def call(*args: Argument, **kwargs: Argument) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         with masters.work_on_masters():
             return method(*args, **kwargs)
 

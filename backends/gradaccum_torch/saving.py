@@ -11,7 +11,7 @@ only, so that ``torch.load(weights_only=True)`` reads it:
   on; a size by weight is a negative number;
 - ``worker``: the rank that saved it and the number of workers, as the sum of each is a
   part of that of all;
-- ``parameters``: shape, dtype and name of each, to refuse another model's state;
+- ``parameters``: shape and dtype of each, to refuse another model's state;
 - ``sums``: the partial sum by the index of its parameter, only while a window is open;
 - ``loss`` and ``window_loss``: what the open window's losses add up to, and the loss of
   the last closed one;
@@ -58,14 +58,13 @@ def entry_of(window: Window) -> Entry:
     # Between two windows the schedule, which may have come to its end, is not asked.
     size = window.size if state.micro_step else None
     terms = kit.terms_of(window.options._replace(steps=size), state.optimizer_step)
-    place = window.workers.place
     masters = window.masters.by_index()
     entry: Entry = {
         "format": kit.FORMAT,
         **state._asdict(),
         "grad_norm": window.last_event[3],
         "terms": {**terms._asdict(), "steps": encode_size(terms.steps)},
-        "worker": None if place is None else list(place),
+        "worker": list(window.workers.place),
         "parameters": describe(window.masters),
         "sums": window.saved_sums(),
         "masters": {index: master.detach() for index, master in masters.items()},
@@ -107,11 +106,6 @@ def load(window: Window, state_dict: StateDict) -> None:
     window.restore(state, entry.get("sums", {}), entry)
 
 
-def load_entry(window: Window, entry: Entry) -> None:
-    """Restore the window alone, of a copied optimizer."""
-    window.restore(state_in(entry), entry["sums"], entry)
-
-
 def state_in(entry: Entry) -> State:
     return State(*[entry[name] for name in State._fields])
 
@@ -124,7 +118,7 @@ def resumed_state(entry: Entry, window: Window) -> State:
     place = window.workers.place
     saved_place = entry.get("worker")
     # The sum of an open window is a part of that of all workers.
-    if state.micro_step and saved_place and place and tuple(saved_place) != place:
+    if state.micro_step and saved_place and tuple(saved_place) != place:
         raise checkpoint_error(
             "worker",
             "the open window of rank {} of {}".format(*place),
@@ -149,14 +143,11 @@ def decode_terms(saved_terms: Mapping[str, Any]) -> Terms:
 
 
 def describe(masters: MasterWeights) -> list[list[Any]]:
-    """Return shape, dtype and name (None without names) of each parameter."""
-    descriptions: list[list[Any]] = []
-    for group in masters.groups():
-        names = group.get("param_names") or [None] * len(group["params"])
-        for parameter, name in zip(group["params"], names, strict=True):
-            shape = list(parameter.shape)
-            descriptions.append([shape, str(parameter.dtype), name])
-    return descriptions
+    """Return the shape and the dtype of each parameter."""
+    return [
+        [list(parameter.shape), str(parameter.dtype)]
+        for parameter in masters.parameters()
+    ]
 
 
 def checkpoint_error(
@@ -179,12 +170,11 @@ def require_entries(entry: Any) -> None:
 def require_same_model(entry: Entry, window: Window) -> None:
     """Raise unless the entry is of the same parameters, sums and masters."""
     parameters = describe(window.masters)
-    pairs = zip_longest(parameters, map(list, entry["parameters"]))
+    # Some checkpoints have the name of each parameter, too.
+    saved_parameters = [list(each[:2]) for each in entry["parameters"]]
+    pairs = zip_longest(parameters, saved_parameters)
     for index, (parameter, saved_parameter) in enumerate(pairs):
-        is_same = parameter == saved_parameter
-        if parameter and saved_parameter and None in (parameter[2], saved_parameter[2]):
-            is_same = parameter[:2] == saved_parameter[:2]
-        if not is_same:
+        if parameter != saved_parameter:
             raise checkpoint_error(
                 f"parameter {index}", f"{parameter}", f"{saved_parameter}"
             )

@@ -22,10 +22,6 @@ Scheduler = Any
 """An object with a ``step`` or timm's ``step_update``, and the optimizer that it
 schedules as ``optimizer``.
 """
-Argument = Any
-"""What a scheduler's method takes, or the value of one of its attributes: handed
-through, whatever it is.
-"""
 
 _GATE_NAMES = frozenset({"_scheduler", "_updates", "_has_loaded"})
 _ANY = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
@@ -85,7 +81,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         self._has_loaded = False
         optimizer._window.schedulers.add(self)
 
-    def step(self, *args: Argument, **kwargs: Argument) -> None:
+    def step(self, *args: Any, **kwargs: Any) -> None:
         """Call ``scheduler.step(...)`` with the given arguments if an update was
         applied since the last call.
         """
@@ -121,7 +117,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
             self._updates = self._optimizer_updates()
 
     def _step_update(
-        self, num_updates: int | None = None, *args: Argument, **kwargs: Argument
+        self, num_updates: int | None = None, *args: Any, **kwargs: Any
     ) -> Any:
         """Call the scheduler's ``step_update`` with the number of updates applied."""
         updates = self._optimizer_updates()
@@ -158,14 +154,11 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
             return self._step_update
         return getattr(self._scheduler, name)
 
-    def __setattr__(self, name: str, value: Argument) -> None:
+    def __setattr__(self, name: str, value: Any) -> None:
         if name in _GATE_NAMES:
             object.__setattr__(self, name, value)
         else:
             setattr(self._scheduler, name, value)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._scheduler!r})"
 
     def _is_at_beginning(self) -> bool:
         last_epoch = getattr(self._scheduler, "last_epoch", None)

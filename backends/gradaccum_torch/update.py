@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -61,21 +60,15 @@ class Update:
                 new_arguments = hook(wrapper, args, kwargs)
                 if new_arguments is not None:
                     args, kwargs = new_arguments
-            with self.running():
+            self.is_running = True
+            try:
                 inner.step(*args[1:], **kwargs)
+            finally:
+                self.is_running = False
         through(self.masters.round)
         self.is_made = True
         for hook in hooks_of(wrapper, "step_post"):
             hook(wrapper, args, kwargs)
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Allow the inner optimizer's steps inside the block."""
-        self.is_running = True
-        try:
-            yield
-        finally:
-            self.is_running = False
 
     def _hand_over(self, sums: Gradients, divisor: float) -> None:
         """Put the divided sum into the ``.grad`` that the inner optimizer reads."""

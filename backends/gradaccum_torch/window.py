@@ -36,7 +36,6 @@ from gradaccum_torch.extensions import (
     Extension,
     LeftoverLoopWarning,
     MicroBatch,
-    NonFiniteLossWarning,
     Warnings,
     WindowLoss,
     as_number,
@@ -94,7 +93,6 @@ class Window:
         self.changed_rate_warning = ChangedRateWarning(masters.inner, self.warn)
         self.extensions: list[Extension] = [
             self.window_loss,
-            NonFiniteLossWarning(self.window_loss, self.warn),
             self.changed_rate_warning,
             LeftoverLoopWarning(self.warn),
             DividedLossWarning(options, self.warn),
@@ -185,27 +183,16 @@ class Window:
         self.largest_number = kit.largest_number(float64_weight=self.has_float64)
         self.changed_rate_warning.allow_change()
         self.watch.follow(parameters)
-        if type(self.gradient_sum) is GradientSum:
+        if self.state.micro_step:
+            self.parameter_marks = []  # The next window may have another place.
+        elif type(self.gradient_sum) is GradientSum:
             make = self.workers.make_gradient_sum or make_gradient_sum
-            gradient_sum = make(self.masters.parameters, self.watch, self.options)
-            if self.state.micro_step and gradient_sum.is_beside_grad:
-                self._move_sum(gradient_sum)
-            self.gradient_sum = gradient_sum
+            self.gradient_sum = make(self.masters.parameters, self.watch, self.options)
         self.expect_window()
 
     def expect_window(self) -> None:
         if self.gradient_sum.expects_windows:
             self.gradient_sum.expect_window(self.current_size())
-
-    def _move_sum(self, new_sum: GradientSum) -> None:
-        sums = self.gradient_sum.gradients()
-        for parameter, dtype in zip(
-            self.masters.parameters(), self.sum_dtypes, strict=True
-        ):
-            if parameter in sums:
-                sums[parameter] = sums[parameter].to(dtype)
-        self.gradient_sum.clear()
-        new_sum.replace(sums)
 
     # A micro-batch.
 
@@ -353,13 +340,17 @@ class Window:
             self.size = window_size(self.options, state.optimizer_step)
         weight = self.weight()
         self._require_right_gradient(weight)
-        if not state.micro_step and self._were_parameters_changed():
-            self.parameters_changed()
+        if not state.micro_step:
+            # Casting, freezing or replacing a parameter calls nothing here.
+            marks = parameter_marks(self.masters.parameters())
+            if marks != self.parameter_marks:
+                self.parameters_changed()
         is_own_pass_expected = (
             micro_batch.has_loss and not micro_batch.is_scaled_by_hand
         )
         if is_own_pass_expected and self.watch.has_plain_pass:
             micro_batch.losses = []  # That of the plain pass is not known.
+        micro_batch.is_first = not state.micro_step
         micro_batch.passes = self.watch.passes
         micro_batch.window_size = self.size
         if self.watch.engine_passes:
@@ -406,11 +397,14 @@ class Window:
             # The user may have cleared what another wrapper's pass has left there.
             arrived_factors = arrived_factors & {1.0}
         has_begun = (
-            bool(arrived_factors) or micro_batch.has_loss or micro_batch.is_weighed
+            arrived_factors
+            or micro_batch.has_loss
+            or micro_batch.is_weighed
+            or PASSES[0] != self.passes_before
+            or self.watch.was_changed
+            or self._holds_users()
         )
-        has_begun = has_begun or PASSES[0] != self.passes_before
-        has_begun = has_begun or self.watch.was_changed
-        if not has_begun and not self._holds_users():
+        if not has_begun:
             raise checks.no_backward_error()
         is_unscaled = self.has_scale and not micro_batch.has_loss
         if micro_batch.is_scaled_by_hand:
@@ -423,10 +417,6 @@ class Window:
         return self.watch.holds_other_gradients(
             self.masters.parameters(), is_separate=not self.holds_sum_in_grad
         )
-
-    def _were_parameters_changed(self) -> bool:
-        """True if some were cast, frozen or replaced, which calls nothing here."""
-        return parameter_marks(self.masters.parameters()) != self.parameter_marks
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear ``.grad`` where it holds no part of the sum."""
@@ -483,10 +473,6 @@ class Window:
     def _complete_sums(self) -> Gradients:
         """Return the sums with each element once."""
         sums = self.gradient_sum.gradients()
-        if all(
-            type(total) is Tensor and not total.is_sparse for total in sums.values()
-        ):
-            return sums
         complete_sums = {
             parameter: complete(total) for parameter, total in sums.items()
         }
@@ -498,25 +484,19 @@ class Window:
         """Make this the window of all workers, or the sums of some `parameters`; return
         False if no worker has a window.
         """
+        loss = self.window_loss.read_open()
         window = self.workers.all_reduce(
-            self.state, self.gradient_sum, self._numbers(), self.update, parameters
+            self.state, self.gradient_sum, loss, self.update, parameters
         )
         self.gradient_sum.replace(window.gradients)
         if window.is_open:
             if parameters is None:
-                numbers = iter(window.numbers)
-                for extension in self.extensions:
-                    extension.reduced([next(numbers) for _ in extension.numbers()])
+                self.window_loss.total = window.loss
             state = kit.joined(self.state, window.weight, window.overflow)
             self.state = self.at_rest(state)
             self.is_reduced = True
         self.update.is_broken = False
         return window.is_open
-
-    def _numbers(self) -> list[float]:
-        return [
-            number for extension in self.extensions for number in extension.numbers()
-        ]
 
     def _decide(self, sums: Gradients, state: Any, options: Options) -> Decision:
         norm = float("nan")
@@ -543,10 +523,7 @@ class Window:
     def _make_update(self, sums: Gradients, divisor: float) -> None:
         self.update.is_broken = True
         self.gradient_sum.prepare_update(sums)
-        try:
-            self.update.make(sums, divisor)
-        finally:
-            self.gradient_sum.end_update()
+        self.update.make(sums, divisor)
 
     def _finish(self, decision: Decision, state: Any, divided_by: Options) -> None:
         """Begin the next window."""
@@ -566,9 +543,7 @@ class Window:
             decision.overflow,
             decision.grad_norm,
         )
-        self.gradient_sum.clear_window()
-        for master in self.masters.masters.values():
-            master.grad = None
+        self._forget_sum()
         self.is_reduced = False
         self.workers.window_ended()
         self.watch.compares_norms = False
@@ -587,8 +562,6 @@ class Window:
 
     def call_listeners_after(self, close: Callable[[], None]) -> None:
         """Call `close`, and then the listeners with each window that it closed."""
-        if not self.listeners.added:
-            return close()
         with self.listeners.settled():
             close()
 
@@ -631,15 +604,18 @@ class Window:
 
     def discard(self) -> None:
         """Forget the open window and the micro-batch under way."""
-        self.workers.abandon(self._numbers())
-        self.gradient_sum.clear()
-        for master in self.masters.masters.values():
-            master.grad = None
+        self.workers.abandon()
+        self._forget_sum()
         self.state = self.at_rest(kit.discard(self.state))
         self.last_event = (False, False, False, self.last_event[3])
         self._start_anew()
         for extension in self.extensions:
             extension.window_discarded()
+
+    def _forget_sum(self) -> None:
+        self.gradient_sum.clear()
+        for master in self.masters.masters.values():
+            master.grad = None
 
     def _start_anew(self) -> None:
         self._forget_micro_batch()

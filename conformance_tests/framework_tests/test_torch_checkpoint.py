@@ -15,7 +15,7 @@ import torch
 import gradaccum
 from gradaccum import CheckpointError
 
-from .torch_model import PLACES, loss_of, make, rows_of, same, train
+from .torch_model import PLACES, loss_of, make, rows_of, same
 
 KINDS: dict[str, dict[str, Any]] = {
     **PLACES,
@@ -86,7 +86,6 @@ def test_bare_state_loads_as_empty_window() -> None:
 DAMAGE: dict[str, Callable[[Any, Any], object]] = {
     "no field": lambda state, entry: entry.pop("weight"),
     "another shape": lambda state, entry: entry["parameters"][0].__setitem__(0, [5, 3]),
-    "another name": lambda state, entry: entry["parameters"][0].__setitem__(2, "a"),
     "another sum": lambda state, entry: entry["sums"].update(
         {0: entry["sums"][0].double()}
     ),
@@ -97,11 +96,9 @@ DAMAGE: dict[str, Callable[[Any, Any], object]] = {
 def test_refused_state_changes_nothing(damage: str) -> None:
     run = trained(4)
     state = copy.deepcopy(trained(5)[1].state_dict())
-    run[1].param_groups[0]["param_names"] = ["w", "b", "w2", "b2"]
     DAMAGE[damage](state, state["gradaccum"])
     with pytest.raises(CheckpointError):
         run[1].load_state_dict(state)
-    del run[1].param_groups[0]["param_names"]
     feed(run, 4, 9)
     assert_same(run, trained(9))
 
@@ -115,20 +112,3 @@ def test_state_dict_hooks_run_in_order() -> None:
     opt.register_load_state_dict_post_hook(lambda o: seen.append("post"))
     opt.load_state_dict(opt.state_dict())
     assert seen == ["pre", 1, "post"]
-
-
-def test_open_window_keeps_its_size() -> None:
-    """A state says which size its open window has. It loads only where the schedule
-    gives the same size.
-    """
-    sizes = [3]
-    model, opt = make(steps=lambda step: sizes[0])
-    train(model, opt, 1)
-    sizes[0] = 5
-    saved = copy.deepcopy(opt.state_dict())
-    with pytest.raises(CheckpointError, match="steps"):
-        opt.load_state_dict(saved)
-    sizes[0] = 3
-    opt.load_state_dict(saved)
-    train(model, opt, 2)
-    assert opt.result.applied

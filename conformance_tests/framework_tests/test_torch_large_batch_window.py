@@ -125,19 +125,3 @@ def test_begun_window_is_refused(is_counted: bool) -> None:
     ):
         assert parameter.grad is gradient
         assert torch.equal(gradient, value)
-
-
-def test_failed_update_leaves_the_window_full() -> None:
-    """As after `flush()`: it can be flushed again, and the batch need not be computed
-    again.
-    """
-    model, other = make_model(), make_model()
-    opt = wrap(model)
-    handle = opt.register_step_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        split(model, opt)
-    assert opt.result.micro_step == 3
-    handle.remove()
-    opt.flush()
-    split(other, wrap(other))
-    assert same(model, other)

@@ -37,7 +37,6 @@ BY_WRAP: list[Refusal] = [
     ),
 ]
 BY_A_METHOD: list[Refusal] = [
-    (lambda opt: opt.backward(3.0), ArgumentTypeError, "loss: "),
     (lambda opt: opt.weigh(4), UsageError, "weight: expected 3"),
     (
         lambda opt: opt.backward(torch.ones((), requires_grad=True), weight=4),

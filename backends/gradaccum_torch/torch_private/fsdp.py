@@ -44,9 +44,6 @@ class Unit:
             dtype = policy.param_dtype or dtype
         return policy.reduce_dtype or dtype
 
-    def has_divide_factor(self) -> bool:
-        return getattr(self.group, "gradient_divide_factor", None) is not None
-
     def set_reduces(self, reduces: bool) -> None:
         self.modules[0].set_requires_gradient_sync(reduces, recurse=False)
 

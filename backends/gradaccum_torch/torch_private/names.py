@@ -366,10 +366,6 @@ def send_buffers(module: DistributedDataParallel) -> None:
     vars(module)["require_forward_param_sync"] = False
 
 
-def has_comm_hook(module: DistributedDataParallel) -> bool:
-    return bool(module._comm_hooks)
-
-
 def are_flattened(parameters: Collection[Tensor]) -> bool:
     """True if some of `parameters` are FSDP1's, whose norm would be that of each
     worker's part.

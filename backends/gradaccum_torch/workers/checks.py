@@ -11,15 +11,13 @@ import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from gradaccum import (
     ArgumentTypeError,
@@ -51,14 +49,6 @@ def parallel_module(module: torch.nn.Module) -> DistributedDataParallel:
     """Return `module`, or the `DistributedDataParallel` inside, as Fabric has it."""
     for inner_module in module.modules():
         if isinstance(inner_module, DistributedDataParallel):
-            if names.has_comm_hook(inner_module):
-                raise explain(
-                    UsageError,
-                    "module",
-                    expected="a module without a communication hook",
-                    found="a hook, which would never be called",
-                    fix="Leave register_comm_hook out: the window's sum is reduced once.",
-                )
             return inner_module
     raise explain(
         ArgumentTypeError,
@@ -77,30 +67,6 @@ SHARED_BY: WeakKeyDictionary[
     torch.optim.Optimizer, weakref.ref[DistributedDataParallel]
 ] = WeakKeyDictionary()
 """The module whose gradients are reduced for an optimizer, at its windows' ends."""
-CHECKED_OPTIMIZERS: WeakSet[torch.optim.Optimizer] = WeakSet()
-"""The optimizers that have no parameter of a module which waits for another one."""
-GUARD: list[RemovableHandle] = []
-
-
-def share_module(
-    optimizer: torch.optim.Optimizer, module: DistributedDataParallel
-) -> None:
-    """Note that `optimizer` has the gradients of `module` reduced, and refuse steps of
-    optimizers whose gradients the module no longer reduces.
-    """
-    SHARED_BY[optimizer] = weakref.ref(module)
-    CHECKED_OPTIMIZERS.clear()
-    if not GUARD:
-        GUARD.append(register_optimizer_step_pre_hook(refuse_unreduced))
-
-
-def refuse_unreduced(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    if optimizer not in CHECKED_OPTIMIZERS:
-        require_reduced(optimizer)
-        CHECKED_OPTIMIZERS.add(optimizer)
-
-
-names.untraced(refuse_unreduced)
 
 
 def require_reduced(optimizer: torch.optim.Optimizer) -> None:
@@ -239,7 +205,6 @@ def require_same_options(
             )
 
 
-@torch.no_grad()
 def warn_of_unequal_parameters(
     optimizer: torch.optim.Optimizer, group: dist.ProcessGroup
 ) -> None:
@@ -247,19 +212,17 @@ def warn_of_unequal_parameters(
     collective.
     """
     totals = [
-        parameter.detach().double().sum()
+        float(parameter.detach().double().sum())
         for parameter in names.parameters_of(optimizer)
         if not names.is_sharded(parameter) and not parameter.is_complex()
     ]
-    if not totals:
-        return
-    total = torch.stack(totals)
-    bounds = torch.cat([total, -total])
-    dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
-    most, minus_least = bounds.chunk(2)
-    tolerance = CLOSE * most.abs().clamp(min=CLOSE)
-    if (most + minus_least > tolerance).any():
-        warnings.warn(UNEQUAL_PARAMETERS, GradAccumWarning, stacklevel=6)
+    everyone: list[list[float]] = [[]] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, totals, group=group)
+    for other_totals in everyone:
+        for total, other_total in zip(totals, other_totals, strict=True):
+            if abs(total - other_total) > CLOSE * max(abs(total), CLOSE):
+                warnings.warn(UNEQUAL_PARAMETERS, GradAccumWarning, stacklevel=6)
+                return
 
 
 # FSDP2.
@@ -278,45 +241,31 @@ def require_reduced_units(units: Sequence[Unit]) -> None:
         )
 
 
-def require_plain_average(units: Sequence[Unit]) -> None:
-    if any(unit.has_divide_factor() for unit in units):
-        raise explain(
-            UsageError,
-            "set_gradient_divide_factor",
-            expected="gradients that FSDP2 divides by the number of workers",
-            found="another factor",
-            fix='Leave it out: reduction="sum" divides by nothing.',
-        )
-
-
 def require_deferrable(units: Sequence[Unit], options: kit.Options) -> None:
     """Raise unless FSDP2 can reduce the sum of micro-batches in place of each."""
     if options.separate_sums or options.on_overflow == "drop_micro_batch":
-        raise deferred_error(
-            "no look at a single micro-batch",
-            'separate_sums=True or on_overflow="drop_micro_batch"',
-        )
+        raise deferred_error('separate_sums=True or on_overflow="drop_micro_batch"')
     for unit in units:
         for parameter in unit.parameters:
             dtype = sum_dtype(parameter, options.accumulate_dtype)
-            if parameter.requires_grad and not (
-                unit.sum_dtype == dtype == parameter.dtype
-            ):
+            dtypes = {parameter.dtype, unit.sum_dtype, dtype}
+            if parameter.requires_grad and len(dtypes) > 1:
                 raise deferred_error(
-                    "one dtype for parameters, FSDP2's sums and accumulate_dtype",
-                    f"{parameter.dtype}, {unit.sum_dtype} and {dtype}: keep the"
-                    " parameters in float32, with MixedPrecisionPolicy(param_dtype="
-                    "torch.bfloat16, reduce_dtype=torch.float32)",
+                    f"{parameter.dtype} parameters, {unit.sum_dtype} in FSDP2 and"
+                    f" accumulate_dtype {dtype}"
                 )
 
 
-def deferred_error(expected: str, found: str) -> ArgumentValueError:
+def deferred_error(found: str) -> ArgumentValueError:
     return explain(
         ArgumentValueError,
         'gradient_sync="window"',
-        expected=expected,
+        expected="no look at a single micro-batch, and one dtype for parameters, FSDP2's"
+        " sums and accumulate_dtype",
         found=found,
-        fix='Or write gradient_sync="micro_batch", which reduces each micro-batch.',
+        fix="For bfloat16 keep the parameters in float32, with MixedPrecisionPolicy("
+        "param_dtype=torch.bfloat16, reduce_dtype=torch.float32). Or write"
+        ' gradient_sync="micro_batch", which reduces each micro-batch.',
     )
 
 

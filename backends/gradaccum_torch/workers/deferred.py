@@ -9,8 +9,7 @@ the window's end, and workers without a gradient that others have add zeros.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Literal, cast
@@ -32,7 +31,6 @@ from gradaccum_torch.gradient_watch import GradientWatch
 from gradaccum_torch.torch_private.fsdp import (
     Private,
     Unit,
-    drop,
     has_gradient,
     reduce,
 )
@@ -40,23 +38,6 @@ from gradaccum_torch.torch_private.names import keep_own, untraced
 
 GradientSync = Literal["micro_batch", "window"]
 """When FSDP2 reduces: in each micro-batch, or once per window."""
-WAITING: Counter[int] = Counter()
-"""How many `DeferredReduction` keep a unit from reducing, by the id of its group."""
-
-
-class Arrivals:
-    """The gradients that autograd has delivered. The hooks hold this, not its owner."""
-
-    def __init__(self) -> None:
-        self.watch = GradientWatch()
-
-    def gradient_arrived(self, parameter: Tensor) -> None:
-        if not self.watch.is_running:
-            self.watch.pass_began(id(parameter))
-        keep_own(parameter)
-
-
-untraced(Arrivals.gradient_arrived)
 
 
 class DeferredReduction:
@@ -65,13 +46,12 @@ class DeferredReduction:
     def __init__(self, units: Sequence[Unit], mesh: DeviceMesh) -> None:
         self.units = units
         self.mesh = mesh
-        self.arrivals = Arrivals()
+        self.watch: GradientWatch | None = None
         self.is_reduced = False
         """The last backward pass has reduced what FSDP2 kept."""
         self.handles: dict[int, RemovableHandle] = {}
         forward_handles = self.look_after_forward()
         for unit in units:
-            WAITING[id(unit.group)] += 1
             unit.set_reduces(False)
         self.ending = weakref.finalize(
             self, reduce_again, units, forward_handles, self.handles
@@ -91,20 +71,6 @@ class DeferredReduction:
             yield
         finally:
             self.set_reduces(False)
-
-    @contextmanager
-    def weightless(self) -> Iterator[None]:
-        """Make backward passes inside the block leave no new gradient."""
-        empty_parameters = [
-            parameter
-            for _, parameter in self.trainable()
-            if not has_gradient(parameter)
-        ]
-        try:
-            yield
-        finally:
-            for parameter in empty_parameters:
-                drop(parameter)
 
     def reduce(self) -> None:
         """Add what FSDP2 keeps to ``.grad``, reduced; collective."""
@@ -154,13 +120,21 @@ class DeferredReduction:
 
     def look_after_forward(self) -> list[RemovableHandle]:
         """Watch the gathered parameters from their first forward pass on."""
+        # A hook that held this object would keep it alive.
         reference = weakref.ref(self)
+
+        def gradient_arrived(parameter: Tensor) -> None:
+            watch = getattr(reference(), "watch", None)
+            if watch is not None and not watch.is_running:
+                watch.pass_began(id(parameter))
+            keep_own(parameter)
 
         def look(unit: Unit, *_: object) -> None:
             deferred_reduction = reference()
             if deferred_reduction is not None:
-                deferred_reduction.add_hooks(unit)
+                deferred_reduction.add_hooks(unit, gradient_arrived)
 
+        untraced(gradient_arrived)
         untraced(look)
         handles: list[RemovableHandle] = []
         for unit in self.units:
@@ -168,12 +142,10 @@ class DeferredReduction:
                 handles.append(module.register_forward_hook(partial(look, unit)))
         return handles
 
-    def add_hooks(self, unit: Unit) -> None:
+    def add_hooks(self, unit: Unit, gradient_arrived: Callable[[Tensor], None]) -> None:
         for parameter in unit.gathered_parameters():
             if id(parameter) not in self.handles:
-                hook = parameter.register_post_accumulate_grad_hook(
-                    self.arrivals.gradient_arrived
-                )  # type: ignore[no-untyped-call]
+                hook = parameter.register_post_accumulate_grad_hook(gradient_arrived)  # type: ignore[no-untyped-call]
                 self.handles[id(parameter)] = cast(RemovableHandle, hook)
 
 
@@ -185,9 +157,7 @@ def reduce_again(
     for handle in (*forward_handles, *handles.values()):
         handle.remove()
     for unit in units:
-        WAITING[id(unit.group)] -= 1
-        if not WAITING[id(unit.group)]:
-            unit.set_reduces(True)
+        unit.set_reduces(True)
 
 
 class SumInFSDP(GradientSum):
@@ -206,7 +176,7 @@ class SumInFSDP(GradientSum):
         self.deferred_reduction = deferred_reduction
         self.is_reduced = False
         """All of the sum is in ``.grad``."""
-        deferred_reduction.arrivals.watch = watch
+        deferred_reduction.watch = watch
 
     def add_micro_batch(self, guard: UpdateGuard) -> bool:
         self.is_reduced = False

@@ -7,8 +7,8 @@ tensor parallelism see the same items.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import final
 
@@ -50,7 +50,7 @@ class ShardGroup(Workers):
             self.make_gradient_sum = partial(
                 SumInFSDP, deferred_reduction=deferred_reduction
             )
-        rank = int((mesh.mesh.flatten() == dist.get_rank()).int().argmax())
+        rank = mesh.mesh.flatten().tolist().index(dist.get_rank())
         self.place = (rank, mesh.size())
         self.units = units_holding(parameters_of(optimizer))
         self.divisor = max((unit.workers for unit in self.units), default=1)
@@ -61,16 +61,15 @@ class ShardGroup(Workers):
         self,
         state: State,
         gradient_sum: GradientSum,
-        numbers: Sequence[float],
+        loss: float,
         guard: UpdateGuard,
         parameters: Sequence[Tensor] | None = None,
     ) -> ReducedWindow:
         if self.deferred_reduction is None and parameters is None:
             checks.require_reduced_units(self.units)
-        checks.require_plain_average(self.units)
         guard.is_broken = True
         gradients = gradient_sum.gradients()
-        weight, overflow, averages = self.average(state, numbers)
+        weight, overflow, loss = self.average(state, loss)
         divisors: dict[int, int] = {}
         for unit in self.units:
             divisors.update(dict.fromkeys(map(id, unit.parameters), unit.workers))
@@ -78,45 +77,33 @@ class ShardGroup(Workers):
         for parameter, total in gradients.items():
             multiply([total], divisors.get(id(parameter), 1) / divisor)
         if self.is_undivided:
-            averages = [average * self.divisor for average in averages]
+            loss *= self.divisor
         is_open = state.micro_step > 0
-        return ReducedWindow(gradients, weight, overflow, is_open, averages)
+        return ReducedWindow(gradients, weight, overflow, is_open, loss)
 
-    def average(
-        self, state: State, numbers: Sequence[float]
-    ) -> tuple[float, bool, list[float]]:
-        """Return the average weight, whether a worker has an overflow, and the averages
-        of `numbers`.
+    def average(self, state: State, loss: float) -> tuple[float, bool, float]:
+        """Return the average weight, whether a worker has an overflow, and the average
+        loss.
         """
         rates = learning_rates(self.optimizer)
         # The count of micro-batches differs after discard() on one worker.
         bits = rate_bits(state.micro_step, *rates)
-        worker_numbers = [state.weight, state.overflow, *bits, *numbers]
+        numbers = [loss, state.weight, state.overflow, *bits]
         groups = [self.mesh.get_group(axis) for axis in range(self.mesh.ndim)]
-        weight, overflows, *sums = add_numbers(
-            worker_numbers, groups, self.mesh.device_type, state
+        loss, weight, overflows, *added_bits = add_numbers(
+            numbers, groups, self.mesh.device_type, state
         )
         size = self.mesh.size()
-        require_same_rates(rates, sums[: len(bits)], size, dist.get_rank())
-        averages = [total / size for total in sums[len(bits) :]]
-        return weight / size, overflows > 0, averages
+        require_same_rates(rates, added_bits, size, dist.get_rank())
+        return weight / size, overflows > 0, loss / size
 
     def weightless_pass(self) -> AbstractContextManager[object] | None:
-        return self.delivering_zeros() if self.divisor > 1 else None
-
-    @contextmanager
-    def delivering_zeros(self) -> Iterator[None]:
-        """Make a backward pass gather and reduce as on the other workers, and add
-        nothing.
-        """
+        if self.divisor == 1:
+            return None
         gathered_parameters: list[Tensor] = []
         for unit in self.units:
             gathered_parameters += unit.gathered_parameters()
-        with ExitStack() as stack:
-            stack.enter_context(delivering_zeros(gathered_parameters))
-            if self.deferred_reduction is not None:
-                stack.enter_context(self.deferred_reduction.weightless())
-            yield
+        return delivering_zeros(gathered_parameters)
 
     def last_pass(
         self, gradient_sum: GradientSum, is_only_pass: bool
@@ -134,7 +121,3 @@ class ShardGroup(Workers):
         units = units_holding(every_parameter)
         checks.require_all_sharded(every_parameter, units)
         self.units = units
-
-    @property
-    def can_be_copied(self) -> bool:
-        return self.divisor == 1

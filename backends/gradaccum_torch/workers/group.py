@@ -74,7 +74,7 @@ class WorkerGroup(Workers):
             reduce_again = names.leave_reduction_out(self.module)
             weakref.finalize(self, reduce_again).atexit = False
             names.send_buffers(self.module)
-            checks.share_module(self.optimizer, self.module)
+            checks.SHARED_BY[self.optimizer] = weakref.ref(self.module)
 
     def require_parameters(self, parameters: Sequence[Tensor]) -> None:
         if self.module is not None:
@@ -128,16 +128,16 @@ class WorkerGroup(Workers):
         self,
         state: State,
         gradient_sum: GradientSum,
-        numbers: Sequence[float],
+        loss: float,
         guard: UpdateGuard,
         parameters: Sequence[Tensor] | None = None,
     ) -> ReducedWindow:
         if self.size == 1:
             self.all_flush = self.is_flushing
-            return super().all_reduce(state, gradient_sum, numbers, guard, parameters)
+            return super().all_reduce(state, gradient_sum, loss, guard, parameters)
         guard.is_broken = True
         reduction = self.reduction or self.begin(gradient_sum, parameters)
-        window = self.finish(reduction, state, numbers)
+        window = self.finish(reduction, state, loss)
         if window.is_open and self.module is not None and parameters is None:
             names.send_buffers(self.module)
         return window
@@ -146,7 +146,7 @@ class WorkerGroup(Workers):
         self,
         reduction: BucketReduction,
         state: State,
-        numbers: Sequence[float],
+        loss: float,
         is_discarded: bool = False,
     ) -> ReducedWindow:
         self.reduction = None
@@ -156,7 +156,8 @@ class WorkerGroup(Workers):
         parameters = self.parameters()
         rates = names.learning_rates(self.optimizer)
         bits = kit.rate_bits(self.number, *rates)
-        worker_numbers = [
+        numbers = [
+            loss,
             state.weight,
             state.overflow,
             state.micro_step > 0,
@@ -164,39 +165,31 @@ class WorkerGroup(Workers):
             is_discarded,
             *bits,
             *[id(parameter) in reduction.contributions for parameter in parameters],
-            *numbers,
         ]
         device = parameters[0].device
-        weight, overflows, opens, flushes, discards, *sums = add_numbers(
-            worker_numbers, [self.group], device, state
+        loss, weight, overflows, opens, flushes, discards, *sums = add_numbers(
+            numbers, [self.group], device, state
         )
         reduction.wait()
-        added_bits = sums[: len(bits)]
-        counts = sums[len(bits) : len(bits) + len(parameters)]
         if discards:
             raise checks.discarded_error()
         if opens:
-            kit.require_same_rates(rates, added_bits, self.size, self.rank)
+            kit.require_same_rates(rates, sums[: len(bits)], self.size, self.rank)
         self.all_flush = flushes == self.size
         gradient_sums = reduction.gradient_sum.gradients()
         gradients = {
             parameter: gradient_sums[parameter]
-            for parameter, count in zip(parameters, counts, strict=True)
+            for parameter, count in zip(parameters, sums[len(bits) :], strict=True)
             if parameter in gradient_sums and (count or names.is_sharded(parameter))
         }
-        extension_sums = sums[len(bits) + len(parameters) :]
-        return ReducedWindow(
-            gradients, weight, overflows > 0, opens > 0, extension_sums
-        )
+        return ReducedWindow(gradients, weight, overflows > 0, opens > 0, loss)
 
-    def abandon(self, numbers: Sequence[float]) -> None:
+    def abandon(self) -> None:
         reduction = self.reduction
         if reduction is not None and reduction.launch_count:
             # A worker that is gone cannot be waited for, and nothing is left to keep.
             with suppress(RuntimeError):
-                self.finish(
-                    reduction, kit.initial_state(1.0), numbers, is_discarded=True
-                )
+                self.finish(reduction, kit.initial_state(1.0), 0.0, is_discarded=True)
 
     def window_ended(self) -> None:
         if self.reduction is not None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,14 +28,8 @@ class ReducedWindow(NamedTuple):
     overflow: bool
     is_open: bool
     """Some worker has a micro-batch."""
-    numbers: Sequence[float]
-    """The extensions' numbers, added up."""
-
-
-class Stages(Protocol):
-    """The stages of a pipeline, as one of them sees them."""
-
-    def norm(self, state: State, norm: float, finite: bool) -> tuple[float, bool]: ...
+    loss: float
+    """The sum of the losses."""
 
 
 class Workers:
@@ -42,18 +37,20 @@ class Workers:
 
     is_shared = False
     """Other workers share the window, so that its end must `all_reduce`."""
-    place: tuple[int, int] | None = (0, 1)
-    """The rank and the number of workers to which a saved part of a sum belongs; None:
-    to any.
-    """
+    place = (0, 1)
+    """The rank and the number of workers to which a saved part of a sum belongs."""
     group: dist.ProcessGroup | None = None
     """The process group of the workers; None: this worker is alone, or a mesh of
     several groups shares its parameters.
     """
     is_reducing = False
     """The reduction of the open window has begun."""
-    stages: Stages | None = None
-    """The other stages of a pipeline, which share the norm of the window."""
+    stages: dist.ProcessGroup | None = None
+    """The stages of a pipeline, each with an optimizer of its own: one norm, one clip and
+    one decision on overflow for all of them.
+    """
+    device = torch.device("cpu")
+    """Where the stages add up their numbers."""
     make_gradient_sum: MakeGradientSum | None = None
     """Makes the place of the sum where the workers' engine keeps it."""
 
@@ -61,7 +58,7 @@ class Workers:
         self,
         state: State,
         gradient_sum: GradientSum,
-        numbers: Sequence[float],
+        loss: float,
         guard: UpdateGuard,
         parameters: Sequence[Tensor] | None = None,
     ) -> ReducedWindow:
@@ -72,7 +69,7 @@ class Workers:
         """
         gradients = gradient_sum.gradients()
         is_open = state.micro_step > 0
-        return ReducedWindow(gradients, state.weight, state.overflow, is_open, numbers)
+        return ReducedWindow(gradients, state.weight, state.overflow, is_open, loss)
 
     def flush(
         self, close: Callable[[], None], between: Callable[[], None], is_open: bool
@@ -84,10 +81,20 @@ class Workers:
             close()
 
     def stage_norm(self, state: State, norm: float, finite: bool) -> tuple[float, bool]:
-        """Return the norm of all stages, and whether all are finite; collective."""
+        """Return the norm of all stages, and whether all are finite; collective.
+
+        Raises:
+            UsageError: a stage did not come in time.
+        """
         if self.stages is None:
             return norm, finite
-        return self.stages.norm(state, norm, finite)
+        numbers = [norm**2, 0.0]
+        if state.overflow or not finite:
+            numbers = [0.0, 1.0]
+        square, overflows = add_numbers(numbers, [self.stages], self.device, state)
+        if overflows:
+            return math.inf, False
+        return math.sqrt(square), True
 
     def weightless_pass(self) -> AbstractContextManager[object] | None:
         """Return a context in which a backward pass delivers zeros, if other workers wait
@@ -108,7 +115,7 @@ class Workers:
     def take_part(self) -> None:
         """Begin to share windows, once nothing can refuse the optimizer any more."""
 
-    def abandon(self, numbers: Sequence[float]) -> None:
+    def abandon(self) -> None:
         """Take part in the reduction that has begun, and let all workers raise, because
         this one has discarded its window.
         """
@@ -118,10 +125,6 @@ class Workers:
 
     def require_parameters(self, parameters: Sequence[Tensor]) -> None:
         """Raise unless the workers share each of these new `parameters`."""
-
-    @property
-    def can_be_copied(self) -> bool:
-        return not self.is_shared and self.stages is None
 
 
 def add_numbers(

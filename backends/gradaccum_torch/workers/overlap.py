@@ -113,7 +113,7 @@ names.untraced(BucketReduction.gradient_added)
 
 def buckets(
     tensors: Iterable[Tensor],
-    dtype_of: Callable[[Tensor], torch.dtype] = lambda tensor: tensor.dtype,
+    dtype_of: Callable[[Tensor], torch.dtype],
 ) -> list[Bucket]:
     """Return the tensors that are reduced together: a large one alone, small ones of one
     dtype and device.

@@ -34,7 +34,6 @@ from gradaccum_torch.workers.deferred import DeferredReduction, GradientSync
 from gradaccum_torch.workers.fsdp import ShardGroup
 from gradaccum_torch.workers.group import WorkerGroup
 from gradaccum_torch.workers.interface import Workers
-from gradaccum_torch.workers.stages import StageGroup
 
 ALONE = "alone"
 """What the user gives for ``process_group=`` where a process shares no window."""
@@ -73,15 +72,15 @@ def workers_of(
         group = cast(dist.ProcessGroup, process_group)
         workers = workers_of_group(group, optimizer, options)
     if norm_group is not None:
-        stages = cast(dist.ProcessGroup, norm_group)
-        workers.stages = StageGroup(stages, options, parameters[0].device)
+        workers.stages = cast(dist.ProcessGroup, norm_group)
+        workers.device = parameters[0].device
+        checks.require_same_options(options, workers.stages)
     elif not (workers.is_shared or is_alone) and processes() > 1:
         text = UNNAMED_WORKERS.format(processes())
         warnings.warn(text, GradAccumWarning, stacklevel=5)
     # After the comparison of the workers' options: where one alone has this one, that
     # tells all of them.
-    has_peers = workers.place is None or workers.place[1] > 1
-    if has_peers and isinstance(options.steps, UntilWeight):
+    if workers.place[1] > 1 and isinstance(options.steps, UntilWeight):
         raise shared_until_weight_error(options.steps)
     return workers
 

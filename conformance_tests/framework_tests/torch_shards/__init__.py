@@ -2,7 +2,7 @@
 process that has all micro-batches.
 """
 
-from ..torch_fsdp import IMITATES_STREAMS
+from ..torch_fsdp import IMITATES_STREAMS, RUNS_ON_CPU
 from . import layers, loop, refusals, sums, ways
 from .common import CHECKS
 
@@ -12,8 +12,11 @@ _WAYS = {
     if function.__module__ == ways.__name__ and not name.startswith("half_precision")
 }
 EARLY = {"layers_of_copies", *(_WAYS if IMITATES_STREAMS else ())}
-"""The checks that run on any torch, by imitated streams if need be. The others count collectives by newer names,
-call newer methods, or have gloo average.
+"""The checks that run on any torch, by imitated streams if need be. The others count
+collectives by newer names, call newer methods, or have gloo average.
 """
+RUNNABLE = {
+    name: check for name, check in CHECKS.items() if RUNS_ON_CPU or name in EARLY
+}
 
-__all__ = ["CHECKS", "EARLY", "layers", "loop", "refusals", "sums", "ways"]
+__all__ = ["CHECKS", "EARLY", "RUNNABLE", "layers", "loop", "refusals", "sums", "ways"]

@@ -108,15 +108,12 @@ def backward_pass_that_raises(rank: int) -> None:
 
 @check
 def freed_wrapper_lets_fsdp_reduce(rank: int) -> None:
-    """Once the last wrapper of the model is gone."""
     model = sharded(WINDOW)
-    opt, again = (wrap(model, WINDOW) for _ in range(2))
-    del opt
-    gc.collect()
-    train(model, again, rank, 1)
+    opt = wrap(model, WINDOW)
+    train(model, opt, rank, 1)
     assert any(unit.has_unreduced() for unit in units_of(model))
-    again.discard()
-    del again
+    opt.discard()
+    del opt
     gc.collect()
     model(batches(rank)[0][0]).sum().backward()
     assert not any(unit.has_unreduced() for unit in units_of(model))

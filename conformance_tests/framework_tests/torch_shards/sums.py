@@ -24,7 +24,6 @@ from .common import (
     sharded,
     train,
     windows_of,
-    wrap,
 )
 
 
@@ -43,17 +42,6 @@ def windows_without_the_module(rank: int) -> None:
         reference, other = alone(windows_of(3, 3), **options)
         require_equal(model, reference)
         require_equal_results(opt, other)
-
-
-@check
-def divide_factor_is_refused(rank: int) -> None:
-    """Its gradients would be divided by another number than the weights."""
-    model = sharded(FLAT)
-    opt = wrap(model, FLAT)
-    train(model, opt, rank, 2)
-    model.set_gradient_divide_factor(3.0)
-    with refused(gradaccum.UsageError, "set_gradient_divide_factor"):
-        opt.flush()
 
 
 def batch_of(rank: int) -> Tensor:

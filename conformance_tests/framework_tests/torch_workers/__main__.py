@@ -1,5 +1,5 @@
 """One of the two processes: ``python -m conformance_tests.framework_tests.torch_workers
-RANK FOLDER``.
+JOB RANK FOLDER``.
 """
 
 from __future__ import annotations
@@ -7,8 +7,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from conformance_tests.framework_tests.torch_workers import CHECKS
+from conformance_tests.framework_tests import torch_shards, torch_workers
+from conformance_tests.framework_tests.torch_fsdp import imitate_streams
 from conformance_tests.framework_tests.torch_workers.jobs import run_checks
 
 if __name__ == "__main__":
-    run_checks(CHECKS, int(sys.argv[1]), Path(sys.argv[2]))
+    job, rank, folder = sys.argv[1:]
+    checks = torch_workers.CHECKS
+    if job == "torch_shards":
+        imitate_streams()
+        checks = torch_shards.RUNNABLE
+    run_checks(checks, int(rank), Path(folder))

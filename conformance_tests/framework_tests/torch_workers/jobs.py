@@ -19,6 +19,8 @@ from .common import WORLD
 
 Check = Callable[[int], None]
 """A function of the rank; it raises if the check fails."""
+Reports = Callable[[str], list[dict[str, str]]]
+"""What each worker of a job said of each check."""
 CHECKS = {}
 
 
@@ -57,29 +59,21 @@ SECONDS = 500
 """A loaded machine took 240 for jobs of two workers that need 60."""
 
 
-def run_workers(
-    module: str, *arguments: str, folder: Path, workers: int = WORLD
-) -> list[int]:
-    """Run ``python -m module ARGUMENTS RANK FOLDER`` once per worker; returns the exit
-    codes, by rank.
-    """
-    command = [sys.executable, "-m", module, *arguments]
-    running = []
+def reports_of(job: str, folder: Path) -> list[dict[str, str]]:
+    """Run a job of two workers; return what each said of each check."""
+    module = "conformance_tests.framework_tests.torch_workers"
+    command = [sys.executable, "-m", module, job]
+    running: list[subprocess.Popen[bytes]] = []
     try:
-        running += [
-            subprocess.Popen([*command, str(rank), str(folder)], cwd=ROOT)
-            for rank in range(workers)
-        ]
-        return [process.wait(timeout=SECONDS) for process in running]
+        for rank in range(WORLD):
+            arguments = [*command, str(rank), str(folder)]
+            running.append(subprocess.Popen(arguments, cwd=ROOT))
+        for process in running:
+            process.wait(timeout=SECONDS)
     finally:
         for process in running:
             process.kill()
             process.wait()
-
-
-def reports_of(module: str, folder: Path) -> list[dict[str, str]]:
-    """Run a job of two workers; returns what each said of each check."""
-    run_workers(module, folder=folder)
     return [
         json.loads((folder / f"{rank}.json").read_text(encoding="utf-8"))
         for rank in range(WORLD)

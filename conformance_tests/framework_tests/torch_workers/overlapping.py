@@ -4,15 +4,12 @@ whatever a worker does in between, and no worker is left waiting.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gradaccum
@@ -21,14 +18,13 @@ from gradaccum_torch.workers import overlap
 
 from .common import (
     WORLD,
+    Batch,
     alone,
     build,
     learn,
-    learn_all,
     loss_of,
     make_shared,
     micro_batches,
-    numbers,
     require_equal,
     sgd,
 )
@@ -38,36 +34,21 @@ LARGE = mock.patch.object(overlap, "LARGE_BYTES", 100)
 """With it each weight of the model is a bucket, and the biases are one."""
 
 
-def usual(dtype: torch.dtype = torch.float64) -> Any:
+def usual() -> Any:
     """A model of which each pass reaches every trainable parameter."""
-    model = build(dtype)
+    model = build()
     model.rare.requires_grad_(False)
     model.never.requires_grad_(False)
     return model
 
 
-@contextmanager
-def noted() -> Iterator[list[str]]:
-    """Note each reduction that begins, and whether a backward pass is running."""
-    calls: list[str] = []
-    original = dist.all_reduce
-
-    def noting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        inside = torch._C._current_graph_task_id() != -1
-        calls.append("under the pass" if inside else "after it")
-        return original(tensor, *args, **kwargs)
-
-    with LARGE, mock.patch.object(dist, "all_reduce", noting):
-        yield calls
-
-
-def usual_batches(rank: int, dtype: torch.dtype = torch.float64) -> list[Any]:
+def usual_batches(rank: int) -> list[Batch]:
     """Eight micro-batches on each worker, none of which takes the rare branch."""
-    return [(x + 0.1 * rank, False) for x, _ in micro_batches(0, dtype, count=8)]
+    return [(x + 0.1 * rank, False) for x, _ in micro_batches(0, count=8)]
 
 
-def windows_of(steps: int, dtype: torch.dtype = torch.float64) -> list[list[Any]]:
-    workers = [usual_batches(rank, dtype) for rank in range(WORLD)]
+def windows_of(steps: int) -> list[list[Batch]]:
+    workers = [usual_batches(rank) for rank in range(WORLD)]
     return [
         [batch for worker in workers for batch in worker[first : first + steps]]
         for first in range(0, len(workers[0]), steps)
@@ -93,24 +74,6 @@ def require_third_window(
         learn(parallel, opt, batch)
     windows = windows_of(2)
     require_equal(model, alone([windows[0], windows[2]])[0])
-
-
-@check
-def same_bits_as_at_the_end(rank: int) -> None:
-    for dtype in (torch.float64, torch.bfloat16):
-        for options in ({"steps": 1}, {"steps": 3, "clip_norm": 1e-2}):
-            trained = []
-            for late in (True, False):
-                with noted() as calls:
-                    model, parallel, opt = make_shared(usual(dtype), **options)
-                    if late:
-                        opt._window.workers.last_pass = lambda *_: nullcontext()
-                    learn_all(parallel, opt, usual_batches(rank, dtype))
-                # A window of one micro-batch in half precision adds it in step().
-                halves = options["steps"] == 1 and dtype is torch.bfloat16
-                assert ("under the pass" in calls) != (late or halves)
-                trained.append((numbers(model), opt.result))
-            assert trained[0] == trained[1], (dtype, options)
 
 
 @check
@@ -199,7 +162,7 @@ def discarding_worker_is_reported(rank: int) -> None:
 @check
 def frozen_parameters_are_reduced_alike(rank: int) -> None:
     """Also by a worker that reduces at the window's end, where another one does not."""
-    with noted() as calls:
+    with LARGE:
         model, parallel, opt = make_shared(usual(), steps=1)
         reference = build()
         other = gradaccum.wrap(sgd(reference), steps=None, process_group="alone")
@@ -217,7 +180,6 @@ def frozen_parameters_are_reduced_alike(rank: int) -> None:
                     opt.backward(loss_of(parallel, batch), weight)
             opt.step()
             other.flush()
-        assert "under the pass" in calls
         require_equal(model, reference)
 
 
@@ -226,10 +188,7 @@ def overflow_on_one_worker_skips_on_all(rank: int) -> None:
     with last_micro_batch(rank) as (model, parallel, opt, batches):
         scale = float("inf") if rank else 1.0
         opt.backward(loss_of(parallel, batches[3]) * scale)
-        with warnings.catch_warnings(record=True) as given:
-            warnings.simplefilter("always")
-            opt.step()
-        assert any("not finite on rank 1." in str(each.message) for each in given)
+        opt.step()
         assert opt.result.skipped
         assert opt.result.overflow
         require_third_window(model, parallel, opt, batches)
