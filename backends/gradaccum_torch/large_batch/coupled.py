@@ -208,7 +208,8 @@ class Outputs:
                 expected="the same outputs in both passes",
                 found="values that differ by more than rounding",
                 fix="Draw random numbers from the global generators of torch, NumPy or"
-                " Python, and keep what changes from call to call in buffers of modules.",
+                " Python, and keep what changes from call to call in buffers of"
+                " modules.",
             )
 
 

@@ -130,9 +130,9 @@ class GradientsInGrad:
 
     def backward(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         torch.autograd.backward(tuple(tensors), tuple(gradients))
-        self.own_gradients()
+        self.copy_shared_gradients()
 
-    def own_gradients(self) -> None:
+    def copy_shared_gradients(self) -> None:
         """Keep new gradients in memory that nobody else writes into."""
         for leaf in self._without_gradient:
             keep_own(leaf)
@@ -204,7 +204,7 @@ class GradientsInWindow(GradientsInGrad):
         if factor:
             self.reach([loss], self._leaf_nodes)
         self._optimizer.backward(loss, weight=weight)
-        self.own_gradients()
+        self.copy_shared_gradients()
         self._optimizer.step()
 
     def add_outputs(
