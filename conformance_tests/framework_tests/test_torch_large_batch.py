@@ -197,3 +197,24 @@ def test_autocast(outer: bool) -> None:
         run()
     off = {"rtol": 2e-2, "atol": 1e-4} if outer else {"rtol": 0, "atol": 0}
     torch.testing.assert_close(gradients(model), gradients(other), **off)
+
+
+class FromTable(torch.autograd.Function):
+    """Its derivative is a row of a table that somebody else keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, table: Tensor) -> Tensor:
+        ctx.table = table
+        return weight.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return ctx.table[0], None
+
+
+def test_gradient_that_somebody_keeps_stays_as_it_is() -> None:
+    weight, table = nn.Parameter(torch.zeros(3)), torch.ones(2, 3)
+    backward(lambda x: FromTable.apply(weight, table), torch.ones(4), steps=4)
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [4.0] * 3
+    assert table.eq(1).all()

@@ -347,6 +347,10 @@ REFUSED = {
         lambda: layered([*ONE, nn.ReLU(inplace=True)]),
         r"layers\[1\]: .* wrote into",
     ),
+    "written input on the host": (
+        lambda: layered([*ONE, nn.ReLU(inplace=True)], borders="host"),
+        r"layers\[1\]: .* wrote into",
+    ),
     "written buffer": (lambda: layered(COUNTED), STAYS),
     "written by the loss": (
         lambda: layered([*ONE, lambda h: (h, h.tanh())], X, doubled_loss),
