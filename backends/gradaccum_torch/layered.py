@@ -28,8 +28,7 @@ from gradaccum_torch.large_batch.batch import (
 )
 from gradaccum_torch.large_batch.gradients import (
     GradientsInGrad,
-    delivering,
-    make_destination,
+    collecting,
     options_of_call,
     require_no_dropping,
 )
@@ -141,23 +140,23 @@ def layered_backward(
         require_layered_optimizer(optimizer)
     cut = LargeBatch((inputs, targets), axes, weight).cut(division, options)
     factors = [micro_batch.factor for micro_batch in cut.micro_batches]
-    destination = make_destination(optimizer, factors, cut.divisor)
     parameters = [p for module in modules for p in module.parameters()]
     are_modules = all(isinstance(layer, nn.Module) for layer in functions)
     before = Before(parameters, modules, notes_calls=not are_modules)
-    run = LayeredRun(
-        functions,
-        destination,
-        before,
-        is_on_host=borders == "host",
-        recomputes=within != "keep",
-    )
-
-    def loss_of(inputs: Any, targets: Any) -> Any:
-        return loss_fn(run.forward(inputs), targets)
-
-    with delivering(destination, before):
-        loss, auxes = run_micro_batches(loss_of, cut, destination, has_aux)
+    with collecting(optimizer, factors, cut.divisor, before) as destination:
+        run = LayeredRun(
+            functions,
+            destination,
+            before,
+            is_on_host=borders == "host",
+            recomputes=within != "keep",
+        )
+        loss, auxes = run_micro_batches(
+            lambda inputs, targets: loss_fn(run.forward(inputs), targets),
+            cut,
+            destination,
+            has_aux,
+        )
         weights = [micro_batch.weight for micro_batch in cut.micro_batches]
         aux = merge(auxes, weights, merge_aux)
         run.backward(factors)

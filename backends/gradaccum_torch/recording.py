@@ -150,11 +150,14 @@ class LoopRecord:
     def _gradient_of(self, loss: Callable[[], Tensor]) -> Tensor:
         trained_parameters = [each for each in self._parameters if each.requires_grad]
         with torch.enable_grad():
-            gradients = torch.autograd.grad(
-                loss(), trained_parameters, allow_unused=True
-            )
-        by_parameter = dict(zip(trained_parameters, gradients, strict=True))
-        in_order = [by_parameter.get(parameter) for parameter in self._parameters]
+            value = loss()
+        gradients = iter(
+            torch.autograd.grad(value, trained_parameters, allow_unused=True)
+        )
+        in_order = [
+            next(gradients) if parameter.requires_grad else None
+            for parameter in self._parameters
+        ]
         return self._vector(self._dense(in_order))
 
     def _dense(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:

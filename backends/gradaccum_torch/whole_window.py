@@ -81,9 +81,10 @@ class WholeWindow:
         if self._updated_parts and error is not None:
             self._window.update.is_broken = True
             error.add_note(
-                f"gradaccum: layers {self._updated_parts} were updated before this error,"
-                " the last one perhaps in part, and cannot be undone; the other layers"
-                " were not. Load the last checkpoint of the model and of the optimizer."
+                f"gradaccum: layers {self._updated_parts} were updated before this"
+                " error, the last one perhaps in part, and cannot be undone; the other"
+                " layers were not. Load the last checkpoint of the model and of the"
+                " optimizer."
             )
 
     # What the window is like.
@@ -168,7 +169,7 @@ class WholeWindow:
             raise explain(
                 UsageError,
                 "optimizer",
-                expected="an inner optimizer whose step moves parameters with a gradient",
+                expected="an inner optimizer that moves parameters with a gradient",
                 found="one that moves parameters without a gradient",
                 fix='Leave on_overflow="ignore" out: the inner optimizer then makes one'
                 " step per window. Load the last checkpoint first.",

@@ -377,15 +377,6 @@ class Centre(nn.Module):
         return out
 
 
-class Queue(Centre):
-    """Compares with what the forward pass before has seen."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = x + 0.3 * self.mean
-        self.mean = x[-1].detach()
-        return out
-
-
 class Warmup(nn.Module):
     """A factor that grows with each forward pass."""
 
@@ -498,7 +489,6 @@ for kind, layer, where in (
     ("coupled", GhostNorm, "the loss"),
     ("coupled", ItemsAttend, "the loss"),
     ("hidden_state", Centre, "1.mean"),
-    ("hidden_state", Queue, "1.mean"),
     ("hidden_state", Warmup, "1.calls"),
     ("batch_statistics", lambda: nn.BatchNorm1d(8), "1"),
     ("batch_statistics", lambda: nn.BatchNorm1d(8, affine=False), "1"),

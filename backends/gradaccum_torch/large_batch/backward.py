@@ -31,13 +31,12 @@ from gradaccum_torch.large_batch.batch import (
 )
 from gradaccum_torch.large_batch.gradients import (
     GradientsInGrad,
-    delivering,
-    make_destination,
+    collecting,
     options_of_call,
 )
-from gradaccum_torch.large_batch.replay import Before, has_workers
+from gradaccum_torch.large_batch.replay import Before
 from gradaccum_torch.optimizer import AccumulatingOptimizer
-from gradaccum_torch.torch_private.names import untraced_within
+from gradaccum_torch.torch_private.names import processes, untraced_within
 
 
 @untraced_within
@@ -128,17 +127,16 @@ def backward(
         loss = share_nothing(division, optimizer)
         return (loss, None) if has_aux else loss
     is_automatic = isinstance(division.micro_batch_size, AutoMicroBatchSize)
-    is_alone = optimizer is None and has_workers()
+    is_alone = optimizer is None and processes() > 1
     notes_calls = not modules and (is_automatic or is_alone)
 
     def run(division: kit.Division, agree: Callable[[], None]) -> Any:
         cut = large.cut(division, options)
         factors = [micro_batch.factor for micro_batch in cut.micro_batches]
-        destination = make_destination(optimizer, factors, cut.divisor)
         before = Before(
             large.tensors, modules, notes_calls=notes_calls, is_alone=is_alone
         )
-        with delivering(destination, before):
+        with collecting(optimizer, factors, cut.divisor, before) as destination:
             loss, auxes = run_micro_batches(loss_fn, cut, destination, has_aux)
             weights = [micro_batch.weight for micro_batch in cut.micro_batches]
             aux = merge(auxes, weights, merge_aux)

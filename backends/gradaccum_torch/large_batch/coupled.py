@@ -39,18 +39,16 @@ from gradaccum_torch.large_batch.batch import (
 )
 from gradaccum_torch.large_batch.gradients import (
     GradientsInGrad,
-    delivering,
-    make_destination,
+    collecting,
     options_of_call,
     require_no_dropping,
 )
 from gradaccum_torch.large_batch.replay import (
     Before,
     Buffers,
-    has_workers,
 )
 from gradaccum_torch.optimizer import AccumulatingOptimizer
-from gradaccum_torch.torch_private.names import untraced_within
+from gradaccum_torch.torch_private.names import processes, untraced_within
 
 
 @untraced_within
@@ -108,18 +106,17 @@ def coupled_backward(
     options = options_of_call(optimizer, None)
     require_no_dropping(options)
     large = LargeBatch(batch, axes, None)
-    is_alone = optimizer is None and has_workers()
+    is_alone = optimizer is None and processes() > 1
     if optimizer is not None and has_nothing_to_share(large, optimizer):
         return share_nothing(division, optimizer)
 
     def run(division: Division, agree: Callable[[], None]) -> Tensor:
         cut = large.cut(division, options)
         arguments = [micro_batch.arguments for micro_batch in cut.micro_batches]
-        destination = make_destination(optimizer, [1.0], 1.0)
         before = Before(
             large.tensors, modules, notes_calls=not modules, is_alone=is_alone
         )
-        with delivering(destination, before):
+        with collecting(optimizer, [1.0], 1.0, before) as destination:
             loss = run_twice(outputs_fn, loss_fn, arguments, destination, before)
             agree()
         return loss
@@ -211,7 +208,8 @@ class Outputs:
                 expected="the same outputs in both passes",
                 found="values that differ by more than rounding",
                 fix="Draw random numbers from the global generators of torch, NumPy or"
-                " Python, and keep what changes from call to call in buffers of modules.",
+                " Python, and keep what changes from call to call in buffers of"
+                " modules.",
             )
 
 

@@ -130,9 +130,9 @@ class GradientsInGrad:
 
     def backward(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         torch.autograd.backward(tuple(tensors), tuple(gradients))
-        self.own_gradients()
+        self.copy_shared_gradients()
 
-    def own_gradients(self) -> None:
+    def copy_shared_gradients(self) -> None:
         """Keep new gradients in memory that nobody else writes into."""
         for leaf in self._without_gradient:
             keep_own(leaf)
@@ -204,7 +204,7 @@ class GradientsInWindow(GradientsInGrad):
         if factor:
             self.reach([loss], self._leaf_nodes)
         self._optimizer.backward(loss, weight=weight)
-        self.own_gradients()
+        self.copy_shared_gradients()
         self._optimizer.step()
 
     def add_outputs(
@@ -224,22 +224,23 @@ class GradientsInWindow(GradientsInGrad):
         self._optimizer.flush()
 
 
-def make_destination(
-    optimizer: AccumulatingOptimizer | None, factors: Sequence[float], divisor: float
-) -> GradientsInGrad:
-    if optimizer is None:
-        return GradientsInGrad(factors, divisor)
-    return GradientsInWindow(optimizer, factors, divisor)
-
-
 @contextmanager
-def delivering(destination: GradientsInGrad, before: Before) -> Iterator[None]:
-    """Deliver the gradients at the end of the block, and make the update; an error in
-    the block restores everything.
+def collecting(
+    optimizer: AccumulatingOptimizer | None,
+    factors: Sequence[float],
+    divisor: float,
+    before: Before,
+) -> Iterator[GradientsInGrad]:
+    """Collect the gradients of losses that count by `factors`; at the end of the block
+    deliver them, and make the update. An error in the block restores everything.
     """
+    if optimizer is None:
+        destination = GradientsInGrad(factors, divisor)
+    else:
+        destination = GradientsInWindow(optimizer, factors, divisor)
     destination.refuses_compiled = before.notes_calls
     with before, destination:
-        yield
+        yield destination
         destination.deliver()
     destination.flush()
 

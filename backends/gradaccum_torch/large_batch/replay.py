@@ -11,7 +11,6 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -184,13 +183,6 @@ class Before:
 
     def random_state(self) -> RandomState:
         return RandomState(self._devices)
-
-
-# Modules that several workers train, beside no optimizer that knows of them.
-
-
-def has_workers() -> bool:
-    return dist.is_available() and dist.is_initialized()
 
 
 def require_alone(module: nn.Module) -> None:
