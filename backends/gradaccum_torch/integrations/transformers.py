@@ -1,5 +1,5 @@
-"""A callback for the `transformers.Trainer` and TRL's trainers that makes each of the
-Trainer's accumulated batches a window.
+"""A callback for the `transformers.Trainer`, and for trainers of TRL, that makes each
+of the Trainer's accumulated batches a window.
 
 While the Trainer trains, `AccumulationCallback` replaces its optimizer, its
 ``training_step`` and ``_prepare_inputs``, and two methods of its accelerator.
@@ -41,7 +41,8 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     window, and processes reduce their gradients once per window.
 
     Args:
-        trainer: a `transformers.Trainer`, or a trainer of TRL.
+        trainer: a `transformers.Trainer`, or TRL's `SFTTrainer`, `DPOTrainer` or
+            `GRPOTrainer`.
 
     Attributes:
         optimizer: the wrapped optimizer from the beginning of ``trainer.train()`` on.
