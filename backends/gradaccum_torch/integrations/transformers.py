@@ -1,5 +1,5 @@
-"""A callback for the `transformers.Trainer` and TRL's trainers that makes each of the
-Trainer's accumulated batches a window.
+"""A callback for the `transformers.Trainer`, and for trainers of TRL, that makes each
+of the Trainer's accumulated batches a window.
 
 While the Trainer trains, `AccumulationCallback` replaces its optimizer, its
 ``training_step`` and ``_prepare_inputs``, and two methods of its accelerator.
@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from accelerate.utils.operations import ignorant_find_batch_size
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -42,7 +41,8 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     window, and processes reduce their gradients once per window.
 
     Args:
-        trainer: a `transformers.Trainer`, or a trainer of TRL.
+        trainer: a `transformers.Trainer`, or TRL's `SFTTrainer`, `DPOTrainer` or
+            `GRPOTrainer`.
 
     Attributes:
         optimizer: the wrapped optimizer from the beginning of ``trainer.train()`` on.
@@ -125,11 +125,10 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         trainer = self._trainer
         trainer.current_gradient_accumulation_steps = 1
         count = trainer._get_num_items_in_batch([inputs], trainer.args.device)
-        weight = count
-        if count is None or trainer.loss_is_scaled_for_ga is False:
-            weight = ignorant_find_batch_size(inputs)
-        if weight is not None:
-            self.optimizer.weigh(float(torch.as_tensor(weight).flatten()[0]))
+        if count is not None and trainer.loss_is_scaled_for_ga is not False:
+            self.optimizer.weigh(float(count.flatten()[0]))
+        elif isinstance(inputs, Mapping):  # GRPO cuts a list by itself.
+            self.optimizer.weigh(batch_size(inputs))
         loss: Tensor = training_step(model, inputs, count)
         return torch.zeros_like(loss)
 
@@ -150,6 +149,12 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         else:
             self._replacements.callback(delattr, owner, name)
         setattr(owner, name, replacement)
+
+
+def batch_size(inputs: Mapping[str, Any]) -> float:
+    """Return the number of rows in the first tensor of a batch, 1 if it has none."""
+    sizes = [len(value) for value in inputs.values() if isinstance(value, Tensor)]
+    return float(sizes[0]) if sizes else 1.0
 
 
 _BY_TOKENS = {"dapo", "cispo", "vespo"}
