@@ -70,8 +70,7 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
         shape (devices,), or () if the step averages it by `jax.lax.pmean`.
 
     Raises:
-        UsageError: the second argument has no state of a wrapped optimizer, `step`
-            returned something else than the parameters and the state first, or
+        UsageError: the second argument has no state of a wrapped optimizer, or
             parameters, state or what the optimizer reads are made of a device's own
             batch, such as running averages that the step has not reduced.
     """
@@ -253,17 +252,7 @@ def split_results(results: Any, args: tuple[Tree, ...]) -> tuple[Tree, Tree]:
     """
     if len(args) == 1:
         return results, ()
-    structure: Any = jax.tree.structure(args[:2])
-    if type(results) is tuple and jax.tree.structure(results[:2]) == structure:
-        return results[:2], results[2:]
-    raise explain(
-        UsageError,
-        "what step returned",
-        expected="a tuple (params, state, *rest)",
-        found="something else, or parameters or a state of another structure",
-        fix="Return both as they came in, with the updates applied: return"
-        " optax.apply_updates(params, updates), state, loss.",
-    )
+    return results[:2], results[2:]
 
 
 def _require_shared_windows(tree: Tree, axes: tuple[str, ...]) -> None:
