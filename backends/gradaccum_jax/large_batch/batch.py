@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gradaccum import kit
-from gradaccum.kit import Division, Scalar
+from gradaccum import ArgumentTypeError, kit
+from gradaccum.kit import Division, Scalar, explain
 from gradaccum_jax.arrays import (
     KEY,
     Array,
@@ -169,6 +169,17 @@ def read_batch(
     arguments: tuple[Tree, ...], keywords: dict[str, Any], splitting: Splitting
 ) -> LargeBatch:
     """Return the batch as one micro-batch of all items."""
+    for name, value in keywords.items():
+        try:
+            hash(value)
+        except TypeError as error:
+            raise explain(
+                ArgumentTypeError,
+                name,
+                expected="a constant, such as True, by keyword",
+                found=f"a {type(value).__name__}",
+                fix="Pass arrays by position, as a part of the batch.",
+            ) from error
     leaves: list[Array] = []
     leaf_axes: list[Axis] = []
     constants: list[tuple[int, type, Any]] = []
