@@ -109,8 +109,16 @@ def gradient_types(
     An unknown gradient, as in a flush, may have had either dtype: the optimizer then
     gets the sum unrounded.
     """
+    totals = jax.tree.leaves(accumulator, is_leaf=is_none)
+    parameters: Leaves = [None] * len(totals)
+    if params is not None:
+        parameters = jax.tree.leaves(params, is_leaf=is_none)
+    parameters = [
+        parameter
+        for parameter, total in zip(parameters, totals, strict=True)
+        if total is not None
+    ]
     totals = jax.tree.leaves(accumulator)
-    parameters = _leaves_like(params, accumulator)
     types = GradientTypes([], [])
     for total, parameter, gradient in zip(
         totals, parameters, gradients or [None] * len(totals), strict=True
@@ -125,22 +133,6 @@ def gradient_types(
             dtype = jnp.result_type(parameter)
         types.update_dtypes.append(dtype)
     return types
-
-
-def _leaves_like(params: Params, accumulator: Tree) -> Leaves:
-    """Return the leaves of `params` in the sum's places; None each if the structures
-    differ.
-    """
-    totals = jax.tree.leaves(accumulator, is_leaf=is_none)
-    leaves = jax.tree.leaves(params, is_leaf=is_none)
-    structures: list[Any] = [
-        jax.tree.structure(tree, is_leaf=is_none) for tree in (accumulator, params)
-    ]
-    if structures[0] != structures[1]:
-        leaves = [None] * len(totals)
-    return [
-        leaf for leaf, total in zip(leaves, totals, strict=True) if total is not None
-    ]
 
 
 def takes_part(leaf: Array) -> bool:

@@ -25,7 +25,7 @@ from gradaccum_jax.master_weights import on_masters
 from gradaccum_jax.optimizer import Accumulation, require_transformation
 from gradaccum_jax.optimizer import Wrapped as Wrapped
 from gradaccum_jax.verification import check
-from gradaccum_jax.window import probe
+from gradaccum_jax.window import check_known
 from gradaccum_jax.workers.data_parallel import start_on
 from gradaccum_jax.workers.group import names_of
 
@@ -86,7 +86,7 @@ class JaxBackend:
                 would end its window by its own weight.
         """
         transformation = require_transformation(optimizer)
-        probe(options.steps)
+        check_known(options.steps)
         names = names_of(axis_name)
         if names and isinstance(options.steps, UntilWeight):
             raise shared_until_weight_error(options.steps)

@@ -148,14 +148,13 @@ def _require_no_state_around(before: Tree, after: Tree) -> None:
             )
 
 
-def not_wrapped_error(
-    tx: object,
-    fix: str = "Pass what gradaccum.wrap returned, or an optax.chain that holds it.",
-) -> ArgumentTypeError:
+def not_wrapped_error(tx: object) -> ArgumentTypeError:
     return explain(
         ArgumentTypeError,
         "tx",
         expected="a wrapped optimizer",
         found=f"a {type(tx).__name__} that is not wrapped",
-        fix=fix,
+        fix="Pass what gradaccum.wrap returned. flush, discard and check_state also take"
+        " an optax.chain that holds it; for one call, frozen parameters go into the batch,"
+        " with axes=None.",
     )

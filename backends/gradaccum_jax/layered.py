@@ -48,11 +48,11 @@ from gradaccum_jax.large_batch.gradients import (
     empty_sums,
     summarize,
     value_and_gradients,
-    vary_all,
 )
 from gradaccum_jax.large_batch.value_and_grad import MergeAux
 from gradaccum_jax.master_weights import apply_updates
 from gradaccum_jax.optimizer import Accumulation, require_open
+from gradaccum_jax.sharding import vary
 from gradaccum_jax.state import AccumulationState
 from gradaccum_jax.workers import group
 
@@ -200,7 +200,8 @@ class LayeredValueAndUpdate(LargeBatchFunction):
             outer_part, layer_parts = map(
                 Part, params, (None, None), state.inner_state, state.masters
             )
-        passes = LayeredPasses(self, batch, state, self.copies(outer))
+        varying = frozenset(self.spec.axis_names)
+        passes = LayeredPasses(self, batch, state, vary(outer, varying))
         activations, borders, numbers = passes.forward(layers)
         window, outer_sums, upstream, weights, result = passes.head(
             activations, numbers
@@ -215,7 +216,7 @@ class LayeredValueAndUpdate(LargeBatchFunction):
             # read, XLA would keep a copy of all.
             readable_layers = layers if self.keeps_sums else layer_parts.params
             layer_params = entry_at(readable_layers, number)
-            copied_params = self.copies(layer_params)
+            copied_params = vary(layer_params, varying)
             sums, upstream = passes.pull_back(
                 self.layer,
                 copied_params,
@@ -234,7 +235,7 @@ class LayeredValueAndUpdate(LargeBatchFunction):
             backward, (layer_parts, upstream), (numbers, borders), reverse=True
         )
         outer_sums, _ = passes.pull_back(
-            lambda outer, _, *batch: self.prelude(outer, *batch),
+            self.first_layer,
             passes.outer,
             outer_sums,
             [()] * len(upstream),
@@ -260,9 +261,9 @@ class LayeredValueAndUpdate(LargeBatchFunction):
         value = (result.loss, result.aux) if self.spec.has_aux else result.loss
         return value, params, state
 
-    def copies(self, params: Tree) -> Tree:
-        """Return each device's own copy of the parameters."""
-        return vary_all(params, frozenset(self.spec.axis_names))
+    def first_layer(self, outer: Tree, _: Tree, *batch: Tree) -> Tree:
+        """Call `prelude` as a layer without inputs."""
+        return self.prelude(outer, *batch)
 
 
 class LayeredPasses:
@@ -281,54 +282,45 @@ class LayeredPasses:
         self.state = state
         self.outer = outer
         self.varying = frozenset(function.spec.axis_names)
+        self.for_each = partial(
+            for_each_micro_batch, batch, axis_names=function.spec.axis_names
+        )
 
-    def for_each(
+    def outputs(
         self,
-        body: Callable[..., Any],
-        carry: Any,
+        function: Callable[..., Tree],
+        params: Tree,
         inputs: Stacks | None,
         key_number: Scalar,
-    ) -> tuple[Any, Stacks]:
-        return for_each_micro_batch(
-            self.batch,
-            body,
-            carry,
-            inputs,
-            axis_names=self.spec.axis_names,
-            key_number=key_number,
-        )
+    ) -> Stacks:
+        def body(
+            carry: tuple[()], micro_batch: MicroBatch, x: Tree
+        ) -> tuple[tuple[()], Tree]:
+            outputs = function(params, x, *micro_batch.arguments)
+            return carry, vary(outputs, self.varying)
+
+        return self.for_each(body, (), inputs, key_number=key_number)[1]
 
     def empty_sums(self, params: Tree) -> Leaves:
         sums = empty_sums(params, self.spec.options.accumulate_dtype)
-        return vary_all(sums, self.varying)
+        return vary(sums, self.varying)
 
     def forward(self, layers: Tree) -> tuple[Stacks, Stacks, Array]:
         """Return the last layer's activations, the inputs of each layer, and the
         layers' numbers.
         """
 
-        def prelude(
-            carry: tuple[()], micro_batch: MicroBatch, _: Any
-        ) -> tuple[tuple[()], Tree]:
-            outputs = self.function.prelude(self.outer, *micro_batch.arguments)
-            return carry, vary_all(outputs, self.varying)
-
         def forward(
             activations: Stacks, number_and_params: tuple[Scalar, Tree]
         ) -> tuple[Stacks, Stacks]:
             number, params = number_and_params
-            copied_params = self.function.copies(params)
-
-            def layer(
-                carry: tuple[()], micro_batch: MicroBatch, x: Tree
-            ) -> tuple[tuple[()], Tree]:
-                outputs = self.function.layer(copied_params, x, *micro_batch.arguments)
-                return carry, vary_all(outputs, self.varying)
-
-            _, outputs = self.for_each(layer, (), activations, number + 1)
+            copied_params = vary(params, self.varying)
+            outputs = self.outputs(
+                self.function.layer, copied_params, activations, number + 1
+            )
             return outputs, activations
 
-        _, activations = self.for_each(prelude, (), None, 0)
+        activations = self.outputs(self.function.first_layer, self.outer, None, 0)
         numbers = jnp.arange(len(jax.tree.leaves(layers)[0]), dtype=jnp.int32)
         activations, borders = lax.scan(forward, activations, (numbers, layers))
         return activations, borders, numbers
@@ -367,7 +359,7 @@ class LayeredPasses:
             head,
             (window, self.empty_sums(self.outer)),
             activations,
-            len(numbers) + 1,
+            key_number=len(numbers) + 1,
         )
         weights = [stack[1] for stack in stacks]
         upstream = [stack[3] for stack in stacks]
@@ -397,7 +389,7 @@ class LayeredPasses:
 
             def outputs(moving: Leaves, moving_x: Leaves) -> Leaves:
                 outputs = function(put(moving), put_x(moving_x), *micro_batch.arguments)
-                return moving_of(vary_all(outputs, self.varying))[0]
+                return moving_of(vary(outputs, self.varying))[0]
 
             _, pull_back = jax.vjp(outputs, moving, moving_x)
             gradients, input_gradients = pull_back(upstream)
@@ -405,7 +397,7 @@ class LayeredPasses:
             return sums, input_gradients
 
         rows = list(zip(inputs, upstream, weights, strict=True))
-        return self.for_each(body, sums, rows, key_number)
+        return self.for_each(body, sums, rows, key_number=key_number)
 
     def close(
         self, window: AccumulationState, params: Tree, part: Part, sums: Leaves

@@ -31,7 +31,7 @@ from gradaccum_jax.checks import align, require_dtype, require_plain
 from gradaccum_jax.optimizer import require_transformation
 from gradaccum_jax.state import all_like
 from gradaccum_jax.update import Update
-from gradaccum_jax.window import check_known, probe, size_at
+from gradaccum_jax.window import check_known, size_at
 from gradaccum_jax.xla import call_jitted
 
 SkipFunction = Callable[[Updates, Scalar, Params], tuple[Scalar, Tree]]
@@ -85,7 +85,7 @@ class MultiSteps:
         require_transformation(opt)
         self._opt = optax.with_extra_args_support(opt)
         self._options = make_options(every_k_schedule, reduction="sum")
-        probe(self._options.steps)
+        check_known(self._options.steps)
         self._use_grad_mean = use_grad_mean
         self._should_skip = should_skip_update_fn or _never
         self._accumulator_dtype = require_dtype(accumulator_dtype)

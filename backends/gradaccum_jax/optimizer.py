@@ -59,7 +59,7 @@ from gradaccum_jax.combinators import (
 from gradaccum_jax.extensions import first_losses
 from gradaccum_jax.extra_arguments import require_declared, require_none_of_a_batch
 from gradaccum_jax.master_weights import in_place_of
-from gradaccum_jax.sharding import ShardAxes, replicated, vary_like
+from gradaccum_jax.sharding import ShardAxes, replicated, vary, varying_axes
 from gradaccum_jax.state import (
     AccumulationState,
     fields_of,
@@ -124,7 +124,7 @@ class Accumulation:
             terms=first_terms(self.options),
             **first_losses(dtype),
         )
-        state = vary_like(params, state, self.shard_axes)
+        state = vary(state, varying_axes(params) - frozenset(self.shard_axes or ()))
         return group.shared_window(state, self.axes)
 
     def update(
@@ -392,11 +392,7 @@ def require_open(tx: optax.GradientTransformation) -> Accumulation:
     """Raise unless `tx` is wrapped with ``steps=None``: the call closes its window."""
     accumulation = accumulation_of(tx)
     if accumulation is None:
-        fix = (
-            "Pass what gradaccum.wrap returned. Frozen parameters go into the batch,"
-            " with axes=None."
-        )
-        raise not_wrapped_error(tx, fix)
+        raise not_wrapped_error(tx)
     if accumulation.options.steps is not None:
         raise explain(
             ArgumentValueError,

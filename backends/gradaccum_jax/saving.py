@@ -8,7 +8,7 @@ the state, by which they are checked.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -161,32 +161,23 @@ def _key_name(key: object) -> str:
 def _check_leaves(
     given_leaves: dict[str, Array], expected_leaves: dict[str, Array]
 ) -> None:
-    for path, leaf in expected_leaves.items():
-        kind = _kind(leaf)
-        given_kind = (
-            _kind(given_leaves[path]) if path in given_leaves else "nothing at all"
-        )
+    for path in [*expected_leaves, *given_leaves]:
+        kind = _kind_at(path, expected_leaves)
+        given_kind = _kind_at(path, given_leaves)
         if given_kind != kind:
-            _refuse(path, kind, given_kind)
-    for path in given_leaves.keys() - expected_leaves.keys():
-        _refuse(
-            path,
-            "nothing, as tx.init(params) has no such leaf",
-            _kind(given_leaves[path]),
-        )
+            raise explain(
+                CheckpointError,
+                f"state.{path}",
+                expected=kind,
+                found=given_kind,
+                fix="Continue with the optimizer and the parameters that the checkpoint"
+                " was made with.",
+            )
 
 
-def _kind(leaf: Array) -> str:
+def _kind_at(path: str, leaves: dict[str, Array]) -> str:
+    if path not in leaves:
+        return "nothing at all"
+    leaf = leaves[path]
     dtype = getattr(leaf, "dtype", type(leaf).__name__)
     return f"an array of shape {np.shape(leaf)} and dtype {dtype}"
-
-
-def _refuse(path: str, requirement: str, got: str) -> NoReturn:
-    raise explain(
-        CheckpointError,
-        f"state.{path}",
-        expected=requirement,
-        found=got,
-        fix="Continue with the optimizer and the parameters that the checkpoint was made"
-        " with.",
-    )

@@ -20,7 +20,7 @@ from jax.interpreters import batching, mlir
 from jax.sharding import AxisType, NamedSharding
 
 from gradaccum.kit import Scalar
-from gradaccum_jax.arrays import Array, Axes, Params, Tree, typeof
+from gradaccum_jax.arrays import Array, Axes, Tree, typeof
 
 T = TypeVar("T")
 ShardAxes = tuple[str, ...] | None
@@ -48,24 +48,24 @@ def manual_axes() -> Axes:
     return frozenset(name for name, kind in kinds if kind == AxisType.Manual)
 
 
-def vary(value: Array, axes: Axes) -> Array:
-    """Mark `value` as varying along `axes` too."""
-    missing = tuple(sorted(axes - axes_of(value)))
-    if not missing:
-        return value
-    library: Any = lax  # JAX 0.10 has the first name, 0.7 the second
-    if hasattr(library, "pcast"):
-        return library.pcast(value, missing, to="varying")
-    return library.pvary(value, missing)
+def varying_axes(*trees: Tree) -> Axes:
+    """Return the manual axes along which anything in `trees` varies."""
+    return frozenset[str]().union(*map(axes_of, jax.tree.leaves(trees)))
 
 
-def vary_like(params: Params, state: T, shard_axes: ShardAxes) -> T:
-    """Mark the arrays of `state` as varying along every axis of the parameters but for
-    `shard_axes`.
-    """
-    axes = frozenset[str]().union(*map(axes_of, jax.tree.leaves(params)))
-    axes -= frozenset(shard_axes or ())
-    return cast(T, jax.tree.map(lambda leaf: vary(leaf, axes), state))
+def vary(tree: T, axes: Axes) -> T:
+    """Mark `tree` as varying along `axes` too."""
+    library: Any = lax
+
+    def vary_leaf(leaf: Array) -> Array:
+        missing = tuple(sorted(axes - axes_of(leaf)))
+        if not missing:
+            return leaf
+        if hasattr(library, "pcast"):  # JAX 0.10; 0.7 has the other name
+            return library.pcast(leaf, missing, to="varying")
+        return library.pvary(leaf, missing)
+
+    return cast(T, jax.tree.map(vary_leaf, tree))
 
 
 def with_axes_of_results(

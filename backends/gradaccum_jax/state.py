@@ -123,16 +123,13 @@ def current_terms(options: Options, steps: Scalar) -> Array:
     return jnp.where(np.arange(len(codes)) == STEPS, code, terms)
 
 
-def event_of(state: AccumulationState) -> tuple[Scalar, Scalar, Scalar]:
-    return state.last_applied, state.last_skipped, state.last_overflow
-
-
 def with_event(
     state: AccumulationState, applied: Scalar, skipped: Scalar, overflow: Scalar
 ) -> AccumulationState:
-    flags = all_like((applied, skipped, overflow), event_of(state))
     return state._replace(
-        last_applied=flags[0], last_skipped=flags[1], last_overflow=flags[2]
+        last_applied=like(applied, state.last_applied),
+        last_skipped=like(skipped, state.last_skipped),
+        last_overflow=like(overflow, state.last_overflow),
     )
 
 

@@ -140,12 +140,21 @@ def close(
 
     def end(ending: Ending) -> Ending:
         total = ending.total if is_shared else state.accumulator
-        window, decision, divides = decide_on(
-            state, total, update, options, denominator
-        )
-        loss = kit.window_loss(window.loss, window.fields, divides, jnp.where)
+        fields = fields_of(state)
+        loss = as_read(state.loss)
+        if is_shared:
+            window = ReducedWindow(total, state.weight, state.overflow, loss)
+            total, weight, overflow, loss = all_reduce(window, update.axes)
+            fields = joined(fields, weight, overflow)
+        divides = options
+        if denominator is not None:
+            fields, divides = kit.with_denominator(
+                fields, denominator, options, jnp.where
+            )
+        decision = decide_on(fields, total, update, divides)
+        loss = kit.window_loss(loss, fields, divides, jnp.where)
         fields = close_fields(
-            window.fields, decision.apply, decision.overflow, options, jnp.where
+            fields, decision.apply, decision.overflow, options, jnp.where
         )
         closed_state = close_loss(with_fields(ending.state, fields), loss)
         norm = like(as_stored(decision.grad_norm), state.last_grad_norm)
@@ -155,7 +164,7 @@ def close(
             ~decision.apply,
             decision.overflow,
         )
-        total = window.total if is_shared else None
+        total = total if is_shared else None
         return Ending(closed_state, total, decision.apply, decision.divisor, loss)
 
     start_total = state.accumulator if is_shared else None
@@ -196,46 +205,21 @@ def discard(state: AccumulationState) -> AccumulationState:
 # measured.
 
 
-class CompleteWindow(NamedTuple):
-    """The window that is decided on: that of all devices that share it."""
-
-    fields: Fields
-    total: Tree
-    loss: Scalar
-    """The sum of its losses."""
-
-
 def decide_on(
-    state: AccumulationState,
-    total: Tree,
-    update: Update,
-    options: Options,
-    denominator: Scalar,
-) -> tuple[CompleteWindow, Decision, Options]:
-    """Return the window that ends here, the decision on it, and the options under which
-    it is divided; `total` is this device's sum.
-    """
-    dtype = jnp.result_type(state.weight)
-    fields = fields_of(state)
-    loss = as_read(state.loss)
-    if update.axes:
-        window = ReducedWindow(total, state.weight, state.overflow, loss)
-        total, weight, overflow, loss = all_reduce(window, update.axes)
-        fields = joined(fields, weight, overflow)
-    divides = options
-    if denominator is not None:
-        fields, divides = kit.with_denominator(fields, denominator, options, jnp.where)
+    fields: Fields, total: Tree, update: Update, divides: Options
+) -> Decision:
+    """Return the decision on a window that ends, under the options that divide it."""
+    dtype = jnp.result_type(fields[3])
     norm = jnp.full((), jnp.nan, dtype)
     finite = jnp.asarray(True)
-    if measures(options):
+    if measures(divides):
         norm, finite = measure(total, dtype, update.shard_axes)
         fits = gradient_sum.fits(
             total, divisor(fields, divides, jnp.where), update.types.update_dtypes
         )
         finite = finite & everywhere(fits, update.shard_axes)
     largest = float(jnp.finfo(dtype).max)
-    decision = Decision(*decide(fields, norm, finite, divides, jnp.where, largest))
-    return CompleteWindow(fields, total, loss), decision, divides
+    return Decision(*decide(fields, norm, finite, divides, jnp.where, largest))
 
 
 # The size of a window where a callable in ``steps`` says it.
@@ -262,18 +246,10 @@ def number_of(size: Scalar) -> Scalar:
     return size.weight if isinstance(size, kit.UntilWeight) else size
 
 
-def probe(schedule: kit.Schedule) -> None:
-    """Check the first window's size before tracing, with NumPy's 0, because `wrap`
-    alone starts no device.
-    """
-    if not kit.is_known(schedule):
-        with jax.ensure_compile_time_eval():
-            size_at(schedule, np.zeros((), np.int32))
-
-
-def check_known(schedule: kit.Schedule, optimizer_step: Scalar) -> None:
-    """Check the open window's size if a loop outside `jax.jit` knows it. Only for a
-    callable it waits for the last update.
+def check_known(schedule: kit.Schedule, optimizer_step: Scalar = 0) -> None:
+    """Check the open window's size if a loop outside `jax.jit` knows it, and the first
+    window's size before. Only for a callable it waits for the last update.
     """
     if not kit.is_known(schedule) and not isinstance(optimizer_step, jax.core.Tracer):
-        size_at(schedule, jnp.asarray(optimizer_step))
+        with jax.ensure_compile_time_eval():
+            size_at(schedule, np.asarray(optimizer_step, np.int32))

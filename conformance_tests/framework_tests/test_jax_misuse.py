@@ -41,8 +41,8 @@ def loss(params: Any, *batch: Any) -> Any:
     return jnp.mean(params * jax.tree.leaves(batch)[0])
 
 
-def large_batch(params: Any, *batch: Any) -> Any:
-    return gradaccum_jax.value_and_grad(loss, steps=2)(params, *batch)
+def large_batch(params: Any, *batch: Any, **keywords: Any) -> Any:
+    return gradaccum_jax.value_and_grad(loss, steps=2)(params, *batch, **keywords)
 
 
 def layered(tx: Any) -> Any:
@@ -106,6 +106,11 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: large_batch(ONE, X, [True] * 6),
         VALUE,
         r"batch\[1\]\[0\]: expected an array with an axis 0.*a bool.*a list",
+    ),
+    "array by keyword": (
+        lambda: large_batch(ONE, X, mask=jnp.ones(6)),
+        TYPE,
+        "mask: expected a constant, such as True.*by position",
     ),
     "integers": (
         lambda: large_batch(jnp.arange(2), X),

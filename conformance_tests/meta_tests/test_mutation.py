@@ -35,7 +35,7 @@ def test_changes_of_a_line(line: str, changed: list[str]) -> None:
 @pytest.mark.parametrize("package", PACKAGES.values(), ids=PACKAGES)
 def test_every_mutant_is_python(package: Package) -> None:
     mutants = mutants_of(package)
-    assert len(mutants) > 500
+    assert len(mutants) > 400
     for mutant in mutants[::29]:
         source = (ROOT / mutant.file).read_text(encoding="utf-8")
         ast.parse(mutant.mutation.apply(source))

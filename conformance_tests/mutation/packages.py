@@ -154,7 +154,7 @@ TORCH = TORCH._replace(
 JAX = _adapter(
     "jax",
     ("window.py", "state.py", "gradient_sum.py", "update.py", "extensions.py"),
-    ("leaves", "norm", "program", "ensemble", "derivatives", "multisteps"),
+    ("leaves", "norm", "program", "multisteps"),
 )
 MINDSPORE = _adapter(
     "mindspore",

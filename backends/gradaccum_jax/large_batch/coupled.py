@@ -34,9 +34,8 @@ from gradaccum_jax.large_batch.gradients import (
     gradients_of,
     sum_over_devices,
     value_and_gradients,
-    vary_all,
-    varying_axes,
 )
+from gradaccum_jax.sharding import vary, varying_axes
 from gradaccum_jax.workers.group import names_of, require_axes, same
 
 
@@ -113,8 +112,9 @@ class CoupledValueAndGrad(LargeBatchFunction):
     def run(self, params: Params, batch: LargeBatch) -> Any:
         require_params_alone(params)
         jax.grad(lambda _: 0.0)(params)  # JAX itself refuses integers.
-        varying = varying_axes(self.axis_names, params, batch)
-        local_params = vary_all(params, varying)
+        # Or `jax.grad` would reduce over the devices in every micro-batch.
+        varying = frozenset(self.axis_names) | varying_axes(params, batch)
+        local_params = vary(params, varying)
         moving, put = moving_of(local_params)
 
         # The first pass: the outputs.
@@ -153,7 +153,7 @@ class CoupledValueAndGrad(LargeBatchFunction):
             (gradients,) = pull_back(jax.tree.leaves(output_gradients))
             return gradient_sum.add(sums, gradients, None, True), ()
 
-        sums = vary_all(empty_sums(params, self.accumulate_dtype), varying)
+        sums = vary(empty_sums(params, self.accumulate_dtype), varying)
         sums = gradient_sum.add(sums, gradients[: len(moving)], None, True)
         sums, _ = for_each_micro_batch(
             batch, backward, sums, output_gradients, axis_names=self.axis_names

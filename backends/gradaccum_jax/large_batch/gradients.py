@@ -17,7 +17,6 @@ from gradaccum.kit import Options, Scalar
 from gradaccum_jax import gradient_sum
 from gradaccum_jax.arrays import (
     Array,
-    Axes,
     DType,
     Leaves,
     Params,
@@ -35,7 +34,7 @@ from gradaccum_jax.large_batch.batch import (
     for_each_micro_batch,
     weight_of,
 )
-from gradaccum_jax.sharding import axes_of, vary
+from gradaccum_jax.sharding import axes_of
 
 S = TypeVar("S")
 
@@ -203,22 +202,3 @@ def denominator(weight: Scalar, options: Options) -> Scalar:
 
 def sum_over_devices(array: Array, axis_names: tuple[str, ...]) -> Array:
     return lax.psum(array, axis_names) if axis_names else array  # type: ignore[no-untyped-call]
-
-
-# The types of values in a `jax.shard_map`.
-
-
-def varying_axes(axis_names: tuple[str, ...], *trees: Tree) -> Axes:
-    """Return the manual mesh axes along which anything in `trees` may differ from
-    device to device.
-    """
-    axes = [axes_of(leaf) for leaf in jax.tree.leaves(trees)]
-    return frozenset(axis_names).union(*axes)
-
-
-def vary_all(tree: S, axes: Axes) -> S:
-    """Mark `tree` as varying along `axes`, or `jax.grad` would reduce over the devices
-    in every micro-batch.
-    """
-    varying_tree: S = jax.tree.map(lambda leaf: vary(leaf, axes), tree)
-    return varying_tree

@@ -34,10 +34,9 @@ from gradaccum_jax.large_batch.gradients import (
     empty_sums,
     gradients_of,
     run,
-    vary_all,
-    varying_axes,
 )
 from gradaccum_jax.optimizer import Accumulation, require_open
+from gradaccum_jax.sharding import vary, varying_axes
 from gradaccum_jax.state import AccumulationState
 from gradaccum_jax.workers.group import names_of, require_axes, same
 
@@ -142,7 +141,8 @@ class ValueAndGrad(LargeBatchFunction):
         jax.grad(lambda _: 0.0)(params)  # JAX itself refuses integers.
         options = self.spec.options
         names = self.spec.axis_names
-        varying = varying_axes(names, params, batch)
+        # Or `jax.grad` would reduce over the devices in every micro-batch.
+        varying = frozenset(names) | varying_axes(params, batch)
         unit = 1.0
         if self.spec.weight is None and options.reduction == "mean":
             # In units of the largest micro-batch most weights are 1 and cost nothing.
@@ -152,9 +152,7 @@ class ValueAndGrad(LargeBatchFunction):
             return add_gradients(sums, gradients, weight / unit, options)
 
         sums = empty_sums(params, options.accumulate_dtype)
-        result = run(
-            self.spec, vary_all(params, varying), batch, vary_all(sums, varying), add
-        )
+        result = run(self.spec, vary(params, varying), batch, vary(sums, varying), add)
         divisor = denominator(result.weight / unit, options)
         gradients = gradients_of(result.sums, divisor, params, names)
         value = (result.loss, result.aux) if self.spec.has_aux else result.loss
@@ -268,7 +266,7 @@ class ValueAndUpdate(LargeBatchFunction):
                 jnp.asarray(loss, dtype),
             )
 
-        copies = vary_all(params, frozenset(self.spec.axis_names))
+        copies = vary(params, frozenset(self.spec.axis_names))
         result = run(self.spec, copies, batch, state, add, state.loss_scale)
         updates, state = self.accumulation.flush(result.sums, arrays, **extra)
         value = (result.loss, result.aux) if self.spec.has_aux else result.loss

@@ -70,8 +70,7 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
         shape (devices,), or () if the step averages it by `jax.lax.pmean`.
 
     Raises:
-        UsageError: the second argument has no state of a wrapped optimizer, `step`
-            returned something else than the parameters and the state first, or
+        UsageError: the second argument has no state of a wrapped optimizer, or
             parameters, state or what the optimizer reads are made of a device's own
             batch, such as running averages that the step has not reduced.
     """
@@ -118,12 +117,7 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
 
         def step_with_copies(*args: Tree) -> list[Array]:
             params, *state_and_batch = args
-            copies = map_by_kind(
-                params,
-                own=_same,
-                shared=_same,
-                other=lambda p: vary(p, frozenset(axes)),
-            )
+            copies = map_by_kind(params, other=lambda p: vary(p, frozenset(axes)))
             with params_typed_as(ParamsType.COPY):
                 step_results = step(copies, *state_and_batch)
             results.append(results_of(step_results, args, axes))
@@ -160,9 +154,7 @@ def _require_same_results(
 ) -> None:
     params_and_state, _ = split_results(results, args)
     _require_shared_windows(params_and_state, axes)
-    shared_leaves = map_by_kind(
-        params_and_state, own=lambda _: None, shared=_same, other=_same
-    )
+    shared_leaves = map_by_kind(params_and_state, own=lambda _: None)
     require_same("what step returned, ", shared_leaves, axes)
 
 
@@ -217,9 +209,7 @@ def _typed_by(leaf: Array, spec: Spec, mesh: Mesh) -> Array:
 
 def _without_device_axis(arg: Tree) -> Tree:
     """Return an argument for the step of one device, with its own sums."""
-    return map_by_kind(
-        arg, own=lambda leaf: jnp.squeeze(leaf, 0), shared=_same, other=_same
-    )
+    return map_by_kind(arg, own=lambda leaf: jnp.squeeze(leaf, 0))
 
 
 # The results of a step on their way out of `jax.shard_map`.
@@ -242,7 +232,6 @@ def results_of(results: Any, args: tuple[Tree, ...], axes: tuple[str, ...]) -> R
     params_and_state = map_by_kind(
         params_and_state,
         own=_with_device_axis,
-        shared=_same,
         other=lambda leaf: replicated(jnp.asarray(leaf), axes),
     )
     leaves = jax.tree.leaves(params_and_state)
@@ -263,17 +252,7 @@ def split_results(results: Any, args: tuple[Tree, ...]) -> tuple[Tree, Tree]:
     """
     if len(args) == 1:
         return results, ()
-    structure: Any = jax.tree.structure(args[:2])
-    if type(results) is tuple and jax.tree.structure(results[:2]) == structure:
-        return results[:2], results[2:]
-    raise explain(
-        UsageError,
-        "what step returned",
-        expected="a tuple (params, state, *rest)",
-        found="something else, or parameters or a state of another structure",
-        fix="Return both as they came in, with the updates applied: return"
-        " optax.apply_updates(params, updates), state, loss.",
-    )
+    return results[:2], results[2:]
 
 
 def _require_shared_windows(tree: Tree, axes: tuple[str, ...]) -> None:
@@ -297,7 +276,3 @@ def _is_flag(leaf: Array) -> bool:
 
 def _with_device_axis(leaf: Array) -> Array:
     return jnp.asarray(leaf)[None]
-
-
-def _same(leaf: Array) -> Array:
-    return leaf

@@ -167,7 +167,17 @@ def shared_window(state: AccumulationState, axes: tuple[str, ...]) -> Accumulati
     )
 
 
-def map_by_kind(tree: Tree, *, own: OnLeaf, shared: OnLeaf, other: OnLeaf) -> Tree:
+def unchanged(leaf: Array) -> Array:
+    return leaf
+
+
+def map_by_kind(
+    tree: Tree,
+    *,
+    own: OnLeaf = unchanged,
+    shared: OnLeaf = unchanged,
+    other: OnLeaf = unchanged,
+) -> Tree:
     """Map `own` and `shared` over the leaves of an `AccumulationState` in `tree`, and
     `other` over the leaves outside of one.
     """

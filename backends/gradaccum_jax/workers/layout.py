@@ -9,17 +9,14 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from gradaccum.kit import State
-from gradaccum.kit import redistributed as redistributed_fields
 from gradaccum_jax.arrays import Array, Tree, is_key
 from gradaccum_jax.state import (
     AccumulationState,
     as_read,
     as_stored,
-    fields_of,
     is_state,
 )
-from gradaccum_jax.workers.group import OWN
+from gradaccum_jax.workers.group import by_kind
 
 
 def redistributed(state: Tree, workers: int) -> Tree:
@@ -43,32 +40,17 @@ def redistributed(state: Tree, workers: int) -> Tree:
 
 
 def _on_devices(state: AccumulationState, workers: int) -> AccumulationState:
-    devices = len(state.weight)
-    if devices == workers:
+    if len(state.weight) == workers:
         return state
-    # From the host, so that what is saved on one mesh can go to another.
-    state = jax.tree.map(
-        lambda leaf: leaf if is_key(leaf) else jnp.asarray(jax.device_get(leaf)), state
-    )
-    fields = redistributed_fields(
-        [_fields_of_device(state, rank) for rank in range(devices)], workers
-    )
 
     def on_first_device(leaf: Array) -> Array:
         rows = jnp.zeros((workers, *leaf.shape[1:]), leaf.dtype)
         return rows.at[0].set(leaf.sum(0, dtype=leaf.dtype))
 
-    return state._replace(
-        weight=jnp.asarray([row.weight for row in fields], state.weight.dtype),
-        overflow=jnp.asarray([row.overflow for row in fields]),
-        last_overflow=jnp.broadcast_to(state.last_overflow.any(), (workers,)),
-        accumulator=jax.tree.map(on_first_device, state.accumulator),
-        loss=as_stored(on_first_device(as_read(state.loss))),
+    # From the host, so that what is saved on one mesh can go to another.
+    state = jax.tree.map(
+        lambda leaf: leaf if is_key(leaf) else jnp.asarray(jax.device_get(leaf)), state
     )
-
-
-def _fields_of_device(state: AccumulationState, rank: int) -> State:
-    fields = dict(zip(State._fields, fields_of(state), strict=True))
-    for name in fields.keys() & OWN:
-        fields[name] = fields[name][rank]
-    return State(**fields)
+    state = state._replace(loss=as_read(state.loss))
+    state = by_kind(state, own=on_first_device, shared=lambda leaf: leaf)
+    return state._replace(loss=as_stored(state.loss))

@@ -173,11 +173,6 @@ CASES: dict[str, tuple[Any, ...]] = {
         "what step returned, [1][1]: expected",
         MADE,
     ),
-    "average loss of a shared window": (
-        lambda: alone(value=lambda x: lax.pmean(x.mean(), "data")),
-        "value: expected the loss of this device's own micro-batch",
-        "pmean",
-    ),
 }
 """The call, and what its `gradaccum.UsageError` says."""
 
