@@ -107,11 +107,6 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         VALUE,
         r"batch\[1\]\[0\]: expected an array with an axis 0.*a bool.*a list",
     ),
-    "array by keyword": (
-        lambda: large_batch(ONE, X, mask=jnp.ones(6)),
-        TYPE,
-        "mask: expected a constant, such as True.*by position",
-    ),
     "integers": (
         lambda: large_batch(jnp.arange(2), X),
         TypeError,

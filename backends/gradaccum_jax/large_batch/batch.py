@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gradaccum import ArgumentTypeError, kit
-from gradaccum.kit import Division, Scalar, explain
+from gradaccum import kit
+from gradaccum.kit import Division, Scalar
 from gradaccum_jax.arrays import (
     KEY,
     Array,
