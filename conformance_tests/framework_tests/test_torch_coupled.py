@@ -163,19 +163,6 @@ def test_half_precision_sums(dtype: torch.dtype, wrapped: bool) -> None:
     assert float(gradient) == 1024 * float(x[0])
 
 
-def test_outer_autocast() -> None:
-    """The weights that the first pass has cast without a graph are not those of the
-    second.
-    """
-    model, other = (Scored(dtype=torch.float32) for _ in range(2))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        coupled_backward(model, model.loss, X.float(), steps=5)
-        other.loss(other(X.float())).backward()
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        assert norm([q.grad]) > 0
-        assert norm([p.grad - q.grad]) < 0.1 * norm([q.grad])
-
-
 def test_rows_other_than_items() -> None:
     """Tokens of all items in one axis, integers among the outputs, a frozen tower, an
     output the loss does not use.

@@ -380,16 +380,3 @@ def test_updates_are_counted_from_here() -> None:
     model, opt = make(steps=[(0, 2), (2, 4)])
     train(model, opt, 5)
     assert (opt.updates_in(3), opt.updates_in(7)) == (1, 2), "one is there already"
-
-
-def test_two_optimizers_over_the_same_parameters_are_named() -> None:
-    """The update of the first frees the gradients that the second has summed."""
-    model, first = make(steps=2)
-    second = gradaccum.wrap(torch.optim.AdamW(model.parameters(), lr=0.5), steps=4)
-    for index in range(2):
-        loss_of(model, rows_of(index)).backward()
-        if index == 0:
-            second.step()
-        first.step()
-    with pytest.raises(gradaccum.UsageError, match=r"^\.grad: .*opt\.discard"):
-        second.step()

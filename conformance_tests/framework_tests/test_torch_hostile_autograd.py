@@ -16,44 +16,40 @@ from torch import Tensor, nn
 
 import gradaccum
 from conformance_tests.framework_tests.torch_model import (
-    MAKERS,
+    by_float_place,
     loss_of,
+    make,
     make_model,
     rows_of,
     values,
 )
 
-MODES: dict[str, dict[str, Any]] = {
-    "in grad": {},
-    "apart": {"separate_sums": True},
-    "dropping": {"on_overflow": "drop_micro_batch"},
-    "moving": {"accumulate_dtype": "float64"},
-}
 Scenario = Callable[[nn.Module, int], None]
 """One backward pass of a micro-batch, whatever happens in it."""
 
 
-def run(options: dict[str, Any] | None, scenario: Scenario) -> list[Tensor]:
-    """The update of one window; without options, that of bare torch, whose
-    micro-batches are added by hand.
-    """
-    model = make_model()
+def wrapped(place: str, scenario: Scenario) -> list[Tensor]:
+    """How far one window moves the parameters."""
+    model, opt = make(place)
     before = values(model)
-    opt: Any = MAKERS["sgd"](model.parameters())
-    if options is not None:
-        opt = gradaccum.wrap(opt, steps=4, **options)
-    total = list(map(torch.zeros_like, before))
     for index in range(4):
         scenario(model, index)
-        if options is None:
-            for each, p in zip(total, model.parameters(), strict=True):
-                each += 0 if p.grad is None else 0.5 * p.grad / 4
-        else:
-            opt.step()
+        opt.step()
         opt.zero_grad()
-    if options is None:
-        return total
-    return [b - p.detach() for b, p in zip(before, model.parameters(), strict=True)]
+    return [p - q for p, q in zip(values(model), before, strict=True)]
+
+
+def bare(scenario: Scenario) -> list[Tensor]:
+    """The same by bare torch, whose micro-batches are added by hand."""
+    model = make_model()
+    total = list(map(torch.zeros_like, values(model)))
+    for index in range(4):
+        scenario(model, index)
+        for each, p in zip(total, model.parameters(), strict=True):
+            if p.grad is not None:
+                each -= 0.5 * p.grad / 4
+        model.zero_grad()
+    return total
 
 
 def hooked(hook: Callable[[Any], Any], *, after: bool) -> Scenario:
@@ -114,14 +110,14 @@ user's.
 """
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
-@pytest.mark.parametrize("mode", MODES)
-def test_update_is_bare_torch_s(scenario: str, mode: str) -> None:
-    if scenario in REFUSED and mode != "apart":
+@pytest.mark.parametrize("name", SCENARIOS)
+@by_float_place
+def test_update_is_bare_torch_s(name: str, place: str) -> None:
+    scenario = SCENARIOS[name]
+    if name in REFUSED and place != "separate":
         with pytest.raises(gradaccum.UsageError, match="separate_sums=True"):
-            run(MODES[mode], SCENARIOS[scenario])
-        return
-    mine, theirs = (
-        run(options, SCENARIOS[scenario]) for options in (MODES[mode], None)
-    )
-    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+            wrapped(place, scenario)
+    else:
+        torch.testing.assert_close(
+            wrapped(place, scenario), bare(scenario), rtol=1e-5, atol=1e-5
+        )

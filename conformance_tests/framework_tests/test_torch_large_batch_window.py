@@ -15,12 +15,10 @@ from torch import Tensor, nn
 import gradaccum
 from conformance_tests.framework_tests.torch_large_batch import gradients
 from conformance_tests.framework_tests.torch_model import (
-    MAKERS,
     X,
     Y,
     loss_of,
     make_model,
-    same,
 )
 from gradaccum_torch.large_batch import backward, coupled_backward
 
@@ -36,38 +34,6 @@ def split(model: nn.Module, opt: Any) -> Tensor:
 def wrap(model: nn.Module, **options: Any) -> Any:
     inner = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     return gradaccum.wrap(inner, None, **options)
-
-
-OPTIONS = {
-    "clip": lambda: {"clip_norm": 0.05, "loss_scale": 8.0},
-    "scaler": lambda: {
-        "loss_scale": torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=1)
-    },
-    "drop": lambda: {"on_overflow": "drop_micro_batch"},
-    "float64": lambda: {"accumulate_dtype": "float64"},
-}
-
-
-@pytest.mark.parametrize("make", ["sgd_momentum", "adamw_fused"])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_same_bits_as_streaming(
-    make: str, options: Callable[[], dict[str, Any]]
-) -> None:
-    """Three micro-batches of 3, 3 and 2 items."""
-    models = make_model(), make_model()
-    whole, streamed = (
-        gradaccum.wrap(MAKERS[make](model.parameters()), steps=None, **options())
-        for model in models
-    )
-    for _ in range(2):
-        split(models[0], whole)
-        for rows in (slice(0, 3), slice(3, 6), slice(6, 8)):
-            loss = loss_of(models[1], rows)
-            streamed.backward(loss, weight=rows.stop - rows.start)
-            streamed.step()
-        streamed.flush()
-        assert whole.result == streamed.result
-    assert same(*models)
 
 
 @pytest.mark.parametrize(

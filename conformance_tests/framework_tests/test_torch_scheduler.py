@@ -133,22 +133,6 @@ def test_scheduler_follows_without_its_loop() -> None:
 # Saved and loaded.
 
 
-def test_loaded_optimizer_does_not_move_gate() -> None:
-    """The optimizer loads a state, its gated scheduler does not."""
-    opt, saved = make(), make()
-    gated = halving(opt)
-    for _ in range(4):
-        feed(saved)
-        gated.step()
-    opt.load_state_dict(copy.deepcopy(saved.state_dict()))
-    with pytest.warns(gradaccum.GradAccumWarning, match="moved nothing"):
-        gated.step()
-    for expected in (1.0, 0.5):
-        feed(opt)
-        gated.step()
-        assert rate(opt) == expected
-
-
 @pytest.mark.parametrize("gate_first", [True, False])
 def test_pending_scheduler_step_survives_saving(gate_first: bool) -> None:
     """The states are saved after the update and before the scheduler's step, and loaded

@@ -35,25 +35,6 @@ def test_sum_per_item_asks_for_a_weight_of_every_loop() -> None:
 CUTS = [slice(0, 3), slice(3, 4), slice(4, 8)]
 
 
-@pytest.mark.parametrize("before", [False, True])
-def test_one_backward_pass_feeds_two_optimizers(before: bool) -> None:
-    """Each divides by the items that it was given."""
-    runs = [(*make(steps=3, reduction="sum_per_item"), items) for items in (1, 10)]
-    for rows in CUTS:
-        loss = sum(loss_of(model, rows, "sum") for model, *_ in runs)
-        if not before:
-            loss.backward()
-        for _, opt, items in runs:
-            opt.weigh(items * (rows.stop - rows.start))
-        if before:
-            loss.backward()
-        for _, opt, _ in runs:
-            opt.step()
-    for model, _, items in runs:
-        expected = large_batch_step(lambda ps: torch.optim.SGD(ps, lr=0.5 / items))  # noqa: B023
-        torch.testing.assert_close(list(model.parameters()), expected)
-
-
 def test_weigh_is_the_weight_of_a_loss_too() -> None:
     """It survives `zero_grad`, which comes before the backward pass, and multiplies the
     loss of ``opt.backward``.

@@ -22,6 +22,18 @@ def make_model(dtype: torch.dtype = torch.float64) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
 
 
+class Drifting(nn.Module):
+    """Its output depends on a buffer that each call replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return x * self.calls
+
+
 def truth(model: nn.Module, loss: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor]]:
     """The loss and the gradients of one backward pass of the large batch, in the
     model's dtype.

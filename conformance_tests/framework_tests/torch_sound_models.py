@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from conformance_tests.framework_tests.torch_invented_losses import (
     ARRAYS,
     CLASSES,
-    MASK,
     WIDTH,
 )
 
@@ -73,17 +72,6 @@ def unused_and_constant_parameters() -> Case:
     )
 
 
-def kinks() -> Case:
-    """Whole numbers: every activation lies in a kink of the ReLU, or cancels to it
-    exactly.
-    """
-    model = net(nn.ReLU())
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_((parameter * 5).round())
-    return Case(model, batch=(X.round(), LABELS))
-
-
 def bias_before_a_normalisation() -> Case:
     """Its gradient is zero but for rounding, in float64, of a batch without a
     floating-point number.
@@ -105,26 +93,6 @@ def recomputed_dropout() -> Case:
         net(nn.Dropout(0.5)),
         lambda model, x, y: cross_entropy(checkpoint(model, x, use_reentrant=False), y),
     )
-
-
-class Attends(nn.Module):
-    """A transformer's layer over padded tokens, and the mean of those that are none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.1, batch_first=True)
-        self.words = nn.Embedding(10, 4, padding_idx=0)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        kept = ids != 0
-        out = self.layer(self.words(ids), src_key_padding_mask=~kept)
-        return (out * kept[..., None]).sum(1) / kept.sum(1, keepdim=True)
-
-
-def attention_with_padding() -> Case:
-    torch.manual_seed(0)
-    ids = torch.randint(1, 10, MASK.shape) * MASK.long()
-    return Case(Attends(), batch=(ids, LABELS))
 
 
 def tied_weights() -> Case:
@@ -182,10 +150,8 @@ SOUND_MODELS: tuple[Callable[[], Case], ...] = (
     autocast,
     float16_underflow,
     unused_and_constant_parameters,
-    kinks,
     bias_before_a_normalisation,
     recomputed_dropout,
-    attention_with_padding,
     tied_weights,
     sparse_embedding,
     recurrent,

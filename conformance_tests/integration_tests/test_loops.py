@@ -26,26 +26,6 @@ from conformance_tests.integration_tests.regression import (
 )
 
 
-def test_adversarial_loop_is_refused_by_default() -> None:
-    """What the generator's backward pass left in the discriminator would be summed."""
-    critic = nn.Sequential(nn.Linear(5, 1), nn.Sigmoid())
-    generator = nn.Linear(3, 5)
-    critic_opt, generator_opt = (
-        gradaccum.wrap(torch.optim.Adam(net.parameters()), steps=4)
-        for net in (critic, generator)
-    )
-    with refused(gradaccum.UsageError, "separate_sums=True"):
-        for real in X[:8].float().split(2):
-            critic.zero_grad()
-            critic(real).log().mean().neg().backward()
-            fake = generator(torch.randn(2, 3))
-            (1 - critic(fake.detach())).log().mean().neg().backward()
-            critic_opt.step()
-            generator.zero_grad()
-            critic(fake).log().mean().neg().backward()
-            generator_opt.step()
-
-
 @pytest.mark.filterwarnings(
     "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
 )

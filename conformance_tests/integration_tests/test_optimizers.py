@@ -244,17 +244,6 @@ def step_on(net: nn.Module, opt: Any, rows: range) -> None:
         opt.step()
 
 
-def test_wrap_comes_last() -> None:
-    """Lookahead around a wrapped optimizer counts micro-batches: it is another
-    optimizer than a wrapped Lookahead.
-    """
-    lookahead = partial(pytest.importorskip("pytorch_optimizer").Lookahead, k=2)
-    right, wrong = make_net(), make_net()
-    step_on(right, gradaccum.wrap(lookahead(sgd(right)), 4), range(0, 16, 2))
-    step_on(wrong, lookahead(gradaccum.wrap(sgd(wrong), 4)), range(0, 16, 2))
-    assert distance(wrong, right) > 1e-3
-
-
 # bitsandbytes, whose optimizers have a state of 8 bits. The rows are sixteenths, whose
 # sums and means are exact in float32, so that no rounding moves a state into another of
 # its 256 steps.

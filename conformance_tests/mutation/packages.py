@@ -134,7 +134,6 @@ TORCH = _adapter(
             "window_loss",
             "weigh",
             "scheduler",
-            "watching",
             "static_memory",
             "interrupted",
             "mirror",

@@ -404,7 +404,8 @@ MUTANTS = (
         "free_a_layers_gradient_at_the_end",
         "        if index and is_trained and self._updates_layers:\n",
         "        if index > 99 and is_trained and self._updates_layers:\n",
-        OWN + "test_torch_layered.py::test_one_layer_of_gradients_is_alive",
+        OWN + "test_torch_recipes.py::test_recipe",
+        only="memory",
     ),
     Mutant(
         "go_on_after_some_layers_were_updated",
