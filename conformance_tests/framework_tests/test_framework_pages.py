@@ -1,4 +1,4 @@
-"""Each framework's own page: its programs run."""
+"""Each framework's own page, and torch's page on `verify`: their programs run."""
 
 from __future__ import annotations
 
@@ -75,12 +75,18 @@ def program_of(framework: str) -> str:
     return program
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_program_of_the_page(framework: str) -> None:
-    exec(
-        compile(program_of(framework), f"{framework}'s page", "exec"),
-        {"__name__": "__main__"},
-    )
+@pytest.mark.parametrize(
+    ("framework", "page"),
+    [("torch", "README.md"), ("torch", "VERIFY.md"), ("jax", "README.md")],
+)
+def test_programs_of_the_page(framework: str, page: str) -> None:
+    programs = programs_of(framework, page)
+    assert programs
+    for program in programs:
+        assert "assert" in program
+        exec(
+            compile(program, f"{framework}'s {page}", "exec"), {"__name__": "__main__"}
+        )
 
 
 GRAPH_MODE = "import mindspore\n\nmindspore.set_context(mode=mindspore.GRAPH_MODE)\n"

@@ -109,7 +109,9 @@ def test_step_without_backward_is_refused(
         opt.step()
         opt.zero_grad(set_to_none)
     opt.zero_grad(set_to_none)
-    with pytest.raises(gradaccum.UsageError, match="expected a backward pass"):
+    with pytest.raises(
+        gradaccum.UsageError, match=r"expected a backward pass.* own CUDA graph"
+    ):
         opt.step()
     train(model, opt, 1)
     assert opt.result.micro_step == micro_batches % 4 + 1
@@ -305,8 +307,8 @@ def test_ungated_scheduler_is_said_once(rate: Any, said: Said) -> None:
 
 
 def test_rates_that_move_between_windows_say_nothing(said: Said) -> None:
-    """A gated scheduler, one that is called late, once per epoch after a flush, a new
-    group, and a loaded state.
+    """A gated scheduler, one that is called late, once per epoch after a flush, and a
+    loaded state.
     """
     model, opt = make(steps=2)
     scheduler = gradaccum.wrap(LinearLR(opt, total_iters=100))
@@ -317,9 +319,6 @@ def test_rates_that_move_between_windows_say_nothing(said: Said) -> None:
             if x:
                 scheduler.step()
         opt.param_groups[0]["lr"] *= 0.9
-    train(model, opt, 1)
-    opt.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 7.0})
-    train(model, opt, 2)
     model, opt = make(steps=2)
     train(model, opt, 1)
     opt.load_state_dict(saved)

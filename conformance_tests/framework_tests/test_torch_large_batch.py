@@ -4,8 +4,8 @@ against one backward pass of the large batch.
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any, NamedTuple
+import copy
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,48 +27,31 @@ from conformance_tests.framework_tests.torch_large_batch import (
 from gradaccum_torch.large_batch import backward, coupled_backward
 
 
-class Sample(NamedTuple):
-    x: Tensor
-    extra: Any
-
-
-@dataclasses.dataclass
-class Labels:
-    y: Tensor
-    names: list[str]
-
-
 @pytest.mark.parametrize("coupled", [False, True])
 def test_nests_and_axes(coupled: bool) -> None:
-    """Named tuples, dicts, dataclasses, arrays, texts, flags, another batch axis, and
-    what is passed whole; the user's own tensors, in views.
+    """Arrays of NumPy, another batch axis, texts and flags, and what is passed whole;
+    the user's own tensors, in views.
     """
     model = make_model()
     _, expected = truth(model, lambda: cross_entropy(model(X), Y))
-    array = np.stack([np.zeros(ITEMS), np.arange(ITEMS)])
-    sample = Sample(X.T.contiguous(), {"array": array})
-    names = [str(number) for number in range(ITEMS)]
-    seen = []
+    columns = X.T.contiguous()
+    sample = {"x": columns, "rows": np.stack([np.zeros(ITEMS), np.arange(ITEMS)])}
+    seen: list[int] = []
 
-    def losses_of(
-        part: Sample, inside: Labels, scale: Tensor, flag: bool, missing: Any
-    ) -> Tensor:
-        assert (type(part), scale.shape, flag, missing) == (Sample, (7,), True, None)
-        storages = part.x.untyped_storage(), sample.x.untyped_storage()
-        assert storages[0].data_ptr() == storages[1].data_ptr()
-        assert part.extra["array"][1].astype(int).astype(str).tolist() == inside.names
-        seen.extend(inside.names)
-        return cross_entropy(model(part.x.T), inside.y, reduction="none")
+    def losses_of(part: Any, y: Tensor, scale: Tensor, flag: bool, text: str) -> Tensor:
+        assert (scale.shape, flag, text) == ((7,), True, "text")
+        assert part["x"].untyped_storage()._cdata == columns.untyped_storage()._cdata
+        seen.extend(part["rows"][1].astype(int))
+        return cross_entropy(model(part["x"].T), y, reduction="none")
 
-    batch = sample, Labels(Y, names), torch.ones(7), True, None
-    options = {"steps": 4, "axes": (Sample(1, -1), 0, None, 0, 0)}
+    batch = sample, Y, torch.ones(7), True, "text"
+    options = {"steps": 4, "axes": ({"x": 1, "rows": -1}, 0, None, 0, 0)}
     if coupled:
         coupled_backward(losses_of, torch.mean, *batch, **options)
     else:
         backward(lambda *parts: losses_of(*parts).mean(), *batch, **options)
-    assert seen == names * (2 if coupled else 1)
+    assert seen == [*range(ITEMS)] * (2 if coupled else 1)
     assert_close(model, expected)
-    assert torch.equal(sample.x.T, X)
 
 
 def test_every_leaf_gets_its_gradient() -> None:
@@ -78,20 +61,51 @@ def test_every_leaf_gets_its_gradient() -> None:
     model, x = make_model(), X.clone().requires_grad_()
     scale = torch.tensor(1.5, dtype=X.dtype, requires_grad=True)
     rare, unused = nn.Parameter(torch.ones(3, dtype=X.dtype)), nn.Linear(2, 2)
-    taken = []
 
     def loss_fn(x: Tensor, y: Tensor) -> Tensor:
-        taken.append(bool(((y == 2) & (x.detach()[:, 0] > 0)).any()))
-        return cross_entropy(model(x) * scale + (rare if taken[-1] else 0), y)
+        bias = rare if y[0] == 2 else 0
+        return cross_entropy(model(x) * scale + bias, y)
 
     inputs = [*model.parameters(), scale, rare, x]
     losses = [loss_fn(*part) for part in zip(x.split(2), Y.split(2), strict=True)]
-    assert set(taken) == {True, False}
     expected = torch.autograd.grad(sum(losses) / 5, inputs)
     backward(loss_fn, x, Y, steps=5)
     found = [leaf.grad for leaf in inputs]
     torch.testing.assert_close(found, [*expected], rtol=1e-13, atol=1e-15)
     assert unused.weight.grad is None
+
+
+@pytest.mark.parametrize("scale", ["none", "static", "scaler"])
+@pytest.mark.parametrize("coupled", [False, True])
+def test_leaves_beside_the_optimizer(scale: str, coupled: bool) -> None:
+    """A critic that the generator's loss goes through gets the large batch's gradient,
+    freed of scale and weights, beside what it held.
+    """
+    generator, critic = make_model(), nn.Linear(3, 1).double()
+    held = critic.weight.grad = torch.ones_like(critic.weight)
+    large = copy.deepcopy(nn.Sequential(generator, critic))
+    large[1].weight.grad = torch.ones_like(held)
+    scales = {"static": 1024.0, "scaler": torch.amp.GradScaler("cpu", init_scale=64.0)}
+    inner = torch.optim.SGD(generator.parameters(), lr=1.0)
+    opt = gradaccum.wrap(inner, steps=None, loss_scale=scales.get(scale))
+    loss_of: Any = Tensor.std if coupled else lambda outputs: outputs.square().mean()
+
+    def outputs_of(x: Tensor) -> Tensor:
+        return critic(generator(x))
+
+    if coupled:
+        coupled_backward(outputs_of, loss_of, X, steps=3, optimizer=opt)
+    else:
+        backward(lambda x: loss_of(outputs_of(x)), X, steps=3, optimizer=opt)
+    loss_of(large(X)).backward()
+    torch.optim.SGD(large[0].parameters(), lr=1.0).step()
+    assert critic.weight.grad is held
+    torch.testing.assert_close(
+        [*gradients(critic), *generator.parameters()],
+        [*gradients(large[1]), *large[0].parameters()],
+        rtol=1e-11,
+        atol=1e-14,
+    )
 
 
 def test_reentrant_checkpoint() -> None:

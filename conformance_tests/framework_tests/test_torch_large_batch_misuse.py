@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -45,7 +46,6 @@ BAD = {
         r"weight: expected a weight that stays.*weight\.detach\(\)",
         lambda: split(loss_fn, X, Y, weight=lambda x, y: MODEL(x).exp().sum()),
     ),
-    "number": ("got a float", lambda: split(lambda x, y: loss_fn(x, y).item(), X, Y)),
     "other reduction": (
         "reduction='sum'",
         lambda: split(
@@ -132,3 +132,20 @@ def test_half_gradients_are_left_to_autograd_after_the_call() -> None:
     weight.grad = None
     (weight * 3).sum().backward()
     assert torch.equal(weight.grad, torch.full_like(weight, 3.0))
+
+
+@pytest.mark.parametrize("is_counted", [False, True])
+def test_begun_window_is_refused(is_counted: bool) -> None:
+    """And is left as it is."""
+    model = make_model()
+    opt = wrap(model)
+    cross_entropy(model(X), Y).backward()
+    if is_counted:
+        opt.step()
+    held = gradients(model)
+    kept = copy.deepcopy(held)
+    with pytest.raises(gradaccum.UsageError, match=r"discard|zero_grad"):
+        split(lambda x: model(x).std(), X, optimizer=opt)
+    assert opt.result.micro_step == is_counted
+    assert all(a is b for a, b in zip(gradients(model), held, strict=True))
+    assert all(map(torch.equal, held, kept))

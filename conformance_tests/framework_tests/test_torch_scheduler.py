@@ -114,29 +114,13 @@ def test_timm_scheduler_gets_applied_updates() -> None:
     assert gated.told == [("epoch", 0, None), *updates, ("epoch", 1, 0.25)]
 
 
-def test_scheduler_follows_without_its_loop() -> None:
-    """As between two windows that one flush closes; what needs an argument of the loop
-    is left to the loop.
-    """
-    opt = make()
-    kinds = (step_lr, Positioned, lr_scheduler.ReduceLROnPlateau)
-    gates = [gradaccum.wrap(kind(opt)) for kind in kinds]
-    feed(opt)
-    feed(opt)
-    for gate in gates * 2:
-        gate.follow()
-        gates[0].step()
-    assert rate(opt) == 0.5
-    assert gates[1].told == [("update", 1, None)] * 2
-
-
 # Saved and loaded.
 
 
 @pytest.mark.parametrize("gate_first", [True, False])
 def test_pending_scheduler_step_survives_saving(gate_first: bool) -> None:
     """The states are saved after the update and before the scheduler's step, and loaded
-    in either order. The state of a bare scheduler has no step pending.
+    in either order.
     """
     opt, new = make(steps=1), make(steps=1)
     gated, fresh = halving(opt), halving(new)
@@ -147,6 +131,3 @@ def test_pending_scheduler_step_survives_saving(gate_first: bool) -> None:
     for _ in range(2):
         fresh.step()
         assert rate(new) == 0.5
-    fresh.load_state_dict(step_lr(make()).state_dict())
-    fresh.step()
-    assert fresh.last_epoch == 0

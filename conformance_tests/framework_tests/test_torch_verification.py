@@ -4,9 +4,7 @@ models, and leaves everything of the user's as it was.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import gradaccum
-import gradaccum_torch
 
 from .torch_invented_losses import ARRAYS, LOSSES
 from .torch_sound_models import LABELS, SOUND_MODELS, Case, X, net
@@ -92,10 +89,6 @@ def test_two_mistakes_are_both_named() -> None:
     model = net(nn.BatchNorm1d(4))
     report = gradaccum.verify(model, cross_entropy, (X, ARRAYS["missing"]))
     assert kinds_of(report) == ["batch_statistics", "weights"]
-    report = gradaccum.verify(
-        model, lambda m, x: torch.cdist(m(x), m(x) + 1).mean(), (X,)
-    )
-    assert kinds_of(report) == ["batch_statistics", "coupled"]
 
 
 def test_parameters_that_each_have_another_weight() -> None:
@@ -120,24 +113,6 @@ def test_reentrant_checkpoint_is_refused() -> None:
 
     with pytest.raises(gradaccum.UsageError, match="use_reentrant=False"):
         gradaccum.verify(net(nn.BatchNorm1d(4)), loss, (X, LABELS))
-
-
-def test_batch_of_keywords() -> None:
-    """A dictionary is passed by keywords if its keys are names of arguments, to a loss
-    that closes over its model too.
-    """
-    model = net()
-
-    def of_names(x: Tensor, y: Tensor) -> Tensor:
-        return of_model(model, x, y)
-
-    for loss_fn in (
-        of_model,
-        lambda model, batch: of_model(model, **batch),
-        of_names,
-        lambda batch: of_names(**batch),
-    ):
-        assert gradaccum.verify(model, loss_fn, {"x": X, "y": LABELS}).equivalent
 
 
 def test_notes() -> None:
@@ -257,17 +232,3 @@ def test_open_window_is_left_alone() -> None:
     opt.backward(of_model(model, X[6:], LABELS[6:]))
     opt.step()
     assert opt.result.applied
-
-
-# The programs of PyTorch's page on `gradaccum.verify`.
-
-
-PAGE = (Path(gradaccum_torch.__file__).parent / "VERIFY.md").read_text(encoding="utf-8")
-PROGRAM = re.compile(r"^```python\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
-PROGRAMS = PROGRAM.findall(PAGE)
-
-
-@pytest.mark.parametrize("number", range(len(PROGRAMS)))
-def test_program_of_the_page(number: int) -> None:
-    assert "assert " in PROGRAMS[number]
-    exec(compile(PROGRAMS[number], "VERIFY.md", "exec"), {"__name__": "__main__"})

@@ -188,14 +188,6 @@ class Scheduling(Automatic):
         return [opt], [{**config, "scheduler": falling(opt)}]
 
 
-class EveryOther(Automatic):
-    """A gated scheduler that moves with every other micro-batch."""
-
-    def configure_optimizers(self) -> Any:
-        optimizers, (config,) = super().configure_optimizers()
-        return optimizers, [{**config, "frequency": 2}]
-
-
 REFUSED: list[tuple[type[Automatic], dict[str, Any], str]] = [
     (Automatic, {"gradient_clip_val": 0.05}, r"gradient_clip_val: .*clip_norm=0\.05"),
     (
@@ -208,7 +200,6 @@ REFUSED: list[tuple[type[Automatic], dict[str, Any], str]] = [
         {"callbacks": [AccumulationCallback(), GradientAccumulationScheduler({1: 2})]},
         "accumulate_grad_batches: .*steps=2",
     ),
-    (EveryOther, {}, "lr_scheduler: .*frequency 2"),
     (Scheduling, {}, r"lr_scheduler: .*gradaccum\.wrap\(scheduler\)"),
 ]
 

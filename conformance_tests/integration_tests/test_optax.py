@@ -24,7 +24,7 @@ from optax import contrib
 import gradaccum
 import gradaccum_jax
 
-from .jax_epoch import assert_bitwise, wide
+from .jax_comparison import assert_bitwise, assert_close, wide
 
 STEPS, WINDOWS, ITEMS = 3, 3, 2
 QUICK = {"xla_cpu_use_fusion_emitters": False}
@@ -176,14 +176,6 @@ def streamed_run(tx: Any, start: Any, names: tuple[str, ...] = ()) -> list[Any]:
         held.append((optax.apply_updates(params, updates), state))
     assert update._cache_size() == 1
     return held
-
-
-def assert_close(ours: Any, theirs: Any) -> None:
-    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    leaves = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
-    for a, b in leaves:
-        assert jnp.asarray(a).dtype == jnp.asarray(b).dtype
-        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
 
 
 STREAMED = [name for name in NAMES if OF_THE_BATCH.get(name, ("value",)) == ("value",)]

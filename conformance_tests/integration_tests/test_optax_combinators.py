@@ -1,9 +1,10 @@
-"""The wrapper beside and inside the combinators of optax, in flax's `TrainState` and
-beside jmp's loss scale: where it belongs, and what counts micro-batches.
+"""The wrapper beside and inside the combinators of optax, with models of haiku and
+equinox, in flax's `TrainState` and beside jmp's loss scale: where it belongs, and what counts micro-batches.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import optax
 import gradaccum
 import gradaccum_jax
 
-from .jax_epoch import assert_bitwise, assert_close
+from .jax_comparison import assert_bitwise, assert_close, wide
 
 STEPS = 2
 PARAMS = {"w": jnp.asarray([1.0, -2.0, 4.0]), "b": jnp.asarray([0.5])}
@@ -28,6 +29,7 @@ bits.
 MEANS = [
     jax.tree.map(lambda a, b: (a + b) / 2, *GRADS[i : i + 2]) for i in range(0, 8, 2)
 ]
+INNER = optax.sgd(0.5, momentum=0.5)
 
 
 def train(
@@ -63,24 +65,59 @@ def test_apply_if_finite() -> None:
     micro-batch later.
     """
     bad = jax.tree.map(lambda g: g * jnp.nan, GRADS[1])
-    inner = optax.sgd(0.5, momentum=0.5)
-    finite = optax.apply_if_finite(inner, 3)
+    finite = optax.apply_if_finite(INNER, 3)
     moved, state = train(wrap(finite), [GRADS[0], bad, *GRADS[2:4]])
     assert_bitwise(moved, train(finite, [bad, MEANS[1]])[0])
     assert (state.skipped_windows, state.inner_state.total_notfinite) == (1, 0)
-    around = optax.apply_if_finite(wrap(inner), 3)
+    around = optax.apply_if_finite(wrap(INNER), 3)
     moved, state = train(around, [GRADS[0], bad, *GRADS[1:4]])
-    assert_bitwise(moved, train(inner, MEANS[:2])[0])
+    assert_bitwise(moved, train(INNER, MEANS[:2])[0])
     assert (state.total_notfinite, gradaccum_jax.result(state).optimizer_step) == (1, 2)
+
+
+Model = tuple[Any, Callable[..., Any]]
+"""The parameters, and the output of parameters and rows."""
+
+
+def haiku() -> Model:
+    """Two levels of dicts, whose names hold slashes."""
+    hk = pytest.importorskip("haiku", reason="haiku is not installed")
+    net = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([3, 1])(x)))
+    return net.init(jax.random.key(0), jnp.ones((1, 4))), net.apply
+
+
+def equinox() -> Model:
+    """The parameters are the arrays of the model."""
+    eqx = pytest.importorskip("equinox", reason="equinox is not installed")
+    model = eqx.nn.MLP(4, 1, 3, 1, key=jax.random.key(0), dtype=jnp.float64)
+    arrays, rest = eqx.partition(model, eqx.is_inexact_array)
+    return arrays, lambda arrays, x: jax.vmap(eqx.combine(arrays, rest))(x)
+
+
+@pytest.mark.parametrize("make", [haiku, equinox])
+def test_model_of_others(make: Callable[[], Model]) -> None:
+    with wide():
+        params, apply = make()
+        x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)))
+
+        def gradient(x: Any) -> Any:
+            return jax.grad(lambda params: jnp.mean((apply(params, x) - 1) ** 2))(
+                params
+            )
+
+        inner = optax.adamw(0.05)
+        parts = [gradient(part) for part in jnp.split(x, STEPS)]
+        moved, state = train(wrap(inner), parts, params)
+        assert_close(moved, train(inner, [gradient(x)], params)[0])
+        assert state.optimizer_step == 1
 
 
 def test_train_state_counts_micro_batches() -> None:
     states = pytest.importorskip("flax.training.train_state", reason="needs flax")
-    inner = optax.sgd(0.5, momentum=0.5)
-    state = states.TrainState.create(apply_fn=None, params=PARAMS, tx=wrap(inner))
+    state = states.TrainState.create(apply_fn=None, params=PARAMS, tx=wrap(INNER))
     for gradient in GRADS[:4]:
         state = state.apply_gradients(grads=gradient)
-    assert_bitwise(state.params, train(inner, MEANS[:2])[0])
+    assert_bitwise(state.params, train(INNER, MEANS[:2])[0])
     assert (state.step, state.opt_state.optimizer_step) == (4, 2)
 
 
@@ -89,8 +126,7 @@ def test_jmp_scale_in_the_loop() -> None:
     move in mid-window, as it unscales each gradient first.
     """
     jmp = pytest.importorskip("jmp", reason="jmp is not installed")
-    inner = optax.sgd(0.5, momentum=0.5)
-    tx = wrap(inner)
+    tx = wrap(INNER)
 
     @jax.jit
     def step(params: Any, state: Any, scale: Any, gradient: Any) -> Any:
@@ -112,7 +148,7 @@ def test_jmp_scale_in_the_loop() -> None:
         params, state, scale = step(params, state, scale, gradient)
         scales.append(float(scale.loss_scale))
     assert scales == [64.0, 32.0, 32.0, 64.0, 64.0]
-    assert_bitwise(params, train(inner, MEANS[:2])[0])
+    assert_bitwise(params, train(INNER, MEANS[:2])[0])
     assert (state.optimizer_step, state.skipped_windows) == (2, 0)
 
 
@@ -122,9 +158,8 @@ def test_lookahead_around_counts_micro_batches(reset_state: bool) -> None:
     the bare optimizer on large batches.
     """
     pair = optax.LookaheadParams.init_synced(PARAMS)
-    inner = optax.sgd(0.5, momentum=0.5)
-    ours = optax.lookahead(wrap(inner), 2 * STEPS, 0.5, reset_state)
-    theirs = optax.lookahead(inner, 2, 0.5, reset_state)
+    ours = optax.lookahead(wrap(INNER), 2 * STEPS, 0.5, reset_state)
+    theirs = optax.lookahead(INNER, 2, 0.5, reset_state)
     assert_close(train(ours, GRADS, pair)[0], train(theirs, MEANS, pair)[0], 5e-7)
 
 

@@ -265,23 +265,16 @@ def test_bitsandbytes_has_the_same_bits(name: str, options: dict[str, Any]) -> N
             (parameter * part).sum().backward()
             opt.step()
 
-    bare = nn.Parameter(start.clone())
-    inner = kind([bare], lr=0.01, **settings)
-    run(bare, inner, rows.unflatten(0, (3, 8)).mean(dim=1))
+    bare, parameter = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    large_batches = rows.unflatten(0, (3, 8)).mean(dim=1)
+    run(bare, kind([bare], lr=0.01, **settings), large_batches)
     assert not torch.equal(bare, start)
+    opt = gradaccum.wrap(kind([parameter], lr=0.01, **settings), steps=4, **options)
     micro_batches = rows.unflatten(0, (12, 2)).mean(dim=1)
-    weights = start
-    state = None
-    for part in (micro_batches[:6], micro_batches[6:]):
-        parameter = nn.Parameter(weights.clone())
-        inner = kind([parameter], lr=0.01, **settings)
-        opt = gradaccum.wrap(inner, steps=4, **options)
-        if state is not None:
-            opt.load_state_dict(state)
-        run(parameter, opt, part)
-        weights = parameter.detach()
-        state = copy.deepcopy(opt.state_dict())
-    assert torch.equal(weights, bare)
+    run(parameter, opt, micro_batches[:6])
+    opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+    run(parameter, opt, micro_batches[6:])
+    assert torch.equal(parameter, bare)
     dtypes = [getattr(value, "dtype", None) for value in opt.state[parameter].values()]
     assert (torch.uint8 in dtypes) == name.endswith("8bit")
 
@@ -297,13 +290,12 @@ def test_schedulefree_resumes_in_mid_window(options: dict[str, Any]) -> None:
         return net, in_training(gradaccum.wrap(inner, steps=4, **options))
 
     net, opt = make()
+    step_on(net, opt, range(0, 16, 2))
     resumed, resumed_opt = make()
-    step_on(net, opt, range(0, 12, 2))
-    opt.eval()
-    opt.train()
-    resumed.load_state_dict(net.state_dict())
-    resumed_opt.load_state_dict(copy.deepcopy(opt.state_dict()))
-    step_on(net, opt, range(12, 16, 2))
+    step_on(resumed, resumed_opt, range(0, 12, 2))
+    resumed_opt.eval()
+    resumed_opt.train()
+    resumed_opt.load_state_dict(copy.deepcopy(resumed_opt.state_dict()))
     step_on(resumed, resumed_opt, range(12, 16, 2))
     assert opt.result.optimizer_step == 2
     assert distance(resumed, net) == 0

@@ -378,7 +378,7 @@ MUTANTS = (
         "draw_other_numbers_as_a_layer_runs_again",
         "            layer_pass.random_state.put_back()\n",
         "",
-        OWN + "test_torch_layered.py::test_gradient_has_the_same_bits",
+        OWN + "test_torch_layered.py::test_same_bits_as_without_layers",
         "dtype0-within",
     ),
     Mutant(
@@ -391,7 +391,7 @@ MUTANTS = (
         "leave_statistics_where_the_second_run_left_them",
         "        random_state_after.put_back()\n        buffers_after.put_back()\n",
         "        random_state_after.put_back()\n",
-        OWN + "test_torch_layered.py::test_gradient_has_the_same_bits",
+        OWN + "test_torch_layered.py::test_same_bits_as_without_layers",
         "dtype0-within",
     ),
     Mutant(
@@ -418,7 +418,7 @@ MUTANTS = (
         "add_a_layers_small_gradients_in_half_precision",
         "            gradient_sum.adds_at_once = True\n",
         "            pass\n",
-        OWN + "test_torch_layered.py::test_updates_have_the_same_bits",
+        OWN + "test_torch_layered.py::test_same_bits_as_without_layers",
         "True-clip",
     ),
     Mutant(
