@@ -40,8 +40,6 @@ __all__ = [
     "BackendNotFoundError",
     "Cause",
     "CheckpointError",
-]
-__all__ += [
     "DynamicLossScale",
     "GradAccumError",
     "GradAccumWarning",
@@ -49,16 +47,12 @@ __all__ += [
     "LoopProblem",
     "LoopReport",
     "LossScale",
-]
-__all__ += [
     "StaticLossScale",
     "StepResult",
     "UsageError",
     "VerificationReport",
     "Window",
     "Windows",
-]
-__all__ += [
     "assert_accumulates",
     "available_backends",
     "check_loop",
@@ -68,5 +62,8 @@ __all__ += [
     "registered_backends",
     "scaled_learning_rate",
     "until_weight",
+    "updates_in",
+    "verify",
+    "windows",
+    "wrap",
 ]
-__all__ += ["updates_in", "verify", "windows", "wrap"]

@@ -8,7 +8,6 @@ what the coefficients mean.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -449,8 +448,6 @@ class _CoefficientReader:
         elif 0 < ratio < 1:
             self.smaller_updates[number] = ratio
             return
-        elif ratio >= 256 and are_equal([ratio, 2.0 ** round(math.log2(ratio))], ROOM):
-            reason = ": most likely the loss scale was not divided out"
         else:
             reason = ""
         self.say_scaled(number, ratio, reason)

@@ -7,9 +7,8 @@ from __future__ import annotations
 import math
 import reprlib
 import traceback
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import suppress
-from types import MappingProxyType
 from typing import NamedTuple, SupportsFloat, cast
 
 from gradaccum.errors import (
@@ -57,11 +56,6 @@ class AutoMicroBatchSize:
         """The last call's items in a micro-batch; None before the first."""
         return self._last
 
-    @property
-    def choices(self) -> Mapping[Hashable, int]:
-        """Every size that was found, by its key."""
-        return MappingProxyType(self._choices)
-
     def start(self, key: Hashable, items: int) -> int:
         """Return the size to try first: the size that fitted `key` before, or all
         `items`.
@@ -103,14 +97,6 @@ def require_micro_batch_size(value: object) -> int | AutoMicroBatchSize:
         return value
     if value == "auto":
         return SHARED
-    if isinstance(value, str):
-        raise explain(
-            ArgumentValueError,
-            "micro_batch_size",
-            expected='an int >= 1 or "auto"',
-            got=value,
-            fix=_SIZE,
-        )
     return require_int("micro_batch_size", value, at_least=1, fix=_SIZE)
 
 

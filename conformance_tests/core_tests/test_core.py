@@ -35,33 +35,10 @@ def decided(
 
 
 @pytest.mark.parametrize(
-    "make",
-    [
-        kit.make_options,
-        gradaccum.until_weight,
-        lambda size: gradaccum.until_weight([(0, 8), (9, size)]),
-        lambda size: kit.require_steps(size, 0, lambda step: size),
-        lambda size: kit.terms_of(
-            kit.make_options(gradaccum.until_weight(lambda step: size)), 0
-        ),
-    ],
-)
-def test_sizes_fit_into_int32(make: Any) -> None:
-    """Compiled code would wrap them around, and a checkpoint could not hold them."""
-    make(np.int64(2**31 - 1))
-    with pytest.raises(
-        ArgumentValueError,
-        match="expected an int <= 2147483647; got 2147483648",
-    ):
-        make(2**31)
-
-
-@pytest.mark.parametrize(
     ("name", "value"),
     [
         ("init_scale", 0),
         ("init_scale", math.nan),
-        ("init_scale", True),
         ("growth_factor", 1.0),
         ("backoff_factor", 0.0),
         ("backoff_factor", 1.0),
@@ -98,12 +75,6 @@ def test_defaults_of_the_options() -> None:
         *(4, "mean", *norms_and_dtype, scale),
         *("skip_window", False, None, False),
     )
-
-
-@pytest.mark.parametrize("steps", ["four", True, 2.5])
-def test_wrong_steps_are_told_of_every_kind(steps: Any) -> None:
-    with pytest.raises(ArgumentTypeError, match=r"^steps: expected an int >= 1, pairs"):
-        kit.make_options(steps)
 
 
 @pytest.mark.parametrize("scale", [8, np.float32(8), np.int32(8)], ids=repr)
@@ -247,8 +218,6 @@ def test_full_window_is_open() -> None:
     options = kit.make_options(4)
     full = kit.State(4, 0, 0, 4.0, False, 1.0, 0)
     assert kit.resumed(full, kit.terms_of(options, 0), options) == full
-    with pytest.raises(CheckpointError, match="micro_step"):
-        kit.resumed(full._replace(micro_step=5), kit.terms_of(options, 0), options)
     with pytest.raises(CheckpointError, match="micro_step"):  # written in part
         kit.resumed(full._replace(micro_step=-1), kit.terms_of(options, 0), options)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from gradaccum.errors import ArgumentValueError, explain, require_int
+from gradaccum.errors import require_int
 from gradaccum.options import Reduction, require_reduction
 from gradaccum.verification.comparison import (
     ROUNDING_LIMIT,
@@ -22,7 +22,6 @@ from gradaccum.verification.comparison import (
     deal,
     difference,
     linear_combination,
-    moved_names,
     partitions,
 )
 from gradaccum.verification.report import Cause, VerificationReport
@@ -61,14 +60,12 @@ def examine(
     if steps is None:
         steps = max(2, min(USUAL_STEPS, subject.items))
     number = require_int("steps", steps, at_least=2, fix="Write steps=2 or more.")
-    if number > subject.items:
-        raise explain(
-            ArgumentValueError,
-            "batch",
-            expected=f"at least {number} items, one per micro-batch",
-            found=f"{subject.items}",
-            fix="Bring a larger batch, or write steps= a smaller number.",
-        )
+    require_int(
+        "items in the batch",
+        subject.items,
+        at_least=number,
+        fix="Bring a larger batch, or write steps= a smaller number.",
+    )
     by_parts = partitions(subject.items, number)
     comparison = Comparison(subject, by_parts, require_reduction(reduction))
     try:
@@ -108,7 +105,6 @@ class _Examination:
             tuple(self.causes),
             comparison.errors,
             comparison.units,
-            ROUNDING_LIMIT,
             tuple(comparison.partitions.values()),
             tuple(self.notes),
             self.comparison.coefficients(comparison.first_parts),
@@ -325,12 +321,6 @@ class _Examination:
             " positives or weights of classes. The right coefficients of the"
             f" {self.comparison.partitions[parts]} are {coefficients}."
         )
-        infinite = self.infinite_parts(parts)
-        if infinite:
-            explanation += (
-                f" The gradient of {infinite} is not finite: the count is zero there,"
-                " and a weight of zero leaves such a micro-batch out."
-            )
         where = "the denominator of the loss"
         fix = (
             "Write reduction='mean' and weight= a function that returns what the"
@@ -346,7 +336,7 @@ class _Examination:
 
     def has_other_reduction(self, right: Reduction) -> bool:
         """Test whether `right` without weights makes it right."""
-        if moved_names(self.comparison.worst_errors(right)):
+        if self.comparison.weighing_items(right).moved:
             return False
         fix = "Write reduction='mean' and no weight=."
         if right == "sum":
@@ -405,20 +395,14 @@ class _Examination:
         )
         return True
 
-    def infinite_parts(self, parts: Parts) -> str:
-        """Say how many micro-batches have a gradient that is not finite; "" if none."""
-        runs = self.comparison.runs(parts)
-        count = sum(not self.comparison.is_finite(run.gradients) for run in runs)
-        return f"{count} of {len(runs)} micro-batches" if count else ""
-
     def has_infinite_parts(self) -> bool:
         for parts, words in self.comparison.partitions.items():
-            infinite = self.infinite_parts(parts)
-            if infinite:
+            runs = self.comparison.runs(parts)
+            if not all(self.comparison.is_finite(run.gradients) for run in runs):
                 self.add(
                     "not_finite",
                     "the loss",
-                    f"The gradient of {infinite} ({words}) is not finite: the loss"
+                    f"The gradient of a micro-batch ({words}) is not finite: the loss"
                     " divides by a count that is zero there, or by a deviation over too"
                     " few items.",
                     "Divide by max(count, 1), and write weight= that count.",
@@ -442,8 +426,9 @@ class _Examination:
         reduction: Reduction = "mean" if comparison.reduction == "mean" else "sum"
         growth = GROWTH[reduction]
         large = comparison.runs([items])[0].gradients
+        plain_comparison = comparison.weighing_items(reduction)
         two, four, four_dealt = (
-            difference(comparison.accumulate(parts, reduction), large)
+            difference(plain_comparison.accumulate(parts), large)
             for parts in (
                 cut(items, len(items) // 2),
                 cut(items, len(items) // 4),
