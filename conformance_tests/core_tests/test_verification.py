@@ -229,7 +229,7 @@ def test_coefficients_are_the_shares_of_the_counts() -> None:
     assert report.coefficients.used == (0.25,) * 4
     assert report.coefficients.unexplained < 1e-12
     assert "They leave" in str(report)
-    assert "0.211, 0.368, 0.263, 0.158" in report.causes[0].explanation
+    assert "0.211 (0.25), 0.368 (0.25), 0.263 (0.25), 0.158 (0.25)" in str(report)
 
 
 def test_small_gradient_counts_in_its_own_units() -> None:

@@ -212,6 +212,7 @@ def test_right_loop_is_right(loop: Callable[..., None], fused: bool) -> None:
         optimizer,
         lambda x, y: mse_loss(net(x), y),
         data,
+        clip_norm=0.1,
     )
     assert all(map(torch.equal, net.parameters(), before)), "they are put back"
 

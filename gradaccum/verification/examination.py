@@ -313,14 +313,6 @@ class _Examination:
                 fits[parts] = fit
         if not fits or not all(map(are_weights, fits.values())):
             return False
-        parts, fit = next(iter(fits.items()))
-        coefficients = ", ".join(f"{value:.3g}" for value in fit.best)
-        explanation = (
-            "The loss is a weighted mean, whose weight differs between micro-batches:"
-            " it divides by a count, such as tokens, labels that are not ignored,"
-            " positives or weights of classes. The right coefficients of the"
-            f" {self.comparison.partitions[parts]} are {coefficients}."
-        )
         where = "the denominator of the loss"
         fix = (
             "Write reduction='mean' and weight= a function that returns what the"
@@ -331,7 +323,14 @@ class _Examination:
                 where = code
                 fix = f"Write reduction='mean', weight=lambda *batch: {code}."
                 break
-        self.add("weights", where, explanation, fix)
+        self.add(
+            "weights",
+            where,
+            "The loss is a weighted mean, whose weight differs between micro-batches:"
+            " it divides by a count, such as tokens, labels that are not ignored,"
+            " positives or weights of classes.",
+            fix,
+        )
         return True
 
     def has_other_reduction(self, right: Reduction) -> bool:
