@@ -22,7 +22,7 @@ from gradaccum.loop_check import (
     check_loop,
     recording,
 )
-from gradaccum.options import DynamicLossScale, LossScale, StaticLossScale, until_weight
+from gradaccum.options import DynamicLossScale, LossScale, until_weight
 from gradaccum.registry import available_backends, load_backend, registered_backends
 from gradaccum.splitting import AutoMicroBatchSize
 from gradaccum.state import StepResult
@@ -47,7 +47,6 @@ __all__ = [
     "LoopProblem",
     "LoopReport",
     "LossScale",
-    "StaticLossScale",
     "StepResult",
     "UsageError",
     "VerificationReport",

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
 
-from gradaccum import errors
 from gradaccum.errors import (
     ArgumentTypeError,
     ArgumentValueError,
+    UsageError,
     explain,
     require_bool,
     require_choice,
@@ -158,26 +158,6 @@ class ScaleRule(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StaticLossScale:
-    """A loss scale that never changes.
-
-    Args:
-        scale: a finite number > 0.
-
-    Raises:
-        ArgumentTypeError, ArgumentValueError: `scale` is not such a number.
-    """
-
-    scale: float
-
-    def __post_init__(self) -> None:
-        require_number("scale", self.scale, above=0)
-
-    def rule(self) -> ScaleRule:
-        return ScaleRule(init_scale=float(self.scale))
-
-
-@dataclass(frozen=True)
 class DynamicLossScale:
     """A loss scale that backs off after an overflow and grows after clean windows. It
     moves only between windows.
@@ -220,8 +200,8 @@ class DynamicLossScale:
         return ScaleRule(**vars(self))
 
 
-LossScale = StaticLossScale | DynamicLossScale
-"""The rules that every backend takes as ``loss_scale=``, beside a number."""
+LossScale = DynamicLossScale
+"""What every backend takes as ``loss_scale=``, beside a number."""
 
 
 @runtime_checkable
@@ -252,7 +232,7 @@ def scale_rule(
     """
     if loss_scale is None:
         return ScaleRule(), None
-    if isinstance(loss_scale, (StaticLossScale, DynamicLossScale)):
+    if isinstance(loss_scale, DynamicLossScale):
         return loss_scale.rule(), None
     if isinstance(loss_scale, Real) and not isinstance(loss_scale, bool):
         number = require_number("loss_scale", loss_scale, above=0)
@@ -266,7 +246,7 @@ def scale_rule(
     raise explain(
         ArgumentTypeError,
         "loss_scale",
-        expected=f"None, a number > 0, gradaccum.StaticLossScale or {kinds}",
+        expected=f"None, a number > 0 or {kinds}",
         got=loss_scale,
         fix="Write loss_scale=gradaccum.DynamicLossScale().",
     )
@@ -389,17 +369,19 @@ def given_weight(weight: Scalar | None, use: str | None) -> Scalar:
     return 1.0 if weight is None else weight
 
 
-def require_denominator_allowed(options: Options) -> None:
-    """Raise unless ``flush(denominator=...)`` can mean something: the caller closes
+def require_denominator_allowed(options: Options, *, several: bool = False) -> None:
+    """Raise unless ``flush(denominator=...)`` can mean something: one worker closes
     every window.
     """
-    if options.steps is not None:
+    if several or options.steps is not None:
         raise explain(
-            ArgumentValueError,
+            UsageError,
             "denominator",
-            expected="to be left out beside steps, which closes windows by itself",
-            found=f"one beside steps={options.steps!r}",
-            fix="Write steps=None, and call flush(denominator=n) where a window ends.",
+            expected="to be left out beside steps=, which closes windows by itself, and"
+            " where several workers share the window",
+            found="one",
+            fix="Write steps=None, and call flush(denominator=n) where a window ends; on"
+            " several workers give each micro-batch its weight.",
         )
 
 
@@ -411,13 +393,5 @@ def require_denominator(
 
     `several`: workers share the window, each of which has a `denominator` of its own.
     """
-    require_denominator_allowed(options)
-    if several:
-        raise explain(
-            errors.UsageError,
-            "denominator",
-            expected="to be left out where several workers share the window",
-            got=denominator,
-            fix="Give each micro-batch its weight: all are added up.",
-        )
+    require_denominator_allowed(options, several=several)
     return require_number("denominator", denominator, above=0)

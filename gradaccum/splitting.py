@@ -8,7 +8,6 @@ import math
 import reprlib
 import traceback
 from collections.abc import Hashable, Iterable, Sequence
-from contextlib import suppress
 from typing import NamedTuple, SupportsFloat, cast
 
 from gradaccum.errors import (
@@ -288,9 +287,7 @@ def require_item_weights(weights: Iterable[SupportsFloat], items: int) -> list[f
     """Raise unless there is one finite number >= 0 for each of `items`; return them as
     floats.
     """
-    numbers: list[float] = []
-    with suppress(TypeError, ValueError):
-        numbers = [float(weight) for weight in weights]
+    numbers = [float(weight) for weight in weights]
     if len(numbers) != items or not all(0 <= number < math.inf for number in numbers):
         raise item_weights_error(items, reprlib.repr(weights))
     return numbers

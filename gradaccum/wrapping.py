@@ -24,24 +24,29 @@ def wrap(
             pairs ``(first optimizer_step, steps)``; ``gradaccum.until_weight(n)``: the
             window ends when its weight reaches n; None: the caller closes every window
             with ``flush``.
-        options: those that follow, by keyword, and options of one framework.
-        reduction: by default ``"mean"``: sum(w_i g_i) / sum(w_i), g_i the gradient of a mean loss
-            and w_i its number of items (default 1); ``"sum"``: sum(g_i);
-            ``"sum_per_item"``: sum(g_i) / sum(w_i), g_i the gradient of a summed loss.
-        clip_norm: clip the window's gradient to this global 2-norm, once, at its end.
-        skip_norm: make no update if the window's gradient has a larger global 2-norm.
-        accumulate_dtype: dtype of the sum; by default float32 for float16 and bfloat16
-            gradients, else the gradient's own.
-        loss_scale: factor of the loss before differentiation: a number,
-            `StaticLossScale`, `DynamicLossScale`, or in torch a
-            `torch.amp.GradScaler`, which then moves once per window.
-        on_overflow: by default ``"skip_window"``: a non-finite gradient makes the window end
-            without an update; ``"drop_micro_batch"``: such a micro-batch adds nothing;
-            ``"ignore"``: it is applied as the bare optimizer would, and no norm is
-            measured unless another option needs it. Refused beside a loss scale that
-            moves.
-        master_weights: keep float32 masters of float16 and bfloat16 parameters: the
-            inner optimizer works on the masters, the model holds the rounded copy.
+        options: by keyword, options of one framework, and these:
+
+            - ``reduction``: ``"mean"``, the default: sum(w_i g_i) / sum(w_i), g_i the
+              gradient of a mean loss and w_i its number of items (default 1);
+              ``"sum"``: sum(g_i); ``"sum_per_item"``: sum(g_i) / sum(w_i), g_i the
+              gradient of a summed loss.
+            - ``clip_norm``: clip the window's gradient to this global 2-norm, once, at
+              its end.
+            - ``skip_norm``: make no update if the window's gradient has a larger global
+              2-norm.
+            - ``accumulate_dtype``: dtype of the sum; by default float32 for float16 and
+              bfloat16 gradients, else the gradient's own.
+            - ``loss_scale``: factor of the loss before differentiation: a number,
+              `DynamicLossScale`, or in torch a `torch.amp.GradScaler`, which then moves
+              once per window.
+            - ``on_overflow``: ``"skip_window"``, the default: a non-finite gradient
+              makes the window end without an update; ``"drop_micro_batch"``: such a
+              micro-batch adds nothing; ``"ignore"``: it is applied as the bare
+              optimizer would, and no norm is measured unless another option needs it.
+              Refused beside a loss scale that moves.
+            - ``master_weights``: True keeps float32 masters of float16 and bfloat16
+              parameters: the inner optimizer works on the masters, the model holds the
+              rounded copy.
 
     Returns:
         An optimizer of the same framework; in JAX an
