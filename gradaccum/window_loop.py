@@ -12,6 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib import import_module
 from itertools import islice
 from typing import Generic, SupportsFloat, TypeVar, cast
@@ -287,27 +288,19 @@ class Window(Generic[M]):
         return self._micro_batches[index]
 
 
+@dataclass
 class Windows(Generic[M]):
     """The iterable that `gradaccum.windows` returns: each ``for`` reads the loader from
     its beginning, and numbers windows on.
     """
 
-    def __init__(
-        self,
-        loader: Iterable[M],
-        schedule: Schedule,
-        count: Mapping[str, Count[M]],
-        weight: str | None,
-        reduce: Reduce | None,
-        start: int,
-    ) -> None:
-        self.loader = loader
-        self.schedule = schedule
-        self.count = count
-        self.weight = weight
-        self.reduce = reduce
-        self.next_number = start
-        """int: the number of the window that is given next."""
+    loader: Iterable[M]
+    schedule: Schedule
+    count: Mapping[str, Count[M]]
+    weight: str | None
+    reduce: Reduce | None
+    next_number: int
+    """The number of the window that is given next."""
 
     def __iter__(self) -> Iterator[Window[M]]:
         loader = iter(self.loader)
