@@ -76,11 +76,6 @@ def test_defaults_of_the_options() -> None:
     )
 
 
-@pytest.mark.parametrize("scale", [8, np.float32(8), np.int32(8)], ids=repr)
-def test_constant_loss_scale_is_any_real_number(scale: Any) -> None:
-    assert kit.make_options(4, loss_scale=scale).scale_rule.init_scale == 8.0
-
-
 def test_at_rest_rounds_to_float32() -> None:
     state = kit.at_rest(kit.initial_state(0.1)._replace(weight=0.1))
     assert state.loss_scale == state.weight == 0.10000000149011612
@@ -131,27 +126,6 @@ def test_bad_denominator_in_compiled_code_makes_no_update(denominator: float) ->
         kit.select,
     )
     assert not decided(state, 64.0, divides).apply
-
-
-@pytest.mark.parametrize(
-    ("options", "use"),
-    [
-        ({"steps": 4}, None),
-        ({"steps": 4, "reduction": "sum"}, None),
-        ({"steps": 4, "reduction": "sum_per_item"}, 'reduction="sum_per_item"'),
-        ({"steps": gradaccum.until_weight(4)}, "steps=until_weight(...)"),
-    ],
-)
-def test_option_that_uses_the_weights_asks_for_them(
-    options: dict[str, Any], use: str | None
-) -> None:
-    assert kit.use_of_weights(kit.make_options(**options)) == use
-    assert kit.given_weight(0, use) == 0
-    if use is None:
-        assert kit.given_weight(None, use) == 1
-        return
-    with pytest.raises(ArgumentTypeError, match="weight: expected the number of items"):
-        kit.given_weight(None, use)
 
 
 def test_denominator_is_for_windows_that_one_worker_closes() -> None:
