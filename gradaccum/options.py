@@ -5,7 +5,7 @@ scale and the rest.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
@@ -116,18 +116,15 @@ _FIXES = {
 
 def _make_sizes(name: str, sizes: object) -> Sizes:
     """Check a number, pairs or a callable."""
+    fix = _FIXES[name]
     if callable(sizes):
         return cast(Callable[[Scalar], Scalar], sizes)
-    if isinstance(sizes, list | tuple):
-        return _make_pairs(name, sizes)
-    return require_int(name, sizes, at_least=1, fix=_FIXES[name])
-
-
-def _make_pairs(name: str, sizes: Sequence[Any]) -> tuple[tuple[int, int], ...]:
-    pairs = [
-        (int(first), require_int(name, size, at_least=1, fix=_FIXES[name]))
+    if not isinstance(sizes, list | tuple):
+        return require_int(name, sizes, at_least=1, fix=fix)
+    pairs = tuple(
+        (int(first), require_int(name, size, at_least=1, fix=fix))
         for first, size in sizes
-    ]
+    )
     starts = [first for first, _ in pairs]
     if starts != sorted({0, *starts}):
         raise explain(
@@ -135,9 +132,9 @@ def _make_pairs(name: str, sizes: Sequence[Any]) -> tuple[tuple[int, int], ...]:
             name,
             expected="pairs that begin at optimizer_step 0 and go up",
             got=pairs,
-            fix=_FIXES[name],
+            fix=fix,
         )
-    return tuple(pairs)
+    return pairs
 
 
 # Loss scaling: how the scale starts and by which rule it moves. Defaults are

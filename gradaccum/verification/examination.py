@@ -79,10 +79,17 @@ class _Examination:
     """The experiments on one subject, and what they have shown so far."""
 
     def __init__(self, comparison: Comparison) -> None:
-        self.comparison = comparison
-        """Under the conditions of training, without the causes that were found."""
         self.causes: list[Cause] = []
         self.notes: list[str] = []
+        layers = comparison.subject.random_layers()
+        if layers:
+            comparison = comparison.under(random_layers=False)
+            self.notes.append(
+                f"{joined_names(layers)}: compared in evaluation mode, because an item"
+                " draws other random numbers in another micro-batch."
+            )
+        self.comparison = comparison
+        """Under the conditions of training, without the causes that were found."""
 
     def report(self) -> VerificationReport:
         reached_gradients = self.comparison.large.gradients
@@ -90,7 +97,7 @@ class _Examination:
             self.is_finite()
             and self.is_repeatable()
             and self.follows_the_scale()
-            and self.can_hold_random_numbers()
+            and not self.draws_random_numbers()
         )
         comparison = self.comparison
         if can_compare and comparison.moved:
@@ -161,9 +168,15 @@ class _Examination:
         return not names
 
     def is_repeatable(self) -> bool:
-        names = self.differing_in_two_runs()
-        if names and self.switch_off_random_layers():
-            names = self.differing_in_two_runs()
+        comparison = self.comparison
+        again = comparison.runs([comparison.items])[0].gradients
+        distances = comparison.distances(again, comparison.large.gradients)
+        # Units are measured by repeated runs, so that they would hide the difference.
+        names = [
+            name
+            for name, distance in distances.items()
+            if distance > ROUNDING_LIMIT * comparison.floors[name]
+        ]
         if names:
             self.add(
                 "not_repeatable",
@@ -174,17 +187,6 @@ class _Examination:
                 "Make it a buffer of the model, or a part of the batch.",
             )
         return not names
-
-    def differing_in_two_runs(self) -> list[str]:
-        comparison = self.comparison
-        again = comparison.runs([comparison.items])[0].gradients
-        distances = comparison.distances(again, comparison.large.gradients)
-        # Units are measured by repeated runs, so that they would hide the difference.
-        return [
-            name
-            for name, distance in distances.items()
-            if distance > ROUNDING_LIMIT * comparison.floors[name]
-        ]
 
     def follows_the_scale(self) -> bool:
         """Test that the gradient scales with the loss. Scales that overflow are left
@@ -210,14 +212,15 @@ class _Examination:
     def differing_from_large(self, gradients: Gradients) -> tuple[str, ...]:
         return self.comparison.differing(gradients, self.comparison.large.gradients)
 
-    def can_hold_random_numbers(self) -> bool:
-        """Return False if the gradient moves because an item meets other numbers in
+    def draws_random_numbers(self) -> bool:
+        """Test whether the gradient moves because an item meets other numbers in
         another micro-batch, even with random layers in evaluation mode.
         """
-        if not self.comparison.moved or not self.follows_the_seed():
-            return True
-        if self.switch_off_random_layers() and not self.follows_the_seed():
-            return True
+        if not self.comparison.moved:
+            return False
+        gradients = self.comparison.under(seed=1).large.gradients
+        if not self.differing_from_large(gradients):
+            return False
         self.add(
             "not_repeatable",
             "the loss",
@@ -225,21 +228,6 @@ class _Examination:
             " numbers, so that nothing can be compared. Drawing is no mistake by"
             " itself.",
             "Bring the numbers in the batch, or verify with the drawing switched off.",
-        )
-        return False
-
-    def follows_the_seed(self) -> bool:
-        gradients = self.comparison.under(seed=1).large.gradients
-        return bool(self.differing_from_large(gradients))
-
-    def switch_off_random_layers(self) -> bool:
-        layers = self.comparison.subject.random_layers()
-        if not layers or not self.comparison.conditions.random_layers:
-            return False
-        self.comparison = self.comparison.under(random_layers=False)
-        self.notes.append(
-            f"{joined_names(layers)}: compared in evaluation mode, because an item draws"
-            " other random numbers in another micro-batch."
         )
         return True
 
