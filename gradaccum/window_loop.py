@@ -28,10 +28,6 @@ from gradaccum.nests import leaves_of
 from gradaccum.options import Schedule, UntilWeight, make_schedule, require_steps
 from gradaccum.transitions import select, steps_at
 
-# What is counted of micro-batches before any of them is run: the functions that count,
-# their values, and the sum over several workers.
-
-
 M = TypeVar("M")
 Count = Callable[[M], SupportsFloat]
 """How many of something a micro-batch has; a Python number or a framework's scalar."""
@@ -40,30 +36,6 @@ Reduce = Callable[[list[float]], Iterable[SupportsFloat]]
 
 _ROUNDING = 1e-5
 """A reduction may round as float32 does; a mean over workers is farther off."""
-
-
-def summed(reduce: Reduce, values: list[float]) -> list[float]:
-    """Return the sum of `values` over all workers.
-
-    Raises:
-        ArgumentValueError: `reduce` returned another number of values, or less than
-            this worker's values, as a mean over the workers is.
-    """
-    totals = [float(value) for value in reduce(list(values))]
-    is_below = [
-        not total >= value * (1 - _ROUNDING)
-        for value, total in zip(values, totals, strict=False)
-    ]
-    if len(totals) != len(values) or any(is_below) or math.inf in totals:
-        raise explain(
-            ArgumentValueError,
-            "reduce",
-            expected=f"a function that returns {len(values)} finite numbers, none below"
-            f" this worker's {values}",
-            got=totals,
-            fix="Return the sums over all workers, in the same order, as floats.",
-        )
-    return totals
 
 
 # One pass over a loader: how many updates it makes, and the flush at its end.
@@ -344,7 +316,29 @@ class Windows(Generic[M]):
         return values
 
     def _reduced(self, values: list[float]) -> list[float]:
-        return values if self.reduce is None else summed(self.reduce, values)
+        """Return the sum of `values` over all workers.
+
+        Raises:
+            ArgumentValueError: `reduce` returned another number of values, or less than
+                this worker's values, as a mean over the workers is.
+        """
+        if self.reduce is None:
+            return values
+        totals = [float(value) for value in self.reduce(list(values))]
+        is_below = [
+            not total >= value * (1 - _ROUNDING)
+            for value, total in zip(values, totals, strict=False)
+        ]
+        if len(totals) != len(values) or any(is_below) or math.inf in totals:
+            raise explain(
+                ArgumentValueError,
+                "reduce",
+                expected=f"a function that returns {len(values)} finite numbers, none"
+                f" below this worker's {values}",
+                got=totals,
+                fix="Return the sums over all workers, in the same order, as floats.",
+            )
+        return totals
 
     def _is_full(
         self, size: int | UntilWeight, micro_batches: int, totals: list[float]
