@@ -26,8 +26,6 @@ def test_list_of_parameters_is_no_optimizer() -> None:
         gradaccum.wrap([1.0, 2.0], steps=4)
 
 
-
-
 def test_only_the_owner_is_imported(tmp_path) -> None:
     install(tmp_path)
     code = """
