@@ -22,7 +22,7 @@ from gradaccum.loop_check import (
     check_loop,
     recording,
 )
-from gradaccum.options import DynamicLossScale, LossScale, StaticLossScale, until_weight
+from gradaccum.options import DynamicLossScale, LossScale, until_weight
 from gradaccum.registry import available_backends, load_backend, registered_backends
 from gradaccum.splitting import AutoMicroBatchSize
 from gradaccum.state import StepResult
@@ -40,8 +40,6 @@ __all__ = [
     "BackendNotFoundError",
     "Cause",
     "CheckpointError",
-]
-__all__ += [
     "DynamicLossScale",
     "GradAccumError",
     "GradAccumWarning",
@@ -49,16 +47,11 @@ __all__ += [
     "LoopProblem",
     "LoopReport",
     "LossScale",
-]
-__all__ += [
-    "StaticLossScale",
     "StepResult",
     "UsageError",
     "VerificationReport",
     "Window",
     "Windows",
-]
-__all__ += [
     "assert_accumulates",
     "available_backends",
     "check_loop",
@@ -68,5 +61,8 @@ __all__ += [
     "registered_backends",
     "scaled_learning_rate",
     "until_weight",
+    "updates_in",
+    "verify",
+    "windows",
+    "wrap",
 ]
-__all__ += ["updates_in", "verify", "windows", "wrap"]

@@ -12,13 +12,12 @@ included.
 - `Listeners`: callbacks for closed windows, no call while its ``added`` is empty;
   `described`, `status`: the state in one line;
 - `examine`, `Subject`, `Conditions`, `Run`: the experiments of `gradaccum.verify`;
-- `Backend`, `GatingBackend`, `VerifyingBackend`, `ScalerDriver`: a
-  backend's protocols;
+- `Backend`: a backend's protocol;
 - `Steps`, `WrapOptions`, `wrap_with`: a backend's own typed ``wrap``.
 """
 
 from gradaccum.errors import explain, require_bool, require_choice, require_weight
-from gradaccum.least_squares import SolvedUpdate, rounding_limit, solve_update
+from gradaccum.least_squares import rounding_limit, solve_update
 from gradaccum.loop_check import (
     LoopReport,
     as_arguments,
@@ -38,8 +37,6 @@ from gradaccum.nests import (
 )
 from gradaccum.options import (
     Options,
-    Reduction,
-    ScalerDriver,
     ScaleRule,
     Schedule,
     UntilWeight,
@@ -62,13 +59,11 @@ from gradaccum.refusals import (
     rate_bits,
     require_same_rates,
     shared_until_weight_error,
-    torn_window_error,
     update_due_error,
     wrapped_twice_error,
 )
 from gradaccum.registry import (
     Backend,
-    GatingBackend,
     Steps,
     WrapOptions,
     wrap_with,
@@ -141,159 +136,122 @@ from gradaccum.verification import (
     Precision,
     Run,
     Subject,
-    VerifyingBackend,
     as_loss,
     examine,
 )
 from gradaccum.watching import Handle, Listener, Listeners
 from gradaccum.window_loop import Epoch, Sizes, epoch
 
-# The state machine: the transitions of the `State`.
 __all__ = [
     "FIELD_DTYPES",
+    "FORMAT",
+    "RATE_MOVED",
+    "Backend",
+    "Batch",
+    "Conditions",
+    "Cut",
     "Decision",
-    "Fields",
-    "Scalar",
-    "State",
-    "Where",
-    "accumulate",
-    "at_rest",
-    "close",
-    "contribution",
-    "decide",
-]
-__all__ += [
-    "discard",
-    "divisor",
-    "ends",
-    "has_exact_inverse",
-    "initial_state",
-    "joined",
-    "largest_number",
-    "measures",
-    "select",
-]
-__all__ += ["round_to_float32", "steps_at", "usable", "with_denominator"]
-# A window's loss; callbacks for closed windows; a pass over a loader.
-__all__ += [
+    "Division",
     "Epoch",
+    "Fields",
     "Handle",
+    "HostRandom",
+    "Leaf",
     "Listener",
     "Listeners",
+    "LoopReport",
+    "Nest",
+    "Options",
+    "Precision",
+    "Run",
+    "Scalar",
+    "ScaleRule",
+    "Schedule",
     "Sizes",
-    "add_loss",
-    "epoch",
-    "window_loss",
-]
-# Saving and resuming an open window; the state in one line.
-__all__ += [
-    "FORMAT",
+    "State",
+    "Steps",
+    "Subject",
     "Terms",
+    "UntilWeight",
+    "Where",
+    "WrapOptions",
+    "accumulate",
+    "accumulate_dtype_error",
+    "add_loss",
+    "as_arguments",
+    "as_loss",
+    "at_rest",
+    "children_of",
+    "close",
     "code_of",
+    "contribution",
+    "cuts",
+    "decide",
     "decode_terms",
     "described",
-    "encode_terms",
-    "redistributed",
-    "require_format",
-    "resumed",
-]
-__all__ += ["status", "terms_of"]
-# A large batch: cutting it.
-__all__ += [
-    "Cut",
-    "Division",
-    "Leaf",
-    "Nest",
-    "children_of",
-]
-__all__ += [
-    "cuts",
+    "discard",
     "divided",
+    "divisor",
+    "encode_terms",
+    "ends",
+    "epoch",
+    "examine",
+    "explain",
     "free_frames",
+    "given_weight",
+    "half_made_error",
+    "has_exact_inverse",
+    "initial_state",
     "is_column",
+    "is_known",
     "item_weights_error",
+    "items_of",
+    "joined",
+    "largest_number",
     "leaves_of",
     "lists_of_one_kind",
     "make_division",
-]
-__all__ += [
-    "mapped",
-    "require_item_weights",
-    "require_items",
-    "require_one_size",
-]
-__all__ += [
-    "scalar_loss_error",
-    "spread",
-    "too_small_error",
-    "unknown_limit_error",
-    "with_leaves",
-]
-# Options, and a backend's protocols and typed ``wrap``.
-__all__ += [
-    "Backend",
-    "GatingBackend",
-    "Options",
-    "ScaleRule",
-    "ScalerDriver",
-    "Schedule",
-    "Steps",
-    "UntilWeight",
-]
-__all__ += [
-    "WrapOptions",
-    "given_weight",
-    "is_known",
     "make_options",
-    "require_denominator",
-    "require_denominator_allowed",
-    "use_of_weights",
-]
-__all__ += ["require_reduction", "require_steps", "wrap_with"]
-# One wording for each mistake in every backend.
-__all__ += [
-    "RATE_MOVED",
-    "accumulate_dtype_error",
-    "explain",
-    "half_made_error",
+    "mapped",
+    "measures",
     "missing_aux_error",
     "missing_worker_error",
     "moving_weight_error",
-]
-__all__ += [
     "optimizer_error",
     "rate_bits",
+    "read_coefficients",
+    "redistributed",
     "require_bool",
     "require_choice",
-]
-__all__ += ["require_same_rates"]
-__all__ += [
+    "require_denominator",
+    "require_denominator_allowed",
+    "require_format",
+    "require_item_weights",
+    "require_items",
+    "require_one_size",
+    "require_reduction",
+    "require_same_rates",
+    "require_steps",
     "require_weight",
-    "shared_until_weight_error",
-    "torn_window_error",
-    "update_due_error",
-]
-__all__ += ["wrapped_twice_error"]
-# The experiments of `gradaccum.verify`.
-__all__ += [
-    "Batch",
-    "Conditions",
-    "HostRandom",
-    "Precision",
-    "Run",
-    "Subject",
-    "VerifyingBackend",
-    "as_loss",
-    "examine",
-]
-# The loop check.
-__all__ += [
-    "LoopReport",
-    "Reduction",
-    "SolvedUpdate",
-    "as_arguments",
-    "items_of",
-    "read_coefficients",
+    "resumed",
+    "round_to_float32",
     "rounding_limit",
+    "scalar_loss_error",
+    "select",
+    "shared_until_weight_error",
     "solve_update",
+    "spread",
+    "status",
+    "steps_at",
+    "terms_of",
+    "too_small_error",
+    "unknown_limit_error",
+    "update_due_error",
+    "usable",
+    "use_of_weights",
+    "window_loss",
+    "with_denominator",
+    "with_leaves",
+    "wrap_with",
+    "wrapped_twice_error",
 ]

@@ -8,7 +8,6 @@ what the coefficients mean.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -137,8 +136,7 @@ def check_loop(
         reduction: what `loss_fn` returns, as in `gradaccum.wrap`.
         steps: micro-batches per window. Default: those that an update holds are its
             window.
-        clip_norm: the global 2-norm to which the loop clips each window. Default:
-            several updates that were scaled down to one norm count as clipped.
+        clip_norm: the global 2-norm to which the loop clips each window.
     """
     with recording(optimizer) as record:
         train()
@@ -230,10 +228,6 @@ class _CoefficientReader:
     workers: int
     problems: list[LoopProblem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    smaller_updates: dict[int, float] = field(default_factory=dict)
-    """By number, the factor of the updates that are right but for a factor between 0
-    and 1.
-    """
 
     def __post_init__(self) -> None:
         self.length = len(self.weights) // self.workers
@@ -299,8 +293,6 @@ class _CoefficientReader:
                 )
             else:
                 self.read_weights(number, update)
-        if not self.problems:  # Else the factor most likely comes from these.
-            self.read_smaller_updates()
 
     def say(self, kind: str, update: int, explanation: str) -> None:
         self.problems.append(LoopProblem(kind, update, explanation))
@@ -439,53 +431,28 @@ class _CoefficientReader:
         self.say(kind, number, text)
 
     def read_factor(self, number: int, ratio: float, count: int) -> None:
-        """Say what is wrong with an update whose proportions are right. A clip may have
-        made it smaller.
+        """Say what is wrong with an update whose proportions are right, unless it was
+        clipped as a whole.
         """
+        norm = self.updates[number - 1].norm
+        reason = ""
         if count > 1 and are_equal([ratio, 1 / count], ROOM):
             reason = f": the loss was divided by {count} once too often"
         elif self.workers > 1 and are_equal([ratio, 1 / self.workers], ROOM):
             reason = ": the mean over the workers was taken of a mean over all"
         elif 0 < ratio < 1:
-            self.smaller_updates[number] = ratio
-            return
-        elif ratio >= 256 and are_equal([ratio, 2.0 ** round(math.log2(ratio))], ROOM):
-            reason = ": most likely the loss scale was not divided out"
-        else:
-            reason = ""
-        self.say_scaled(number, ratio, reason)
-
-    def say_scaled(self, number: int, ratio: float, reason: str) -> None:
+            if self.clip_norm and are_equal([norm, self.clip_norm], ROOM):
+                self.notes.append(f"Update {number} was clipped as a whole.")
+                return
+            if self.problems:
+                return  # The factor most likely comes from these.
+            reason = ". If the loop clips each window, give clip_norm="
         self.say(
             "scaled",
             number,
             f"Update {number} has the right proportions, and is {ratio:.3g} times the"
             f" large batch's{reason}.",
         )
-
-    def read_smaller_updates(self) -> None:
-        """Note the updates that were clipped as a whole; what made others smaller is
-        wrong.
-        """
-        norms = {
-            number: self.updates[number - 1].norm for number in self.smaller_updates
-        }
-        clipped = 0
-        limit = self.clip_norm
-        if limit is None and len(norms) > 1 and are_equal([*norms.values()], ROOM):
-            limit = next(iter(norms.values()))
-        for number, ratio in self.smaller_updates.items():
-            if limit and are_equal([norms[number], limit], ROOM):
-                clipped += 1
-            else:
-                self.say_scaled(
-                    number, ratio, ". If the loop clips each window, give clip_norm="
-                )
-        if clipped:
-            self.notes.append(
-                f"Updates that were clipped as a whole, to a norm of {limit:.4g}:"
-                f" {clipped}."
-            )
 
     def place_names(self, members: Sequence[int]) -> str:
         places = sorted({member % self.length + 1 for member in members})

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
 from gradaccum.errors import ArgumentValueError, explain
@@ -192,11 +192,8 @@ def _rebuilt(nest: Nest, children: list[Nest]) -> Nest:
             object.__setattr__(made, field.name, child)
         return made
     if isinstance(nest, Mapping):
-        content = dict(zip(nest, children, strict=True))
-        if not isinstance(nest, MutableMapping):
-            return type(nest)(content)  # type: ignore[call-arg]
         made = copy.copy(nest)
-        made.update(content)
+        made.update(zip(nest, children, strict=True))  # type: ignore[attr-defined]
         return made
     if hasattr(nest, "_fields"):
         return type(nest)(*children)

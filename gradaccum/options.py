@@ -5,15 +5,15 @@ scale and the rest.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
 
-from gradaccum import errors
 from gradaccum.errors import (
     ArgumentTypeError,
     ArgumentValueError,
+    UsageError,
     explain,
     require_bool,
     require_choice,
@@ -42,8 +42,6 @@ class UntilWeight:
 
 Schedule = Sizes | UntilWeight | None
 """`steps` as the options hold it."""
-LARGEST_SIZE = 2**31 - 1
-"""Compiled states and checkpoints hold a size as an int32."""
 
 
 def until_weight(weight: object) -> UntilWeight:
@@ -55,7 +53,7 @@ def until_weight(weight: object) -> UntilWeight:
     beside float64 sums), which beyond 2^24 counts in steps of 2, 4, ...
 
     Args:
-        weight: an int >= 1 and < 2^31, also where weights are fractions; or pairs
+        weight: an int >= 1, also where weights are fractions; or pairs
             ``(first optimizer_step, weight)`` or a callable of the optimizer step.
 
     Each micro-batch needs its weight then: without one it would count as one item.
@@ -89,8 +87,7 @@ def make_schedule(steps: object) -> Schedule:
 def require_steps(
     size: object, optimizer_step: int, schedule: Schedule
 ) -> int | UntilWeight:
-    """Raise unless a callable returned an int >= 1 and < 2^31, or an `UntilWeight` of
-    one.
+    """Raise unless a callable returned an int >= 1, or an `UntilWeight` of one.
 
     A backend calls this when it wraps, for step 0, and for each window outside compiled
     code. Compiled code cannot raise: there each window of a size below 1 is an
@@ -102,32 +99,14 @@ def require_steps(
         schedule: the schedule that was asked. Only an `UntilWeight` schedule may return
             an `UntilWeight`.
     """
-    fix = "Return how many micro-batches, or how much weight, that window has."
     if isinstance(schedule, UntilWeight):
+        weight = cast(UntilWeight, size).weight
         argument = f"until_weight(...)({optimizer_step})"
-        return UntilWeight(_require_size(argument, cast(UntilWeight, size).weight, fix))
-    return _require_size(f"steps({optimizer_step})", size, fix)
+        return UntilWeight(require_int(argument, weight, at_least=1, fix=_RETURN))
+    return require_int(f"steps({optimizer_step})", size, at_least=1, fix=_RETURN)
 
 
-def _make_sizes(name: str, sizes: object) -> Sizes:
-    """Check a number, pairs or a callable."""
-    if callable(sizes):
-        return cast(Callable[[Scalar], Scalar], sizes)
-    if isinstance(sizes, list | tuple):
-        return _make_pairs(name, sizes)
-    if isinstance(sizes, bool) or not hasattr(sizes, "__index__"):
-        raise explain(
-            ArgumentTypeError,
-            name,
-            expected=f"an int >= 1, pairs (first optimizer_step, {name}), a callable of"
-            f" optimizer_step{_OTHER_SIZES[name]}",
-            got=sizes,
-            fix=_FIXES[name],
-        )
-    return _require_size(name, sizes, _FIXES[name])
-
-
-_OTHER_SIZES = {"steps": ", until_weight(...), or None", "weight": ""}
+_RETURN = "Return how many micro-batches, or how much weight, that window has."
 _FIXES = {
     "steps": "Write for example steps=4, or steps=[(0, 4), (1000, 8)].",
     "weight": "Write steps=until_weight(524_288), or"
@@ -135,27 +114,17 @@ _FIXES = {
 }
 
 
-def _require_size(argument: str, size: object, fix: str) -> int:
-    number = require_int(argument, size, at_least=1, fix=fix)
-    if number > LARGEST_SIZE:
-        raise explain(
-            ArgumentValueError,
-            argument,
-            expected=f"an int <= {LARGEST_SIZE}",
-            got=size,
-            fix="Count in larger units, such as thousands of tokens.",
-        )
-    return number
-
-
-def _make_pairs(name: str, sizes: Sequence[Any]) -> tuple[tuple[int, int], ...]:
+def _make_sizes(name: str, sizes: object) -> Sizes:
+    """Check a number, pairs or a callable."""
     fix = _FIXES[name]
-    pairs = []
-    for start, size in sizes:
-        first = require_int(
-            f"{name} (first optimizer_step)", start, at_least=0, fix=fix
-        )
-        pairs.append((first, _require_size(name, size, fix)))
+    if callable(sizes):
+        return cast(Callable[[Scalar], Scalar], sizes)
+    if not isinstance(sizes, list | tuple):
+        return require_int(name, sizes, at_least=1, fix=fix)
+    pairs = tuple(
+        (int(first), require_int(name, size, at_least=1, fix=fix))
+        for first, size in sizes
+    )
     starts = [first for first, _ in pairs]
     if starts != sorted({0, *starts}):
         raise explain(
@@ -165,7 +134,7 @@ def _make_pairs(name: str, sizes: Sequence[Any]) -> tuple[tuple[int, int], ...]:
             got=pairs,
             fix=fix,
         )
-    return tuple(pairs)
+    return pairs
 
 
 # Loss scaling: how the scale starts and by which rule it moves. Defaults are
@@ -186,26 +155,6 @@ class ScaleRule(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StaticLossScale:
-    """A loss scale that never changes.
-
-    Args:
-        scale: a finite number > 0.
-
-    Raises:
-        ArgumentTypeError, ArgumentValueError: `scale` is not such a number.
-    """
-
-    scale: float
-
-    def __post_init__(self) -> None:
-        require_number("scale", self.scale, above=0)
-
-    def rule(self) -> ScaleRule:
-        return ScaleRule(init_scale=float(self.scale))
-
-
-@dataclass(frozen=True)
 class DynamicLossScale:
     """A loss scale that backs off after an overflow and grows after clean windows. It
     moves only between windows.
@@ -220,7 +169,7 @@ class DynamicLossScale:
             float32's range.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: an argument is not as above.
+        ArgumentValueError: an argument is not as above.
     """
 
     init_scale: float = 2.0**16
@@ -231,31 +180,25 @@ class DynamicLossScale:
     max_scale: float = math.inf
 
     def __post_init__(self) -> None:
-        require_number("init_scale", self.init_scale, above=0)
-        require_number("growth_factor", self.growth_factor, above=1)
-        require_number("backoff_factor", self.backoff_factor, above=0)
-        require_int("growth_interval", self.growth_interval, at_least=1)
-        require_number("min_scale", self.min_scale, above=0)
-        if self.backoff_factor >= 1 or not (
-            self.min_scale <= self.init_scale <= self.max_scale
+        if not (
+            0 < self.min_scale <= self.init_scale <= self.max_scale
+            and 0 < self.backoff_factor < 1 < self.growth_factor
+            and self.growth_interval >= 1
         ):
             raise explain(
                 ArgumentValueError,
                 "loss_scale",
-                expected="min_scale <= init_scale <= max_scale and backoff_factor < 1",
+                expected="numbers in the ranges that DynamicLossScale names",
                 got=self,
                 fix="Write for example DynamicLossScale(init_scale=2.0**16).",
             )
 
     def rule(self) -> ScaleRule:
-        floats: dict[str, Any] = {
-            name: float(value) for name, value in vars(self).items()
-        }
-        return ScaleRule(**floats | {"growth_interval": self.growth_interval})
+        return ScaleRule(**vars(self))
 
 
-LossScale = StaticLossScale | DynamicLossScale
-"""The rules that every backend takes as ``loss_scale=``, beside a number."""
+LossScale = DynamicLossScale
+"""What every backend takes as ``loss_scale=``, beside a number."""
 
 
 @runtime_checkable
@@ -286,7 +229,7 @@ def scale_rule(
     """
     if loss_scale is None:
         return ScaleRule(), None
-    if isinstance(loss_scale, (StaticLossScale, DynamicLossScale)):
+    if isinstance(loss_scale, DynamicLossScale):
         return loss_scale.rule(), None
     if isinstance(loss_scale, Real) and not isinstance(loss_scale, bool):
         number = require_number("loss_scale", loss_scale, above=0)
@@ -300,7 +243,7 @@ def scale_rule(
     raise explain(
         ArgumentTypeError,
         "loss_scale",
-        expected=f"None, a number > 0, gradaccum.StaticLossScale or {kinds}",
+        expected=f"None, a number > 0 or {kinds}",
         got=loss_scale,
         fix="Write loss_scale=gradaccum.DynamicLossScale().",
     )
@@ -423,17 +366,19 @@ def given_weight(weight: Scalar | None, use: str | None) -> Scalar:
     return 1.0 if weight is None else weight
 
 
-def require_denominator_allowed(options: Options) -> None:
-    """Raise unless ``flush(denominator=...)`` can mean something: the caller closes
+def require_denominator_allowed(options: Options, *, several: bool = False) -> None:
+    """Raise unless ``flush(denominator=...)`` can mean something: one worker closes
     every window.
     """
-    if options.steps is not None:
+    if several or options.steps is not None:
         raise explain(
-            ArgumentValueError,
+            UsageError,
             "denominator",
-            expected="to be left out beside steps, which closes windows by itself",
-            found=f"one beside steps={options.steps!r}",
-            fix="Write steps=None, and call flush(denominator=n) where a window ends.",
+            expected="to be left out beside steps=, which closes windows by itself, and"
+            " where several workers share the window",
+            found="one",
+            fix="Write steps=None, and call flush(denominator=n) where a window ends; on"
+            " several workers give each micro-batch its weight.",
         )
 
 
@@ -445,13 +390,5 @@ def require_denominator(
 
     `several`: workers share the window, each of which has a `denominator` of its own.
     """
-    require_denominator_allowed(options)
-    if several:
-        raise explain(
-            errors.UsageError,
-            "denominator",
-            expected="to be left out where several workers share the window",
-            got=denominator,
-            fix="Give each micro-batch its weight: all are added up.",
-        )
+    require_denominator_allowed(options, several=several)
     return require_number("denominator", denominator, above=0)

@@ -23,7 +23,6 @@ from typing import Any, Protocol, TypedDict, cast, runtime_checkable
 from gradaccum.errors import (
     ArgumentTypeError,
     BackendNotFoundError,
-    GradAccumError,
     explain,
 )
 from gradaccum.options import (
@@ -86,30 +85,14 @@ class GatingBackend(Protocol):
 def owners(group: str) -> Mapping[str, EntryPoint]:
     """Return the entry points of `group` by name, also of adapters that were copied
     beside this package without being installed.
-
-    Raises:
-        GradAccumError: two different objects are registered under one name.
     """
-    entries: dict[str, EntryPoint] = {}
-    for entry in entry_points(group=group):
-        other = entries.setdefault(entry.name, entry)
-        if other.value != entry.value:
-            raise GradAccumError(
-                f"entry point {entry.name!r} of group {group!r} has two owners:"
-                f" {other.value} and {entry.value}. Uninstall one of them."
-            )
-    return {**copied_adapters(group), **entries}
-
-
-def copied_adapters(group: str) -> dict[str, EntryPoint]:
-    """Return entry points of this project's adapters that can be imported, for names
-    that nobody may have registered.
-    """
-    return {
+    copied_adapters = {
         name: EntryPoint(name, value, group)
         for name, value in COPIED.get(group, {}).items()
         if find_spec(value.partition(":")[0])
     }
+    installed = {entry.name: entry for entry in entry_points(group=group)}
+    return {**copied_adapters, **installed}
 
 
 def load(group: str, name: str) -> Any:
@@ -237,13 +220,10 @@ def wrap_with(
 ) -> Any:
     """Wrap `optimizer` by this `backend`; otherwise as `wrap`."""
     if isinstance(backend, GatingBackend) and backend.is_scheduler(optimizer):
-        if steps is not NOT_GIVEN:
-            raise explain(
-                ArgumentTypeError,
-                "steps",
-                expected="no option beside a scheduler, which follows its optimizer",
-                got=steps,
-                fix="Write gradaccum.wrap(scheduler).",
+        if steps is not NOT_GIVEN or options:
+            raise ArgumentTypeError(
+                "optimizer: expected no option beside a scheduler, which follows its"
+                f" optimizer; got {options or steps}. Write gradaccum.wrap(scheduler)."
             )
         return backend.gate(optimizer)
     shared = {name: options.pop(name) for name in _SHARED if name in options}

@@ -172,36 +172,24 @@ def _scale_in_use(rule: ScaleRule) -> str:
 
 def _require_same_window(fields: State, saved: Terms, options: Options) -> None:
     terms = terms_of(options, fields.optimizer_step)
-    names = {"scale": "loss_scale"}
-    for name in Terms._fields:
-        before = getattr(saved, name)
-        now = getattr(terms, name)
-        if before != now:
-            raise _other_terms_error(names.get(name, name), repr(now), repr(before))
-    init_scale = round_to_float32(options.scale_rule.init_scale)
-    if terms.scale != "dynamic" and fields.loss_scale != init_scale:
-        raise _other_terms_error(
-            "loss_scale", f"{init_scale:g}", f"{fields.loss_scale:g}"
-        )
+    saved_values = saved._asdict()
+    values = terms._asdict()
     # A negative number marks a window that was written in part.
-    is_too_long = isinstance(terms.steps, int) and fields.micro_step > terms.steps
-    if fields.micro_step < 0 or is_too_long:
-        raise _other_terms_error(
-            "micro_step", f"{terms.steps} at most", f"{fields.micro_step}"
-        )
-
-
-def _other_terms_error(argument: str, now: str, before: str) -> CheckpointError:
-    return explain(
-        CheckpointError,
-        argument,
-        expected=f"an open window under {argument}={now}",
-        found=f"one that was saved under {argument}={before}",
-        fix=(
-            "Wrap with the options it was saved with, or save between two windows,"
-            " where the options may change."
-        ),
-    )
+    saved_values["micro_step"] = fields.micro_step
+    values["micro_step"] = abs(fields.micro_step)
+    if terms.scale != "dynamic":
+        saved_values["loss_scale"] = fields.loss_scale
+        values["loss_scale"] = round_to_float32(options.scale_rule.init_scale)
+    for name, value in values.items():
+        if saved_values[name] != value:
+            raise explain(
+                CheckpointError,
+                "loss_scale" if name == "scale" else name,
+                expected=f"an open window under {name}={value!r}",
+                found=f"one that was saved under {name}={saved_values[name]!r}",
+                fix="Wrap with the options it was saved with, or save between two"
+                " windows, where the options may change.",
+            )
 
 
 # The state of an accumulation in one line, in the same words in every backend.

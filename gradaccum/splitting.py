@@ -7,9 +7,7 @@ from __future__ import annotations
 import math
 import reprlib
 import traceback
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from types import MappingProxyType
+from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple, SupportsFloat, cast
 
 from gradaccum.errors import (
@@ -27,7 +25,6 @@ from gradaccum.nests import ListOfOneKind
 # failure the size is halved, rounded up, and 1 is the last.
 
 
-_BYTES = "Write bytes: memory_limit=2 * 1024**3 is 2 GiB."
 _SIZE = 'Write micro_batch_size=8 or micro_batch_size="auto".'
 
 
@@ -38,29 +35,16 @@ class AutoMicroBatchSize:
     your own has its own sizes and may have a limit.
 
     Args:
-        memory_limit: JAX alone: the most bytes that the call may use; None asks the
-            device. A CPU has no limit to ask for. MindSpore has no automatic size.
-
-    Raises:
-        ArgumentTypeError, ArgumentValueError: `memory_limit` is no int >= 1.
+        memory_limit: JAX alone: the most bytes that the call may use, as 2 * 1024**3
+            for 2 GiB; None asks the device. A CPU has no limit to ask for. MindSpore
+            has no automatic size.
     """
 
     def __init__(self, memory_limit: int | None = None) -> None:
-        if memory_limit is not None:
-            require_int("memory_limit", memory_limit, at_least=1, fix=_BYTES)
         self.memory_limit = memory_limit
         self._choices: dict[Hashable, int] = {}
-        self._last: int | None = None
-
-    @property
-    def size(self) -> int | None:
+        self.size: int | None = None
         """The last call's items in a micro-batch; None before the first."""
-        return self._last
-
-    @property
-    def choices(self) -> Mapping[Hashable, int]:
-        """Every size that was found, by its key."""
-        return MappingProxyType(self._choices)
 
     def start(self, key: Hashable, items: int) -> int:
         """Return the size to try first: the size that fitted `key` before, or all
@@ -80,17 +64,13 @@ class AutoMicroBatchSize:
 
     def remember(self, key: Hashable, size: int) -> None:
         """Note that `size` fitted `key`."""
-        self._choices[key] = self._last = size
+        self._choices[key] = size
+        self.size = size
 
     def forget(self) -> None:
         """Try the whole batch again, after memory was freed or the model changed."""
         self._choices.clear()
-        self._last = None
-
-    def __repr__(self) -> str:
-        return (
-            f"AutoMicroBatchSize(memory_limit={self.memory_limit}, size={self._last})"
-        )
+        self.size = None
 
 
 SHARED = AutoMicroBatchSize()
@@ -103,14 +83,6 @@ def require_micro_batch_size(value: object) -> int | AutoMicroBatchSize:
         return value
     if value == "auto":
         return SHARED
-    if isinstance(value, str):
-        raise explain(
-            ArgumentValueError,
-            "micro_batch_size",
-            expected='an int >= 1 or "auto"',
-            got=value,
-            fix=_SIZE,
-        )
     return require_int("micro_batch_size", value, at_least=1, fix=_SIZE)
 
 
@@ -302,9 +274,7 @@ def require_item_weights(weights: Iterable[SupportsFloat], items: int) -> list[f
     """Raise unless there is one finite number >= 0 for each of `items`; return them as
     floats.
     """
-    numbers: list[float] = []
-    with suppress(TypeError, ValueError):
-        numbers = [float(weight) for weight in weights]
+    numbers = [float(weight) for weight in weights]
     if len(numbers) != items or not all(0 <= number < math.inf for number in numbers):
         raise item_weights_error(items, reprlib.repr(weights))
     return numbers

@@ -89,24 +89,10 @@ def at_rest(state: tuple[Scalar, ...], *, float64_weight: bool = False) -> State
 
     A total weight beyond that dtype is inf, and spoils its window.
     """
-    (
-        micro_step,
-        optimizer_step,
-        skipped_windows,
-        weight,
-        overflow,
-        loss_scale,
-        growth_tracker,
-    ) = state
-    weight = weight if float64_weight else round_to_float32(weight)
-    return State(
-        micro_step,
-        optimizer_step,
-        skipped_windows,
-        weight,
-        overflow,
-        round_to_float32(loss_scale),
-        growth_tracker,
+    fields = State(*state)
+    weight = fields.weight if float64_weight else round_to_float32(fields.weight)
+    return fields._replace(
+        weight=weight, loss_scale=round_to_float32(fields.loss_scale)
     )
 
 

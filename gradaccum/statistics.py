@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Literal
 
+from gradaccum.errors import require_int, require_number
 from gradaccum.state import Scalar
 from gradaccum.transitions import contribution
 
@@ -67,6 +68,9 @@ def effective_batch_size(per_device: int, steps: int, world_size: int = 1) -> in
         steps: micro-batches in a window, an int >= 1.
         world_size: devices that hold different items, an int >= 1.
     """
+    counts = {"per_device": per_device, "steps": steps, "world_size": world_size}
+    for name, count in counts.items():
+        require_int(name, count, at_least=1)
     return per_device * steps * world_size
 
 
@@ -85,5 +89,8 @@ def scaled_learning_rate(
             ``base * sqrt(effective / reference)`` (Krizhevsky, "One weird trick for
             parallelizing convolutional neural networks", 2014), usual for Adam.
     """
+    numbers = {"base": base, "effective": effective, "reference": reference}
+    for name, number in numbers.items():
+        require_number(name, number, above=0)
     ratio = effective / reference
     return base * {"linear": ratio, "sqrt": math.sqrt(ratio)}[rule]

@@ -12,6 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib import import_module
 from itertools import islice
 from typing import Generic, SupportsFloat, TypeVar, cast
@@ -27,10 +28,6 @@ from gradaccum.nests import leaves_of
 from gradaccum.options import Schedule, UntilWeight, make_schedule, require_steps
 from gradaccum.transitions import select, steps_at
 
-# What is counted of micro-batches before any of them is run: the functions that count,
-# their values, and the sum over several workers.
-
-
 M = TypeVar("M")
 Count = Callable[[M], SupportsFloat]
 """How many of something a micro-batch has; a Python number or a framework's scalar."""
@@ -39,30 +36,6 @@ Reduce = Callable[[list[float]], Iterable[SupportsFloat]]
 
 _ROUNDING = 1e-5
 """A reduction may round as float32 does; a mean over workers is farther off."""
-
-
-def summed(reduce: Reduce, values: list[float]) -> list[float]:
-    """Return the sum of `values` over all workers.
-
-    Raises:
-        ArgumentValueError: `reduce` returned another number of values, or less than
-            this worker's values, as a mean over the workers is.
-    """
-    totals = [float(value) for value in reduce(list(values))]
-    is_below = [
-        not total >= value * (1 - _ROUNDING)
-        for value, total in zip(values, totals, strict=False)
-    ]
-    if len(totals) != len(values) or any(is_below) or math.inf in totals:
-        raise explain(
-            ArgumentValueError,
-            "reduce",
-            expected=f"a function that returns {len(values)} finite numbers, none below"
-            f" this worker's {values}",
-            got=totals,
-            fix="Return the sums over all workers, in the same order, as floats.",
-        )
-    return totals
 
 
 # One pass over a loader: how many updates it makes, and the flush at its end.
@@ -287,118 +260,93 @@ class Window(Generic[M]):
         return self._micro_batches[index]
 
 
+@dataclass
 class Windows(Generic[M]):
     """The iterable that `gradaccum.windows` returns: each ``for`` reads the loader from
     its beginning, and numbers windows on.
     """
 
-    def __init__(
-        self,
-        loader: Iterable[M],
-        schedule: Schedule,
-        count: Mapping[str, Count[M]],
-        weight: str | None,
-        reduce: Reduce | None,
-        start: int,
-    ) -> None:
-        self.loader = loader
-        self.schedule = schedule
-        self.count = count
-        self.weight = weight
-        self.reduce = reduce
-        self.next_number = start
-        """int: the number of the window that is given next."""
+    loader: Iterable[M]
+    schedule: Schedule
+    count: Mapping[str, Count[M]]
+    weight: str | None
+    reduce: Reduce | None
+    next_number: int
+    """The number of the window that is given next."""
 
     def __iter__(self) -> Iterator[Window[M]]:
-        return _Reader(self, iter(self.loader))
-
-
-class _Reader(Iterator[Window[M]]):
-    """One pass over the loader. What was read survives an error of the loader, of a
-    count or of the reduction.
-    """
-
-    def __init__(self, windows: Windows[M], loader: Iterator[M]) -> None:
-        self._windows = windows
-        self._loader = loader
-        self._current: Window[M] | None = None
-        self._uncounted: list[M] = []
-        """The micro-batch that was read last, until it is counted."""
-        self._micro_batches: list[M] = []
-        self._values = self._zeros()
-        """Of the window that is being read: the number of micro-batches, and the counts
-        in order; of all workers, if they agree on its end after each micro-batch.
+        loader = iter(self.loader)
+        ends_by_weight = isinstance(self.schedule, UntilWeight)
+        is_over = False
+        """Nothing is left to read: for this worker, or, where windows end by weight,
+        for all.
         """
-        self._has_no_more = False
-        """Nothing is left to read: for this worker, or for all if they agree."""
-        self._is_over = False
+        while True:
+            size = _size(self.schedule, self.next_number)
+            micro_batches: list[M] = []
+            totals = self._values_of([])
+            while not (is_over or self._is_full(size, len(micro_batches), totals)):
+                new = list(islice(loader, 1))
+                values = self._values_of(new)
+                if ends_by_weight:  # No worker alone knows the window's weight.
+                    values = self._reduced(values)
+                is_over = values[0] == 0
+                totals = [
+                    total + value for total, value in zip(totals, values, strict=True)
+                ]
+                micro_batches += new
+            if not ends_by_weight:
+                totals = self._reduced(totals)
+            if totals[0] == 0:
+                return
+            by_name = dict(zip(self.count, totals[1:], strict=True))
+            window = Window(self.next_number, micro_batches, by_name)
+            self.next_number += 1
+            yield window
+            window.forget()
 
-    def __next__(self) -> Window[M]:
-        windows = self._windows
-        if self._current is not None:
-            self._current.forget()
-        if not self._is_over:
-            size = _size(windows.schedule, windows.next_number)
-            while not (self._has_no_more or self._is_full(size)):
-                self._read_one()
-            totals = self._values
-            if windows.reduce is not None and not isinstance(size, UntilWeight):
-                totals = summed(windows.reduce, totals)
-            if totals[0]:
-                return self._give(totals)
-        self._is_over = True
-        raise StopIteration
-
-    def _zeros(self) -> list[float]:
-        return [0.0] * (1 + len(self._windows.count))
-
-    def _is_full(self, size: int | UntilWeight) -> bool:
-        if not isinstance(size, UntilWeight):
-            return len(self._micro_batches) >= size
-        by_name = dict(zip(self._windows.count, self._values[1:], strict=True))
-        return by_name[cast(str, self._windows.weight)] >= cast(int, size.weight)
-
-    def _read_one(self) -> None:
-        """Read and count a micro-batch, if there is one; where windows end by weight,
-        everyone's, because no worker alone knows the window's weight.
-        """
-        values = self._next_values()
-        reduce = self._windows.reduce
-        if reduce is not None and isinstance(self._windows.schedule, UntilWeight):
-            values = summed(reduce, values)
-        self._has_no_more = values[0] == 0
-        self._values = [
-            total + value for total, value in zip(self._values, values, strict=True)
-        ]
-        self._micro_batches += self._uncounted
-        self._uncounted = []
-
-    def _next_values(self) -> list[float]:
-        if not self._uncounted:
-            self._uncounted = list(islice(self._loader, 1))
-        if not self._uncounted:
-            return self._zeros()
-        values = [1.0]
-        for name, function in self._windows.count.items():
-            try:
-                number = function(self._uncounted[0])
-                values.append(require_number(name, number, above=0, or_equal=True))
-            except Exception as error:
-                error.add_note(
-                    f'count["{name}"] was called for micro-batch'
-                    f" {len(self._micro_batches)} of window {self._windows.next_number}."
-                    " The micro-batch is kept: the next call counts it again."
-                )
-                raise
+    def _values_of(self, micro_batches: list[M]) -> list[float]:
+        """Return the number of micro-batches, one at most, and its counts in order."""
+        values = [float(len(micro_batches))]
+        for name, function in self.count.items():
+            numbers = map(function, micro_batches)
+            values.append(
+                sum(require_number(name, n, above=0, or_equal=True) for n in numbers)
+            )
         return values
 
-    def _give(self, totals: list[float]) -> Window[M]:
-        by_name = dict(zip(self._windows.count, totals[1:], strict=True))
-        self._current = Window(self._windows.next_number, self._micro_batches, by_name)
-        self._micro_batches = []
-        self._values = self._zeros()
-        self._windows.next_number += 1
-        return self._current
+    def _reduced(self, values: list[float]) -> list[float]:
+        """Return the sum of `values` over all workers.
+
+        Raises:
+            ArgumentValueError: `reduce` returned another number of values, or less than
+                this worker's values, as a mean over the workers is.
+        """
+        if self.reduce is None:
+            return values
+        totals = [float(value) for value in self.reduce(list(values))]
+        is_below = [
+            not total >= value * (1 - _ROUNDING)
+            for value, total in zip(values, totals, strict=False)
+        ]
+        if len(totals) != len(values) or any(is_below) or math.inf in totals:
+            raise explain(
+                ArgumentValueError,
+                "reduce",
+                expected=f"a function that returns {len(values)} finite numbers, none"
+                f" below this worker's {values}",
+                got=totals,
+                fix="Return the sums over all workers, in the same order, as floats.",
+            )
+        return totals
+
+    def _is_full(
+        self, size: int | UntilWeight, micro_batches: int, totals: list[float]
+    ) -> bool:
+        if not isinstance(size, UntilWeight):
+            return micro_batches >= size
+        by_name = dict(zip(self.count, totals[1:], strict=True))
+        return by_name[cast(str, self.weight)] >= cast(int, size.weight)
 
 
 def _size(schedule: Schedule, number: int) -> int | UntilWeight:
@@ -439,8 +387,9 @@ def windows(
         start: the number of the first window, for a schedule that resumes.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: an argument is not as above, at once or,
-            for what functions return, when it is read.
+        ArgumentTypeError, ArgumentValueError: `steps` is not as above, at once; or what
+            a function returns, when it is read.
+        KeyError: windows end by weight, and `weight` names no count.
 
     Examples:
         >>> lengths = [[5, 3], [2], [7, 1, 4], [6]]  # of the sequences of four micro-batches
@@ -449,13 +398,4 @@ def windows(
         3 {'tokens': 22.0, 'sequences': 6.0}
         1 {'tokens': 6.0, 'sequences': 1.0}
     """
-    schedule = make_schedule(steps)
-    if isinstance(schedule, UntilWeight) != (weight in (count or {})):
-        raise explain(
-            ArgumentValueError,
-            "weight",
-            expected="a count's name with steps=until_weight(...), and None without it",
-            got=weight,
-            fix='Write steps=gradaccum.until_weight(4096), weight="tokens".',
-        )
-    return Windows(loader, schedule, count or {}, weight, reduce, start)
+    return Windows(loader, make_schedule(steps), count or {}, weight, reduce, start)

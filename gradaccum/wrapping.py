@@ -10,15 +10,7 @@ from gradaccum.registry import NOT_GIVEN, backend_of, wrap_with
 def wrap(
     optimizer: Any,
     steps: object = NOT_GIVEN,
-    *,
-    reduction: str = "mean",
-    clip_norm: float | None = None,
-    skip_norm: float | None = None,
-    accumulate_dtype: object = None,
-    loss_scale: object = None,
-    on_overflow: str = "skip_window",
-    master_weights: bool = False,
-    **backend_options: object,
+    **options: Any,
 ) -> Any:
     """Make an optimizer run once per window of micro-batches, with the gradient of the
     window as one large batch.
@@ -32,24 +24,29 @@ def wrap(
             pairs ``(first optimizer_step, steps)``; ``gradaccum.until_weight(n)``: the
             window ends when its weight reaches n; None: the caller closes every window
             with ``flush``.
-        reduction: ``"mean"``: sum(w_i g_i) / sum(w_i), g_i the gradient of a mean loss
-            and w_i its number of items (default 1); ``"sum"``: sum(g_i);
-            ``"sum_per_item"``: sum(g_i) / sum(w_i), g_i the gradient of a summed loss.
-        clip_norm: clip the window's gradient to this global 2-norm, once, at its end.
-        skip_norm: make no update if the window's gradient has a larger global 2-norm.
-        accumulate_dtype: dtype of the sum; by default float32 for float16 and bfloat16
-            gradients, else the gradient's own.
-        loss_scale: factor of the loss before differentiation: a number,
-            `StaticLossScale`, `DynamicLossScale`, or in torch a
-            `torch.amp.GradScaler`, which then moves once per window.
-        on_overflow: ``"skip_window"``: a non-finite gradient makes the window end
-            without an update; ``"drop_micro_batch"``: such a micro-batch adds nothing;
-            ``"ignore"``: it is applied as the bare optimizer would, and no norm is
-            measured unless another option needs it. Refused beside a loss scale that
-            moves.
-        master_weights: keep float32 masters of float16 and bfloat16 parameters: the
-            inner optimizer works on the masters, the model holds the rounded copy.
-        backend_options: options of one framework.
+        options: by keyword, options of one framework, and these:
+
+            - ``reduction``: ``"mean"``, the default: sum(w_i g_i) / sum(w_i), g_i the
+              gradient of a mean loss and w_i its number of items (default 1);
+              ``"sum"``: sum(g_i); ``"sum_per_item"``: sum(g_i) / sum(w_i), g_i the
+              gradient of a summed loss.
+            - ``clip_norm``: clip the window's gradient to this global 2-norm, once, at
+              its end.
+            - ``skip_norm``: make no update if the window's gradient has a larger global
+              2-norm.
+            - ``accumulate_dtype``: dtype of the sum; by default float32 for float16 and
+              bfloat16 gradients, else the gradient's own.
+            - ``loss_scale``: factor of the loss before differentiation: a number,
+              `DynamicLossScale`, or in torch a `torch.amp.GradScaler`, which then moves
+              once per window.
+            - ``on_overflow``: ``"skip_window"``, the default: a non-finite gradient
+              makes the window end without an update; ``"drop_micro_batch"``: such a
+              micro-batch adds nothing; ``"ignore"``: it is applied as the bare
+              optimizer would, and no norm is measured unless another option needs it.
+              Refused beside a loss scale that moves.
+            - ``master_weights``: True keeps float32 masters of float16 and bfloat16
+              parameters: the inner optimizer works on the masters, the model holds the
+              rounded copy.
 
     Returns:
         An optimizer of the same framework; in JAX an
@@ -57,18 +54,7 @@ def wrap(
 
     Raises:
         ArgumentTypeError: `optimizer` belongs to no installed backend, or is already
-            wrapped; an option has the wrong type, or `steps` stands beside a scheduler.
+            wrapped; an option has the wrong type, or stands beside a scheduler.
         ArgumentValueError: an option has a value that makes no sense.
     """
-    shared: dict[str, Any] = {
-        "reduction": reduction,
-        "clip_norm": clip_norm,
-        "skip_norm": skip_norm,
-        "accumulate_dtype": accumulate_dtype,
-        "loss_scale": loss_scale,
-        "on_overflow": on_overflow,
-        "master_weights": master_weights,
-    }
-    return wrap_with(
-        backend_of(optimizer), optimizer, steps, **shared, **backend_options
-    )
+    return wrap_with(backend_of(optimizer), optimizer, steps, **options)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+import gradaccum
 from gradaccum import effective_batch_size, scaled_learning_rate
 
 
@@ -24,3 +25,14 @@ def test_square_root_rule() -> None:
     assert scaled_learning_rate(
         1e-3, 1024, reference=512, rule="sqrt"
     ) == 1e-3 * math.sqrt(2)
+
+
+@pytest.mark.parametrize("number", [0, -1])
+def test_numbers_are_above_zero(number: int) -> None:
+    for place in range(3):
+        sizes = [4, 4, 4]
+        sizes[place] = number
+        with pytest.raises(gradaccum.ArgumentValueError, match="expected an int >= 1"):
+            effective_batch_size(*sizes)
+        with pytest.raises(gradaccum.ArgumentValueError, match="a finite number > 0"):
+            scaled_learning_rate(*sizes)

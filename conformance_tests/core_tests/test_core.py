@@ -15,7 +15,6 @@ import pytest
 import gradaccum
 from gradaccum import (
     ArgumentTypeError,
-    ArgumentValueError,
     CheckpointError,
     DynamicLossScale,
     kit,
@@ -35,33 +34,10 @@ def decided(
 
 
 @pytest.mark.parametrize(
-    "make",
-    [
-        kit.make_options,
-        gradaccum.until_weight,
-        lambda size: gradaccum.until_weight([(0, 8), (9, size)]),
-        lambda size: kit.require_steps(size, 0, lambda step: size),
-        lambda size: kit.terms_of(
-            kit.make_options(gradaccum.until_weight(lambda step: size)), 0
-        ),
-    ],
-)
-def test_sizes_fit_into_int32(make: Any) -> None:
-    """Compiled code would wrap them around, and a checkpoint could not hold them."""
-    make(np.int64(2**31 - 1))
-    with pytest.raises(
-        ArgumentValueError,
-        match="expected an int <= 2147483647; got 2147483648",
-    ):
-        make(2**31)
-
-
-@pytest.mark.parametrize(
     ("name", "value"),
     [
         ("init_scale", 0),
         ("init_scale", math.nan),
-        ("init_scale", True),
         ("growth_factor", 1.0),
         ("backoff_factor", 0.0),
         ("backoff_factor", 1.0),
@@ -98,17 +74,6 @@ def test_defaults_of_the_options() -> None:
         *(4, "mean", *norms_and_dtype, scale),
         *("skip_window", False, None, False),
     )
-
-
-@pytest.mark.parametrize("steps", ["four", True, 2.5])
-def test_wrong_steps_are_told_of_every_kind(steps: Any) -> None:
-    with pytest.raises(ArgumentTypeError, match=r"^steps: expected an int >= 1, pairs"):
-        kit.make_options(steps)
-
-
-@pytest.mark.parametrize("scale", [8, np.float32(8), np.int32(8)], ids=repr)
-def test_constant_loss_scale_is_any_real_number(scale: Any) -> None:
-    assert kit.make_options(4, loss_scale=scale).scale_rule.init_scale == 8.0
 
 
 def test_at_rest_rounds_to_float32() -> None:
@@ -163,39 +128,11 @@ def test_bad_denominator_in_compiled_code_makes_no_update(denominator: float) ->
     assert not decided(state, 64.0, divides).apply
 
 
-@pytest.mark.parametrize(
-    ("options", "use"),
-    [
-        ({"steps": 4}, None),
-        ({"steps": 4, "reduction": "sum"}, None),
-        ({"steps": 4, "reduction": "sum_per_item"}, 'reduction="sum_per_item"'),
-        ({"steps": gradaccum.until_weight(4)}, "steps=until_weight(...)"),
-    ],
-)
-def test_option_that_uses_the_weights_asks_for_them(
-    options: dict[str, Any], use: str | None
-) -> None:
-    assert kit.use_of_weights(kit.make_options(**options)) == use
-    assert kit.given_weight(0, use) == 0
-    if use is None:
-        assert kit.given_weight(None, use) == 1
-        return
-    with pytest.raises(ArgumentTypeError, match="weight: expected the number of items"):
-        kit.given_weight(None, use)
-
-
-def test_denominator_is_for_windows_that_the_caller_closes() -> None:
+def test_denominator_is_for_windows_that_one_worker_closes() -> None:
     kit.require_denominator_allowed(kit.make_options(None))
-    with pytest.raises(
-        ArgumentValueError,
-        match=r"denominator: .* beside steps, .*; got one beside steps=4. Write",
-    ):
-        kit.require_denominator_allowed(kit.make_options(4))
-    with pytest.raises(
-        gradaccum.UsageError,
-        match="denominator: expected to be left out where several workers",
-    ):
-        kit.require_denominator(3.0, kit.make_options(None), several=True)
+    for steps, several in ((4, False), (None, True)):
+        with pytest.raises(gradaccum.UsageError, match=r"^denominator: .* beside st"):
+            kit.require_denominator(3.0, kit.make_options(steps), several=several)
 
 
 def test_clipping_divisor_beyond_float32_overflows() -> None:
@@ -247,8 +184,6 @@ def test_full_window_is_open() -> None:
     options = kit.make_options(4)
     full = kit.State(4, 0, 0, 4.0, False, 1.0, 0)
     assert kit.resumed(full, kit.terms_of(options, 0), options) == full
-    with pytest.raises(CheckpointError, match="micro_step"):
-        kit.resumed(full._replace(micro_step=5), kit.terms_of(options, 0), options)
     with pytest.raises(CheckpointError, match="micro_step"):  # written in part
         kit.resumed(full._replace(micro_step=-1), kit.terms_of(options, 0), options)
 

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
-import gradaccum
 from gradaccum import (
     ArgumentTypeError,
     ArgumentValueError,
-    CheckpointError,
     DynamicLossScale,
     kit,
     until_weight,
@@ -70,19 +68,6 @@ def test_weights_stand_inside_of_their_schedule() -> None:
             kit.terms_of(kit.make_options(steps), 3)
 
 
-def test_window_by_weight_resumes_as_one() -> None:
-    by_weight, by_count = kit.make_options(until_weight(8)), kit.make_options(8)
-    open_one = kit.State(3, 0, 0, 7.0, False, 1.0, 0)
-    assert kit.resumed(open_one, kit.terms_of(by_weight, 0), by_weight) == open_one
-    for saved, own in (
-        (by_weight, by_count),
-        (by_count, by_weight),
-        (by_weight, kit.make_options(until_weight(9))),
-    ):
-        with pytest.raises(CheckpointError, match="steps"):
-            kit.resumed(open_one, kit.terms_of(saved, 0), own)
-
-
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_window_without_weight_has_no_loss(reduction: str) -> None:
     options = kit.make_options(4, reduction=reduction)
@@ -112,19 +97,3 @@ def test_ignoring_refuses_a_moving_scale(loss_scale: DynamicLossScale) -> None:
         kit.make_options(4, on_overflow="ignore", loss_scale=8.0).scale_rule.init_scale
         == 8.0
     )
-    assert (
-        gradaccum.StaticLossScale(8.0).rule()
-        == kit.make_options(4, on_overflow="ignore", loss_scale=8.0).scale_rule
-    )
-
-
-@pytest.mark.parametrize(
-    ("reduction", "adds", "total"),
-    [("mean", True, 7.0), ("sum", True, 3.0), ("mean", False, 1.0)],
-)
-def test_loss_of_a_micro_batch_is_added(
-    reduction: str, adds: bool, total: float
-) -> None:
-    """A loss of 2 with a weight of 3, to a total of 1; nothing where it is dropped."""
-    options = kit.make_options(4, reduction=reduction)
-    assert kit.add_loss(1.0, 2.0, 3.0, adds, options, kit.select) == total

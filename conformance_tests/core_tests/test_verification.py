@@ -15,7 +15,6 @@ import pytest
 import gradaccum
 from gradaccum import ArgumentTypeError, ArgumentValueError
 from gradaccum.kit import Precision, examine
-from gradaccum.verification import examination
 from gradaccum.verification.comparison import (
     ROUNDING_LIMIT,
     Comparison,
@@ -211,18 +210,12 @@ def test_missing_where_it_is_right_is_zero() -> None:
     assert report.notes == ()
 
 
-def test_empty_micro_batch_is_told() -> None:
-    (cause,) = examine(counted(over_positives), 4).causes
-    assert "2 of 4 micro-batches is not finite" in cause.explanation
-    (cause,) = examine(PlainSubject(deviating), 4).causes
-    assert "1 of 4 micro-batches" in cause.explanation
-    assert "max(count, 1)" in cause.fix
-
-
 def test_two_items_are_enough() -> None:
     assert examine(PlainSubject(sound, items=2), None).equivalent
     assert examine(PlainSubject(sound), None).partitions[0].startswith("4 ")
-    with pytest.raises(ArgumentValueError, match="at least 2 items"):
+    with pytest.raises(
+        ArgumentValueError, match="items in the batch: expected an int >= 2"
+    ):
         examine(PlainSubject(sound, items=1), None)
 
 
@@ -236,7 +229,7 @@ def test_coefficients_are_the_shares_of_the_counts() -> None:
     assert report.coefficients.used == (0.25,) * 4
     assert report.coefficients.unexplained < 1e-12
     assert "They leave" in str(report)
-    assert "0.211, 0.368, 0.263, 0.158" in report.causes[0].explanation
+    assert "0.211 (0.25), 0.368 (0.25), 0.263 (0.25), 0.158 (0.25)" in str(report)
 
 
 def test_small_gradient_counts_in_its_own_units() -> None:
@@ -263,19 +256,6 @@ def test_words_of_a_cause() -> None:
         (PlainSubject(sound), "sum", "Write reduction='mean' and no weight=."),
     ):
         assert examine(subject, 4, reduction).causes[0].fix.startswith(fix)
-
-
-def test_conditions_are_changed_one_at_a_time() -> None:
-    """A sound loss is never run in evaluation mode, with its state restored or with
-    other random numbers.
-    """
-    subject = PlainSubject(sound)
-    examine(subject, 4)
-    assert {
-        (c.training, c.carry_state, c.seed, c.random_layers) for c in subject.windows
-    } == {(True, True, 0, True)}
-    assert {c.scale for c in subject.windows} == {1.0, *examination.SCALES}
-    assert len(subject.windows) < 60
 
 
 def test_scales_that_overflow_are_left_out() -> None:
@@ -337,6 +317,22 @@ def test_floor_of_a_unit(
     assert comparison.floors == {"w": pytest.approx(floor, rel=1e-12)}
 
 
+def test_gradient_of_terms_that_cancel_is_measured_by_the_largest() -> None:
+    """A bias that cancels, as of two logits whose difference a loss takes, is rounding
+    alone, and exactly 0 in some partitions. A small gradient has its own measure.
+    """
+
+    def slopes(x, counts, world):
+        rounding = 2e-15 if x[0] > x[-1] else 0.0
+        return {"w": 3.0, "v": rounding, "u": 1e-9}
+
+    subject = PlainSubject(slopes, names=["w", "v", "u"])
+    assert examine(subject, 4).equivalent
+    floors = Comparison(subject, partitions(8, 4), "mean").floors
+    assert floors["v"] == pytest.approx(4 * EPSILON * math.hypot(3, 6))
+    assert floors["u"] == pytest.approx(4e-9 * EPSILON * math.hypot(1, 2))
+
+
 def test_unit_is_what_roundings_of_the_inputs_make_of_a_gradient() -> None:
     """The next numbers beside 1.5 times a rounding are two steps away."""
     subject = PlainSubject(
@@ -359,7 +355,7 @@ def test_each_kind_has_its_section_and_its_test() -> None:
     [
         ((1,), ArgumentValueError, "steps: expected an int >= 2"),
         (("four",), ArgumentTypeError, "steps: expected an int >= 2"),
-        ((9,), ArgumentValueError, "batch: expected at least 9 items"),
+        ((9,), ArgumentValueError, "items in the batch: expected an int >= 9"),
         ((4, "median"), ArgumentValueError, "reduction: expected one of"),
     ],
 )
@@ -377,7 +373,7 @@ def test_object_of_no_framework_is_refused() -> None:
         gradaccum.verify([1.0], lambda model: model, ())
 
 
-def test_report_counts_what_cannot_be_written() -> None:
+def test_report_of_a_gradient_that_is_infinite() -> None:
     report = examine(
         PlainSubject(
             lambda x, n, world: {"w": mean(x) if len(x) > 2 else math.inf, "v": 1.0}
@@ -385,7 +381,6 @@ def test_report_counts_what_cannot_be_written() -> None:
         4,
     )
     assert report.errors["w"] == math.inf
-    assert '"w": "inf"' in report.to_json()
     assert "The worst is w, by inf units" in str(report)
     assert repr(report) == str(report), "as the last line of a notebook's cell"
     assert str(report).endswith("More about each cause: gradaccum/VERIFY.md.")

@@ -34,26 +34,3 @@ def test_deep_fault_is_found() -> None:
     pair = Pair(WithoutCeiling(), OPTIONS)
     with pytest.raises(AssertionError, match=r"^(good ){11}good\n"):
         walk(pair, EVENTS, lambda: state_of(pair.sessions[1], OPTIONS))
-
-
-def test_states_are_walked_once_and_from_each_all_events() -> None:
-    """A ring of seven states, of which one event goes on and the other stays."""
-
-    class Ring:
-        at, done = 0, 0
-
-        def do(self, event: str, history: tuple[str, ...]) -> None:
-            self.done += 1
-            self.at = (self.at + (event == "on")) % 7
-
-        def snapshot(self) -> int:
-            return self.at
-
-        def restore(self, snapshots: int) -> None:
-            self.at = snapshots
-
-    ring = Ring()
-    assert walk(ring, ("on", "stay"), lambda: ring.at) == {
-        depth: depth for depth in range(7)
-    }
-    assert ring.done == 14

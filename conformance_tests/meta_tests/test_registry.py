@@ -26,25 +26,6 @@ def test_list_of_parameters_is_no_optimizer() -> None:
         gradaccum.wrap([1.0, 2.0], steps=4)
 
 
-def test_two_owners_of_one_name_raise(tmp_path) -> None:
-    install(tmp_path)
-    other = tmp_path / "rival-1.0.dist-info"
-    other.mkdir()
-    (other / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: rival\nVersion: 1.0\n", encoding="utf-8"
-    )
-    (other / "entry_points.txt").write_text(
-        "[gradaccum.backends]\nplain = rival:backend\n", encoding="utf-8"
-    )
-    code = (
-        "import gradaccum\ntry:\n    gradaccum.load_backend('plain')\nexcept"
-        " gradaccum.GradAccumError as error:\n    print(error)"
-    )
-    output = python(code, tmp_path)
-    assert "two owners" in output
-    assert "rival:backend" in output
-
-
 def test_only_the_owner_is_imported(tmp_path) -> None:
     install(tmp_path)
     code = """

@@ -73,7 +73,7 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ): "one number or two have one addition at most",
     (
         "gradaccum/window_loop.py",
-        "by_name = dict(zip(self._windows.count, totals[1:], strict=False))",
+        "by_name = dict(zip(self.count, totals[1:], strict=False))",
     ): "a reduction of another length was refused",
     (
         "gradaccum/watching.py",

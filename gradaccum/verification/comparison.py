@@ -4,7 +4,8 @@ A parameter's unit is the largest change of its gradient when all parameters mov
 rounding, several times, in the large batch and in the first partition. It has a floor:
 each micro-batch's gradient is rounded once, and its sum is off by at most log2(terms)
 roundings (pairwise summation: Higham, "Accuracy and Stability of Numerical Algorithms",
-section 4.2).
+section 4.2). Where terms cancel, so that a gradient is rounding alone, the terms count
+as being as large as the largest gradient.
 """
 
 from __future__ import annotations
@@ -117,6 +118,12 @@ class Comparison:
     partitions: Mapping[Parts, str]
     reduction: Reduction
     conditions: Conditions = TRAINING
+    weighs_items: bool = False
+    """Each micro-batch weighs its number of items, in place of the user's weight."""
+
+    def weighing_items(self, reduction: Reduction) -> Comparison:
+        """Return the comparison under another reduction, without the user's weights."""
+        return replace(self, reduction=reduction, weighs_items=True)
 
     def under(self, **conditions: Any) -> Comparison:
         """Return the comparison with some conditions changed."""
@@ -139,54 +146,40 @@ class Comparison:
         """The large batch's run."""
         return self.runs([self.items])[0]
 
-    def factors(
-        self,
-        runs: Sequence[Run],
-        parts: Sequence[Items],
-        by_items: Reduction | None = None,
-    ) -> list[float]:
+    def factors(self, runs: Sequence[Run], parts: Sequence[Items]) -> list[float]:
         """Return what accumulation multiplies each micro-batch by, so that the sum is
         the gradient of the large batch.
-
-        `by_items` is a reduction in place of the user's, under which each micro-batch
-        weighs its number of items.
         """
-        reduction = by_items or self.reduction
         weights = [run.weight for run in runs]
-        if by_items:
+        if self.weighs_items:
             weights = [float(len(part)) for part in parts]
         total = math.fsum(weights)
-        if reduction == "sum":
+        if self.reduction == "sum":
             return [1.0] * len(runs)
         if total == 0:
             return [0.0] * len(runs)
-        if reduction == "sum_per_item":
+        if self.reduction == "sum_per_item":
             return [self.large.weight / total] * len(runs)
         return [weight / total for weight in weights]
 
-    def accumulate(
-        self, parts: Sequence[Items], by_items: Reduction | None = None
-    ) -> Gradients:
+    def accumulate(self, parts: Sequence[Items]) -> Gradients:
         runs = self.runs(parts)
-        factors = self.factors(runs, parts, by_items)
+        factors = self.factors(runs, parts)
         return linear_combination([run.gradients for run in runs], factors)
-
-    @cached_property
-    def errors(self) -> dict[str, float]:
-        return self.worst_errors()
 
     @property
     def moved(self) -> tuple[str, ...]:
         """The parameters whose gradient moves by more than rounding."""
         return moved_names(self.errors)
 
-    def worst_errors(self, by_items: Reduction | None = None) -> dict[str, float]:
-        """Return by parameter the worst partition's distance from the large batch, in
+    @cached_property
+    def errors(self) -> dict[str, float]:
+        """By parameter the worst partition's distance from the large batch, in
         units.
         """
         worst = dict.fromkeys(self.subject.names, 0.0)
         for parts in self.partitions:
-            total = self.accumulate(parts, by_items)
+            total = self.accumulate(parts)
             for name, error in self.in_units(total, self.large.gradients).items():
                 worst[name] = max(worst[name], error)
         return worst
@@ -237,22 +230,23 @@ class Comparison:
         adding them up, at least the smallest number of the dtype.
         """
         runs = self.runs(self.first_parts)
+        sizes = dict.fromkeys(self.subject.names, 0.0)
         factors = self.factors(runs, self.first_parts)
+        for factor, run in zip(factors, runs, strict=True):
+            for name, gradient in run.gradients.items():
+                size = factor * self.norm(gradient) if factor else 0.0
+                sizes[name] += size if math.isfinite(size) else 0.0
+        largest = max(sizes.values(), default=0.0)
         floors = {}
-        for name in self.subject.names:
+        for name, size in sizes.items():
             precision = self.subject.precision(name)
             additions = math.log2(max(precision.terms, 2))
-            sum_roundoff = min(precision.roundoff, SUM_ROUNDOFF)
-            norms = [
-                factor * self.norm(run.gradients[name])
-                for factor, run in zip(factors, runs, strict=True)
-                if factor and name in run.gradients
-            ]
-            size = sum(filter(math.isfinite, norms))
+            sum_error = additions * min(precision.roundoff, SUM_ROUNDOFF)
+            if size <= sum_error * largest:
+                size = largest  # Terms cancel.
             absolute = precision.smallest * math.sqrt(max(precision.elements, 1))
-            floors[name] = (precision.roundoff + additions * sum_roundoff) * size + len(
-                runs
-            ) * absolute
+            relative = (precision.roundoff + sum_error) * size
+            floors[name] = relative + len(runs) * absolute
         return floors
 
     def coefficients(self, parts: Parts) -> Coefficients | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from gradaccum.errors import ArgumentValueError, explain, require_int
+from gradaccum.errors import require_int
 from gradaccum.options import Reduction, require_reduction
 from gradaccum.verification.comparison import (
     ROUNDING_LIMIT,
@@ -22,7 +22,6 @@ from gradaccum.verification.comparison import (
     deal,
     difference,
     linear_combination,
-    moved_names,
     partitions,
 )
 from gradaccum.verification.report import Cause, VerificationReport
@@ -61,14 +60,12 @@ def examine(
     if steps is None:
         steps = max(2, min(USUAL_STEPS, subject.items))
     number = require_int("steps", steps, at_least=2, fix="Write steps=2 or more.")
-    if number > subject.items:
-        raise explain(
-            ArgumentValueError,
-            "batch",
-            expected=f"at least {number} items, one per micro-batch",
-            found=f"{subject.items}",
-            fix="Bring a larger batch, or write steps= a smaller number.",
-        )
+    require_int(
+        "items in the batch",
+        subject.items,
+        at_least=number,
+        fix="Bring a larger batch, or write steps= a smaller number.",
+    )
     by_parts = partitions(subject.items, number)
     comparison = Comparison(subject, by_parts, require_reduction(reduction))
     try:
@@ -82,10 +79,17 @@ class _Examination:
     """The experiments on one subject, and what they have shown so far."""
 
     def __init__(self, comparison: Comparison) -> None:
-        self.comparison = comparison
-        """Under the conditions of training, without the causes that were found."""
         self.causes: list[Cause] = []
         self.notes: list[str] = []
+        layers = comparison.subject.random_layers()
+        if layers:
+            comparison = comparison.under(random_layers=False)
+            self.notes.append(
+                f"{joined_names(layers)}: compared in evaluation mode, because an item"
+                " draws other random numbers in another micro-batch."
+            )
+        self.comparison = comparison
+        """Under the conditions of training, without the causes that were found."""
 
     def report(self) -> VerificationReport:
         reached_gradients = self.comparison.large.gradients
@@ -93,7 +97,7 @@ class _Examination:
             self.is_finite()
             and self.is_repeatable()
             and self.follows_the_scale()
-            and self.can_hold_random_numbers()
+            and not self.draws_random_numbers()
         )
         comparison = self.comparison
         if can_compare and comparison.moved:
@@ -108,7 +112,6 @@ class _Examination:
             tuple(self.causes),
             comparison.errors,
             comparison.units,
-            ROUNDING_LIMIT,
             tuple(comparison.partitions.values()),
             tuple(self.notes),
             self.comparison.coefficients(comparison.first_parts),
@@ -165,9 +168,15 @@ class _Examination:
         return not names
 
     def is_repeatable(self) -> bool:
-        names = self.differing_in_two_runs()
-        if names and self.switch_off_random_layers():
-            names = self.differing_in_two_runs()
+        comparison = self.comparison
+        again = comparison.runs([comparison.items])[0].gradients
+        distances = comparison.distances(again, comparison.large.gradients)
+        # Units are measured by repeated runs, so that they would hide the difference.
+        names = [
+            name
+            for name, distance in distances.items()
+            if distance > ROUNDING_LIMIT * comparison.floors[name]
+        ]
         if names:
             self.add(
                 "not_repeatable",
@@ -178,17 +187,6 @@ class _Examination:
                 "Make it a buffer of the model, or a part of the batch.",
             )
         return not names
-
-    def differing_in_two_runs(self) -> list[str]:
-        comparison = self.comparison
-        again = comparison.runs([comparison.items])[0].gradients
-        distances = comparison.distances(again, comparison.large.gradients)
-        # Units are measured by repeated runs, so that they would hide the difference.
-        return [
-            name
-            for name, distance in distances.items()
-            if distance > ROUNDING_LIMIT * comparison.floors[name]
-        ]
 
     def follows_the_scale(self) -> bool:
         """Test that the gradient scales with the loss. Scales that overflow are left
@@ -214,14 +212,15 @@ class _Examination:
     def differing_from_large(self, gradients: Gradients) -> tuple[str, ...]:
         return self.comparison.differing(gradients, self.comparison.large.gradients)
 
-    def can_hold_random_numbers(self) -> bool:
-        """Return False if the gradient moves because an item meets other numbers in
+    def draws_random_numbers(self) -> bool:
+        """Test whether the gradient moves because an item meets other numbers in
         another micro-batch, even with random layers in evaluation mode.
         """
-        if not self.comparison.moved or not self.follows_the_seed():
-            return True
-        if self.switch_off_random_layers() and not self.follows_the_seed():
-            return True
+        if not self.comparison.moved:
+            return False
+        gradients = self.comparison.under(seed=1).large.gradients
+        if not self.differing_from_large(gradients):
+            return False
         self.add(
             "not_repeatable",
             "the loss",
@@ -229,21 +228,6 @@ class _Examination:
             " numbers, so that nothing can be compared. Drawing is no mistake by"
             " itself.",
             "Bring the numbers in the batch, or verify with the drawing switched off.",
-        )
-        return False
-
-    def follows_the_seed(self) -> bool:
-        gradients = self.comparison.under(seed=1).large.gradients
-        return bool(self.differing_from_large(gradients))
-
-    def switch_off_random_layers(self) -> bool:
-        layers = self.comparison.subject.random_layers()
-        if not layers or not self.comparison.conditions.random_layers:
-            return False
-        self.comparison = self.comparison.under(random_layers=False)
-        self.notes.append(
-            f"{joined_names(layers)}: compared in evaluation mode, because an item draws"
-            " other random numbers in another micro-batch."
         )
         return True
 
@@ -317,20 +301,6 @@ class _Examination:
                 fits[parts] = fit
         if not fits or not all(map(are_weights, fits.values())):
             return False
-        parts, fit = next(iter(fits.items()))
-        coefficients = ", ".join(f"{value:.3g}" for value in fit.best)
-        explanation = (
-            "The loss is a weighted mean, whose weight differs between micro-batches:"
-            " it divides by a count, such as tokens, labels that are not ignored,"
-            " positives or weights of classes. The right coefficients of the"
-            f" {self.comparison.partitions[parts]} are {coefficients}."
-        )
-        infinite = self.infinite_parts(parts)
-        if infinite:
-            explanation += (
-                f" The gradient of {infinite} is not finite: the count is zero there,"
-                " and a weight of zero leaves such a micro-batch out."
-            )
         where = "the denominator of the loss"
         fix = (
             "Write reduction='mean' and weight= a function that returns what the"
@@ -341,12 +311,19 @@ class _Examination:
                 where = code
                 fix = f"Write reduction='mean', weight=lambda *batch: {code}."
                 break
-        self.add("weights", where, explanation, fix)
+        self.add(
+            "weights",
+            where,
+            "The loss is a weighted mean, whose weight differs between micro-batches:"
+            " it divides by a count, such as tokens, labels that are not ignored,"
+            " positives or weights of classes.",
+            fix,
+        )
         return True
 
     def has_other_reduction(self, right: Reduction) -> bool:
         """Test whether `right` without weights makes it right."""
-        if moved_names(self.comparison.worst_errors(right)):
+        if self.comparison.weighing_items(right).moved:
             return False
         fix = "Write reduction='mean' and no weight=."
         if right == "sum":
@@ -405,20 +382,14 @@ class _Examination:
         )
         return True
 
-    def infinite_parts(self, parts: Parts) -> str:
-        """Say how many micro-batches have a gradient that is not finite; "" if none."""
-        runs = self.comparison.runs(parts)
-        count = sum(not self.comparison.is_finite(run.gradients) for run in runs)
-        return f"{count} of {len(runs)} micro-batches" if count else ""
-
     def has_infinite_parts(self) -> bool:
         for parts, words in self.comparison.partitions.items():
-            infinite = self.infinite_parts(parts)
-            if infinite:
+            runs = self.comparison.runs(parts)
+            if not all(self.comparison.is_finite(run.gradients) for run in runs):
                 self.add(
                     "not_finite",
                     "the loss",
-                    f"The gradient of {infinite} ({words}) is not finite: the loss"
+                    f"The gradient of a micro-batch ({words}) is not finite: the loss"
                     " divides by a count that is zero there, or by a deviation over too"
                     " few items.",
                     "Divide by max(count, 1), and write weight= that count.",
@@ -442,8 +413,9 @@ class _Examination:
         reduction: Reduction = "mean" if comparison.reduction == "mean" else "sum"
         growth = GROWTH[reduction]
         large = comparison.runs([items])[0].gradients
+        plain_comparison = comparison.weighing_items(reduction)
         two, four, four_dealt = (
-            difference(comparison.accumulate(parts, reduction), large)
+            difference(plain_comparison.accumulate(parts), large)
             for parts in (
                 cut(items, len(items) // 2),
                 cut(items, len(items) // 4),

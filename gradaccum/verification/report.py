@@ -1,17 +1,15 @@
-"""`gradaccum.verify` for every framework, and its report as text and as JSON."""
+"""`gradaccum.verify` for every framework, and its report."""
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from gradaccum.errors import ArgumentTypeError, BackendNotFoundError, explain
 from gradaccum.registry import Backend, available_backends, backend_of, load_backend
-from gradaccum.verification.comparison import Coefficients
+from gradaccum.verification.comparison import ROUNDING_LIMIT, Coefficients, moved_names
 
 PAGE = "gradaccum/VERIFY.md"
 """The page with a section for each kind of cause."""
@@ -51,8 +49,6 @@ class VerificationReport:
     """
     units: Mapping[str, float]
     """By parameter: by how much rounding alone moves the gradient, in the 2-norm."""
-    limit: float
-    """How many units are still rounding."""
     partitions: tuple[str, ...]
     """The partitions and orders of the batch that were compared, in words."""
     notes: tuple[str, ...] = ()
@@ -65,9 +61,7 @@ class VerificationReport:
     @property
     def moved(self) -> tuple[str, ...]:
         """Names of the parameters whose gradient moved by more than rounding."""
-        return tuple(
-            name for name, error in self.errors.items() if not error <= self.limit
-        )
+        return moved_names(self.errors)
 
     def __str__(self) -> str:
         lines = [
@@ -79,7 +73,7 @@ class VerificationReport:
             name = max(self.moved, key=lambda name: self.errors[name])
             lines.append(
                 f"  Parameters that moved: {len(self.moved)}. The worst is {name}, by"
-                f" {self.errors[name]:.3g} units (up to {self.limit:g} are rounding)."
+                f" {self.errors[name]:.3g} units (up to {ROUNDING_LIMIT:g} are rounding)."
             )
         if self.coefficients is not None and not self.equivalent:
             lines.append(f"  {self.coefficients}")
@@ -90,18 +84,6 @@ class VerificationReport:
     def __repr__(self) -> str:
         # The last line of a notebook's cell is shown so.
         return str(self)
-
-    def to_json(self) -> str:
-        """Return the report as a JSON text; a number that JSON cannot hold is the text
-        "inf".
-        """
-        content = asdict(self)
-        for field in ("errors", "units"):
-            content[field] = {
-                name: value if math.isfinite(value) else "inf"
-                for name, value in content[field].items()
-            }
-        return json.dumps({**content, "moved": list(self.moved)}, indent=2)
 
     def _verdict(self) -> str:
         if self.equivalent:

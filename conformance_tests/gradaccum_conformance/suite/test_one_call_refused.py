@@ -28,7 +28,7 @@ BAD_OPTIONS: list[tuple[dict[str, Option], type[Exception], str]] = [
     ({"steps": 0}, VALUE, "steps: expected an int >= 1"),
     ({"steps": 2.5}, TYPE, "steps: expected an int >= 1"),
     ({"micro_batch_size": 0}, VALUE, "micro_batch_size: expected an int >= 1"),
-    ({"micro_batch_size": "large"}, VALUE, "micro_batch_size: expected an int >= 1"),
+    ({"micro_batch_size": "large"}, TYPE, "micro_batch_size: expected an int >= 1"),
     ({"steps": 2, "reduction": "average"}, VALUE, "reduction: expected one of"),
 ]
 WORDS = "weight: expected 12 finite numbers >= 0"

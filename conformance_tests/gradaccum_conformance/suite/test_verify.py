@@ -160,7 +160,7 @@ SOUND: dict[str, tuple[Loss, Array, dict[str, Option]]] = {
 }
 BAD: dict[str, tuple[tuple[Array, ...], dict[str, Option], str]] = {
     "unequal arrays": ((X, Y[:-1]), {}, r"batch\[1\]: expected 12 items"),
-    "too few items": ((X[:3], Y[:3]), {}, "batch: expected at least 4 items"),
+    "too few items": ((X[:3], Y[:3]), {}, "items in the batch: expected an int >= 4"),
     "too few weights": ((X, Y), {"weight": [1.0, 2.0]}, "weight: expected 12"),
     "a negative weight": ((X, Y), {"weight": lambda x, y: -1.0}, "weight: expected"),
 }
