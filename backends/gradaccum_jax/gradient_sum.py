@@ -60,6 +60,23 @@ def zeros(params: Params, accumulate_dtype: DType) -> Tree:
     return jax.tree.map(empty_sum, params)
 
 
+# A frozen parameter has no sum: its place holds an array without elements, of shape
+# (0, 0, *shape of the parameter), which no parameter of an everyday model has.
+
+
+def without_sum(total: Array) -> Array:
+    return jnp.zeros((0, 0, *total.shape), total.dtype)
+
+
+def has_sum(total: Array) -> bool:
+    return bool(total.shape[:2] != (0, 0))
+
+
+def as_gradient(total: Array) -> Array:
+    """Return zeros of the parameter's shape for a frozen parameter, else the sum."""
+    return total if has_sum(total) else jnp.zeros(total.shape[2:], total.dtype)
+
+
 def weight_dtype(tree: Tree) -> DType:
     """Return float64 if any leaf is float64 or complex128, else float32."""
     dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(tree)]
