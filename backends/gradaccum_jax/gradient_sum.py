@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -165,19 +165,10 @@ XLA takes longer to compile a kernel than for two.
 """
 
 
-class Measurement(NamedTuple):
-    """The size of a sum."""
-
-    norm: Scalar
-    """The global 2-norm; inf if an element is inf or NaN."""
-    is_finite: Scalar
-    """bool: every element is finite."""
-
-
-def measure(
-    accumulator: Tree, dtype: DType, shard_axes: ShardAxes = None
-) -> Measurement:
-    """Return the norm in `dtype`, over all shards."""
+def measure(accumulator: Tree, dtype: DType, shard_axes: ShardAxes = None) -> Scalar:
+    """Return the global 2-norm in `dtype`, over all shards; inf if an element is inf or
+    NaN.
+    """
     arrays = [array.astype(dtype) for array in _real_parts(accumulator)]
     limits = jnp.finfo(dtype)
     large = 2.0 ** (0.75 * int(limits.maxexp))
@@ -191,8 +182,7 @@ def measure(
         norm = jnp.minimum(_square_root(again) / factor, float(limits.max))
         return jnp.where(again < jnp.inf, norm, jnp.inf)
 
-    norm = run_if(~in_range, measure_again, _square_root(squares))
-    return Measurement(norm, norm < jnp.inf)
+    return run_if(~in_range, measure_again, _square_root(squares))
 
 
 def _square_root(squares: Scalar) -> Scalar:

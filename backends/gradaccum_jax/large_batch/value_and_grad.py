@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from inspect import signature
 from typing import Any, Literal
 
@@ -233,13 +234,18 @@ class ValueAndUpdate(LargeBatchFunction):
     spec: LossSpec
     accumulation: Accumulation
 
+    @cached_property
+    def _optimizer_arguments(self) -> frozenset[str]:
+        of_loss = signature(self.spec.loss_fn).parameters.keys()
+        return self.accumulation.declared | (KNOWN - of_loss)
+
     def __call__(
         self, params: Params, state: AccumulationState, *batch: Tree, **extra: Any
     ) -> tuple[Any, Tree, AccumulationState]:
-        of_loss = signature(self.spec.loss_fn).parameters.keys()
-        of_optimizer = self.accumulation.declared | (KNOWN - of_loss)
         keywords = {
-            name: extra.pop(name) for name in list(extra) if name not in of_optimizer
+            name: extra.pop(name)
+            for name in list(extra)
+            if name not in self._optimizer_arguments
         }
         state = plain(state)
         self.accumulation.check(state, plain(params), extra)
