@@ -252,13 +252,14 @@ def is_constant(leaf: object) -> bool:
 def axis_of(path: str, leaf: Array, axis: Any) -> Axis:
     if axis is None:
         return None
-    if axis == KEY or (np.shape(leaf) == () and not is_constant(leaf) and is_key(leaf)):
+    is_one_key = is_key(leaf) and np.shape(leaf) == ()
+    if (axis == KEY or is_one_key) and not is_constant(leaf):
         return KEY
     if isinstance(axis, bool) or not isinstance(axis, int):
         raise explain(
             ArgumentTypeError,
             "axes",
-            expected="an int, None or 'key' for each leaf",
+            expected="an int, None, or 'key' for a random key, for each leaf",
             got=axis,
             fix=_FIX,
         )
@@ -273,7 +274,7 @@ def axis_of(path: str, leaf: Array, axis: Any) -> Axis:
             path,
             expected=f"an array with an axis {axis} of items",
             found=kind,
-            fix="Write axes=None for this leaf if every micro-batch is given it whole;"
-            " make a list with one number per item an array.",
+            fix="Pass it by position, with axes=None, if every micro-batch is given it"
+            " whole; make a list with one number per item an array.",
         )
     return axis % rank

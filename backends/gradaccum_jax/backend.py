@@ -20,8 +20,6 @@ from gradaccum.kit import (
     wrap_with,
 )
 from gradaccum_jax.checks import require_dtype
-from gradaccum_jax.extra_arguments import declared_by
-from gradaccum_jax.master_weights import on_masters
 from gradaccum_jax.optimizer import Accumulation, require_transformation
 from gradaccum_jax.optimizer import Wrapped as Wrapped
 from gradaccum_jax.verification import check
@@ -93,16 +91,9 @@ class JaxBackend:
         checked_options = options._replace(
             accumulate_dtype=require_dtype(options.accumulate_dtype)
         )
-        inner = optax.with_extra_args_support(transformation)
         if shard_axes is not None:
             shard_axes = names_of(shard_axes)
-        accumulation = Accumulation(
-            on_masters(inner, checked_options.master_weights),
-            checked_options,
-            names,
-            shard_axes,
-            declared_by(transformation),
-        )
+        accumulation = Accumulation(transformation, checked_options, names, shard_axes)
         init = accumulation.init
         if names:
             init = start_on(init, mesh, names)

@@ -35,6 +35,7 @@ from gradaccum_jax.arrays import (
     is_variable,
     takes_part,
 )
+from gradaccum_jax.gradient_sum import has_sum
 from gradaccum_jax.state import AccumulationState
 
 ACCUMULATING = (AccumulationState, optax.MultiStepsState)
@@ -176,7 +177,7 @@ def align(gradients: Tree, accumulator: Tree) -> Gradients:
     for (name, total), (_, gradient) in zip(totals, named_gradients, strict=True):
         if total is None:
             continue
-        if gradient is None or not takes_part(total):
+        if gradient is None or not (takes_part(total) and has_sum(total)):
             aligned_gradients.append(None)
             continue
         _require_like_sum(name, gradient, total)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +58,23 @@ def zeros(params: Params, accumulate_dtype: DType) -> Tree:
         return vary(jnp.zeros_like(leaf, dtype=dtype), axes_of(leaf))
 
     return jax.tree.map(empty_sum, params)
+
+
+# A frozen parameter has no sum: its place holds an array without elements, of shape
+# (0, 0, *shape of the parameter), which no parameter of an everyday model has.
+
+
+def without_sum(total: Array) -> Array:
+    return jnp.zeros((0, 0, *total.shape), total.dtype)
+
+
+def has_sum(total: Array) -> bool:
+    return bool(total.shape[:2] != (0, 0))
+
+
+def as_gradient(total: Array) -> Array:
+    """Return zeros of the parameter's shape for a frozen parameter, else the sum."""
+    return total if has_sum(total) else jnp.zeros(total.shape[2:], total.dtype)
 
 
 def weight_dtype(tree: Tree) -> DType:
@@ -148,19 +165,10 @@ XLA takes longer to compile a kernel than for two.
 """
 
 
-class Measurement(NamedTuple):
-    """The size of a sum."""
-
-    norm: Scalar
-    """The global 2-norm; inf if an element is inf or NaN."""
-    is_finite: Scalar
-    """bool: every element is finite."""
-
-
-def measure(
-    accumulator: Tree, dtype: DType, shard_axes: ShardAxes = None
-) -> Measurement:
-    """Return the norm in `dtype`, over all shards."""
+def measure(accumulator: Tree, dtype: DType, shard_axes: ShardAxes = None) -> Scalar:
+    """Return the global 2-norm in `dtype`, over all shards; inf if an element is inf or
+    NaN.
+    """
     arrays = [array.astype(dtype) for array in _real_parts(accumulator)]
     limits = jnp.finfo(dtype)
     large = 2.0 ** (0.75 * int(limits.maxexp))
@@ -174,8 +182,7 @@ def measure(
         norm = jnp.minimum(_square_root(again) / factor, float(limits.max))
         return jnp.where(again < jnp.inf, norm, jnp.inf)
 
-    norm = run_if(~in_range, measure_again, _square_root(squares))
-    return Measurement(norm, norm < jnp.inf)
+    return run_if(~in_range, measure_again, _square_root(squares))
 
 
 def _square_root(squares: Scalar) -> Scalar:

@@ -8,7 +8,7 @@ needs the gradient of all layers, the layer is updated then, and its gradient fr
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -162,7 +162,7 @@ class LayeredValueAndUpdate(LargeBatchFunction):
     def init(self, params: Params) -> AccumulationState:
         """Return the state before the first window."""
         params = plain(params)
-        init = self.accumulation.init
+        init = replace(self.accumulation, sums_frozen=True).init
         if self.keeps_sums:
             return init(params)
         outer, layers = params

@@ -57,8 +57,12 @@ from gradaccum_jax.combinators import (
     the_part,
 )
 from gradaccum_jax.extensions import first_losses
-from gradaccum_jax.extra_arguments import require_declared, require_none_of_a_batch
-from gradaccum_jax.master_weights import in_place_of
+from gradaccum_jax.extra_arguments import (
+    declared_by,
+    require_declared,
+    require_none_of_a_batch,
+)
+from gradaccum_jax.master_weights import in_place_of, on_masters
 from gradaccum_jax.sharding import ShardAxes, replicated, vary, varying_axes
 from gradaccum_jax.state import (
     AccumulationState,
@@ -66,7 +70,7 @@ from gradaccum_jax.state import (
     first_terms,
     fresh,
 )
-from gradaccum_jax.update import Update
+from gradaccum_jax.update import Update, without_frozen
 from gradaccum_jax.window import MicroBatch, check_known, size_at
 from gradaccum_jax.workers import group
 from gradaccum_jax.xla import call_jitted
@@ -91,14 +95,25 @@ class Wrapped(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
 class Accumulation:
     """An inner optimizer and the checked options."""
 
-    inner: optax.GradientTransformationExtraArgs
-    """The wrapped optimizer under `master_weights.on_masters`."""
+    transformation: optax.GradientTransformation
+    """The optimizer as it was wrapped."""
     options: Options
     axes: tuple[str, ...] = ()
     """The mesh axes whose devices share the window."""
     shard_axes: ShardAxes = None
-    declared: frozenset[str] = frozenset()
-    """The extra arguments that the inner optimizer declares."""
+    sums_frozen: bool = False
+    """Frozen parameters have sums too."""
+
+    @cached_property
+    def inner(self) -> optax.GradientTransformationExtraArgs:
+        """The wrapped optimizer under `master_weights.on_masters`."""
+        inner = optax.with_extra_args_support(self.transformation)
+        return on_masters(inner, self.options.master_weights)
+
+    @cached_property
+    def declared(self) -> frozenset[str]:
+        """The extra arguments that the inner optimizer declares."""
+        return declared_by(self.transformation)
 
     def init(self, params: Params) -> AccumulationState:
         """Return the state before the first micro-batch, with one sum in the structure
@@ -109,6 +124,13 @@ class Accumulation:
         group.same("params", params, self.axes)
         accumulator = gradient_sum.zeros(params, self.options.accumulate_dtype)
         inner_state, masters = strong(self.inner.init(params))
+        if not self.sums_frozen:
+            accumulator = without_frozen(
+                accumulator,
+                self.transformation,
+                inner_state,
+                in_place_of(params, masters),
+            )
         if self.shard_axes:
             inner_state, masters = group.like_params(
                 self.inner, (inner_state, masters), params
@@ -156,6 +178,7 @@ class Accumulation:
         micro_batch = MicroBatch(
             self._align(grads, state), as_weight(weight, dtype), as_loss(value, dtype)
         )
+        group.require_own("value", micro_batch.loss, self.axes)
         if last is not None:
             last = group.same("last", jnp.asarray(last, bool), self.axes)
         results: tuple[Updates, AccumulationState] = call_jitted(
@@ -201,7 +224,9 @@ class Accumulation:
 
     def _align(self, grads: Tree, state: AccumulationState) -> Gradients:
         gradients = align(grads, state.accumulator)
-        group.require_own(gradients, state.accumulator, self.axes)
+        structure = jax.tree.structure(state.accumulator)
+        gradient_tree = jax.tree.unflatten(structure, gradients)
+        group.require_own("grads", gradient_tree, self.axes)
         return gradients
 
     @cached_property

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
+from jax.interpreters import partial_eval
 
 from gradaccum.kit import Scalar
 from gradaccum_jax.arrays import (
@@ -21,6 +23,7 @@ from gradaccum_jax.arrays import (
     Extra,
     GradientTypes,
     InnerState,
+    Leaves,
     Params,
     Tree,
     Updates,
@@ -28,7 +31,13 @@ from gradaccum_jax.arrays import (
     takes_part,
     wider,
 )
-from gradaccum_jax.gradient_sum import divide, select
+from gradaccum_jax.gradient_sum import (
+    as_gradient,
+    divide,
+    has_sum,
+    select,
+    without_sum,
+)
 from gradaccum_jax.sharding import ShardAxes, replicated
 from gradaccum_jax.workers.group import same
 from gradaccum_jax.xla import run_if
@@ -82,6 +91,8 @@ class Update(NamedTuple):
         buffer, inner_state = run_if(apply, optimize, (buffer, inner_state))
 
         def update_of(leaf: Array, update: Array) -> Array:
+            if not has_sum(leaf):
+                return no_update(as_gradient(update))
             return select(apply, leaf, no_update(leaf)).astype(update.dtype)
 
         updates = replicated(jax.tree.map(update_of, buffer, update_types), self.axes)
@@ -106,7 +117,7 @@ class Update(NamedTuple):
         if divisor is not None:
             accumulator = divide(accumulator, divisor)
         leaves, structure = jax.tree.flatten(accumulator)
-        gradients = map(lax.convert_element_type, leaves, dtypes)
+        gradients = map(lax.convert_element_type, map(as_gradient, leaves), dtypes)
         return jax.tree.unflatten(structure, gradients)
 
     def _optimize(self, gradients: Tree, inner_state: InnerState) -> tuple[Any, Any]:
@@ -128,13 +139,53 @@ def _wide_enough(total: Array, update: Array) -> Array:
 
 def _updates_that_move(updates: Updates, accumulator: Tree) -> Updates:
     """Replace the update of each parameter that takes no part by the sum, an exact 0 in
-    its dtype.
+    its dtype, and that of a frozen one by the array in its sum's place.
     """
-    return jax.tree.map(
-        lambda total, update: update if takes_part(total) else total,
-        accumulator,
-        updates,
-    )
+
+    def update_that_moves(total: Array, update: Array) -> Array:
+        if not takes_part(total):
+            return total
+        return update if has_sum(total) else without_sum(update)
+
+    return jax.tree.map(update_that_moves, accumulator, updates)
+
+
+def without_frozen(
+    accumulator: Tree,
+    optimizer: optax.GradientTransformation,
+    inner_state: InnerState,
+    params: Params,
+) -> Tree:
+    """Return the sum without those of frozen parameters, whose gradients `optimizer`
+    does not read, such as those under `optax.set_to_zero`.
+
+    It returns every sum if weight decay, or another use of parameters, could move one of
+    them.
+    """
+    totals, structure = jax.tree.flatten(accumulator)
+    count = len(totals)
+
+    def results(totals: Leaves, params: Params) -> tuple[Leaves, InnerState]:
+        gradients = jax.tree.unflatten(structure, totals)
+        updates, state = optimizer.update(gradients, inner_state, params)
+        return jax.tree.leaves(updates), state
+
+    try:
+        program = jax.make_jaxpr(results)(totals, params).jaxpr
+    except Exception:
+        # The optimizer wants arguments that only a micro-batch has.
+        return accumulator
+    uses_state = [True] * len(program.outvars[count:])
+    is_read = partial_eval.dce_jaxpr(program, [True] * count + uses_state)[1]
+    is_frozen = [not read for read in is_read[:count]]
+    ignores_state = [False] * len(uses_state)
+    needed = partial_eval.dce_jaxpr(program, is_frozen + ignores_state)[1]
+    if all(is_frozen) or any(needed[count:]):
+        return accumulator
+    for place, total in enumerate(totals):
+        if takes_part(total) and is_frozen[place]:
+            totals[place] = without_sum(total)
+    return jax.tree.unflatten(structure, totals)
 
 
 def no_update(leaf: Array) -> Array:

@@ -213,11 +213,11 @@ def decide_on(
     norm = jnp.full((), jnp.nan, dtype)
     finite = jnp.asarray(True)
     if measures(divides):
-        norm, finite = measure(total, dtype, update.shard_axes)
+        norm = measure(total, dtype, update.shard_axes)
         fits = gradient_sum.fits(
             total, divisor(fields, divides, jnp.where), update.types.update_dtypes
         )
-        finite = finite & everywhere(fits, update.shard_axes)
+        finite = (norm < jnp.inf) & everywhere(fits, update.shard_axes)
     largest = float(jnp.finfo(dtype).max)
     return Decision(*decide(fields, norm, finite, divides, jnp.where, largest))
 

@@ -1,4 +1,6 @@
-"""A wrapped optimizer as one part of what optax's combinators make."""
+"""A wrapped optimizer as one part of what optax's combinators make, and parameters that
+the wrapped optimizer does not train.
+"""
 
 from __future__ import annotations
 
@@ -117,3 +119,67 @@ def test_masters_are_found_behind_frozen_parameters() -> None:
     )
     moved = gradaccum_jax.apply_updates(params, updates, state)
     assert [float(moved[name][0]) for name in "abc"] == [1.0, 5.0, 8.0]
+
+
+# Parameters that the inner optimizer does not train, inside of the wrapper.
+
+
+FROZEN_INSIDE = {
+    "partition": lambda: partition(optax.adam(1.0)),
+    "set to zero before": lambda: optax.chain(FREEZE, optax.adam(1.0)),
+}
+
+
+@pytest.mark.parametrize("has_params", [True, False], ids=["params", "no_params"])
+@pytest.mark.parametrize("name", FROZEN_INSIDE)
+def test_frozen_parameter_costs_and_counts_nothing(name: str, has_params: bool) -> None:
+    """Not even a NaN; the trained parameters move as if they were alone."""
+    options = {"steps": 2, "clip_norm": 1.0, "loss_scale": 4.0}
+    tx = wrap(FROZEN_INSIDE[name](), **options)
+    alone = wrap(optax.adam(1.0), **options)
+    state = tx.init(PARAMS)
+    state_alone = alone.init(PARAMS["a"])
+    sums = jax.tree.leaves(state.accumulator)
+    assert sum(leaf.size for leaf in sums) == PARAMS["a"].size
+    for gradient, update in zip(GRADS, (tx.update, jax.jit(tx.update)), strict=True):
+        updates, state = update(gradient, state, *[PARAMS] * has_params)
+        update_alone, state_alone = alone.update(gradient["a"], state_alone)
+        for leaf, parameter in zip(
+            jax.tree.leaves(updates["z"]), jax.tree.leaves(PARAMS["z"]), strict=True
+        ):
+            assert leaf.shape == parameter.shape
+            assert not leaf.any()
+            assert jnp.signbit(leaf).all()  # -0.0 leaves each parameter as it is
+    np.testing.assert_allclose(updates["a"], update_alone, rtol=1e-6)
+    result = gradaccum_jax.result(state)
+    assert result.applied
+    assert result.grad_norm == pytest.approx(
+        gradaccum_jax.result(state_alone).grad_norm
+    )
+    saved = gradaccum_jax.check_state(tx, jax.tree.map(np.asarray, state), PARAMS)
+    assert_same_bits(saved, state)
+    updates, _ = gradaccum_jax.flush(tx, tx.update(GRADS[0], state)[1])
+    assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, PARAMS)
+
+
+def test_frozen_parameters_of_half_precision_have_no_sum_beside_masters() -> None:
+    params = {"a": jnp.ones(2), "z": jnp.full(3, 5.0, jnp.bfloat16)}
+    tx = wrap(partition(SGD), steps=1, master_weights=True)
+    state = tx.init(params)
+    assert state.accumulator["z"].size == 0
+    gradients = {"a": jnp.ones(2), "z": jnp.full(3, jnp.nan, jnp.bfloat16)}
+    updates, state = tx.update(gradients, state, params)
+    moved = gradaccum_jax.apply_updates(params, updates, state)
+    assert moved["a"].tolist() == [0.0, 0.0]
+    assert_same_bits(moved["z"], params["z"])
+
+
+def test_parameter_without_gradient_still_decays() -> None:
+    """As with the bare optimizer: its gradient is 0, not its update."""
+    decaying = optax.chain(FREEZE, optax.sgd(1.0), optax.add_decayed_weights(-0.5))
+    tx = wrap(decaying, steps=1)
+    gradients = jax.tree.map(jnp.ones_like, PARAMS)
+    updates, _ = tx.update(gradients, tx.init(PARAMS), PARAMS)
+    wanted, _ = decaying.update(gradients, decaying.init(PARAMS), PARAMS)
+    assert wanted["z"]["u"].all()
+    assert_same_bits(updates, wanted)

@@ -200,7 +200,8 @@ def reading(gradients: Any, state: Any, params: Any = None, *, x: Any) -> Any:
 
 def test_keywords_reach_the_loss_or_the_optimizer() -> None:
     """Those that the loss takes go there, optax's own and those that are declared to the
-    optimizer, also where the loss has an argument of that name in the batch.
+    optimizer, also where the loss has an argument of that name in the batch. If the
+    loss takes one of optax's names by keyword, it goes to the loss.
     """
     tx = gradaccum.wrap(
         optax.GradientTransformationExtraArgs(lambda params: (), reading), steps=None
@@ -211,3 +212,9 @@ def test_keywords_reach_the_loss_or_the_optimizer() -> None:
             ONE, tx.init(ONE), np.ones(6), x=2.0, train=True, value=5.0
         )
         assert (value, updates) == (3, -6)
+    sgd = gradaccum.wrap(optax.sgd(1.0), steps=None)
+    step = gradaccum_jax.value_and_update(
+        lambda p, x, value=0.0: jnp.mean(p * x * value), sgd, steps=3
+    )
+    x = np.arange(6.0)
+    assert step(ONE, sgd.init(ONE), x, value=x)[:2] == (55 / 6, -55 / 6)

@@ -8,7 +8,7 @@ so `jax.tree` walks the batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gradaccum import kit
-from gradaccum.kit import Division, Scalar
+from gradaccum import ArgumentValueError, kit
+from gradaccum.kit import Division, Scalar, explain
 from gradaccum_jax.arrays import (
     KEY,
     Array,
@@ -185,7 +185,7 @@ def read_batch(
     arguments: tuple[Tree, ...], keywords: dict[str, Any], splitting: Splitting
 ) -> LargeBatch:
     """Return the batch as one micro-batch of all items."""
-    named_arrays = {name: tree for name, tree in keywords.items() if has_array(tree)}
+    named_arrays = {name: tree for name, tree in keywords.items() if is_batch(tree)}
     flags = {name: keywords[name] for name in keywords if name not in named_arrays}
     axis_of_named = splitting.axes if isinstance(splitting.axes, int) else 0
     leaves: list[Array] = []
@@ -199,8 +199,13 @@ def read_batch(
         *_axes_of_leaves(arguments, splitting.axes),
         *_axes_of_leaves(named_arrays, axis_of_named),
     ]
-    for place, ((path, leaf), axis) in enumerate(
-        zip(paths_and_leaves, axes, strict=True)
+    nodes = [
+        node
+        for node in jax.tree.leaves((arguments, named_arrays), is_leaf=is_sparse)
+        for _ in jax.tree.leaves(node)
+    ]
+    for place, ((path, leaf), axis, node) in enumerate(
+        zip(paths_and_leaves, axes, nodes, strict=True)
     ):
         name = f"batch{jax.tree_util.keystr(path[1:])}"
         axis = axis_of(name, leaf, axis)
@@ -210,6 +215,14 @@ def read_batch(
         leaves.append(leaf)
         leaf_axes.append(axis)
         if isinstance(axis, int):
+            if is_sparse(node):
+                raise explain(
+                    ArgumentValueError,
+                    name,
+                    expected="a dense array to split",
+                    found=f"a {type(node).__name__}",
+                    fix="Write .todense(), or axes=None to pass it whole.",
+                )
             sizes.append((name, np.shape(leaf)[axis]))
     lists = [
         *kit.lists_of_one_kind(arguments, splitting.axes),
@@ -229,8 +242,17 @@ def read_batch(
     )
 
 
-def has_array(tree: Tree) -> bool:
-    return any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(tree))
+def is_batch(tree: Tree) -> bool:
+    """True if a keyword's value has arrays, or is a list or dict, which may have items
+    too; else it is a constant.
+    """
+    has_array = any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(tree))
+    return has_array or not isinstance(tree, Hashable)
+
+
+def is_sparse(node: object) -> bool:
+    """True of a sparse array: the first axis of its parts is not that of the items."""
+    return hasattr(node, "todense")
 
 
 def _axes_of_leaves(arguments: Tree, axes: Tree) -> list[Any]:

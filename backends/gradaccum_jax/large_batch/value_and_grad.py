@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from inspect import signature
 from typing import Any, Literal
 
 import jax
@@ -200,9 +202,10 @@ def value_and_update(
         ``(loss, updates, state)``, or ``((loss, aux), updates, state)``. The loss is
         unscaled and includes dropped micro-batches; ``gradaccum_jax.result(...).loss``
         excludes them. The updates, in the parameters' dtypes, are zeros if none was
-        made. The inner optimizer gets those of `extra` that it declares and optax's
-        own, and the window's loss as `value` unless `extra` has one; `loss_fn` gets the
-        others, as for `value_and_grad`.
+        made. The inner optimizer gets those of `extra` that it declares, and optax's
+        own if `loss_fn` has no arguments of these names; and the window's loss as
+        `value` unless `extra` has one. `loss_fn` gets the others, as for
+        `value_and_grad`.
 
     Raises:
         ArgumentTypeError: `tx` is not wrapped.
@@ -231,12 +234,18 @@ class ValueAndUpdate(LargeBatchFunction):
     spec: LossSpec
     accumulation: Accumulation
 
+    @cached_property
+    def _optimizer_arguments(self) -> frozenset[str]:
+        of_loss = signature(self.spec.loss_fn).parameters.keys()
+        return self.accumulation.declared | (KNOWN - of_loss)
+
     def __call__(
         self, params: Params, state: AccumulationState, *batch: Tree, **extra: Any
     ) -> tuple[Any, Tree, AccumulationState]:
-        of_optimizer = self.accumulation.declared | KNOWN
         keywords = {
-            name: extra.pop(name) for name in list(extra) if name not in of_optimizer
+            name: extra.pop(name)
+            for name in list(extra)
+            if name not in self._optimizer_arguments
         }
         state = plain(state)
         self.accumulation.check(state, plain(params), extra)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,6 +13,12 @@ import numpy as np
 from gradaccum import VerificationReport
 from gradaccum.kit import Batch, as_loss, examine
 from gradaccum_jax.verification.subject import JaxSubject
+
+DIVIDED_LOSS = (
+    "the loss is divided by {steps}, and a window of {steps} micro-batches is divided by"
+    " itself. Most likely `loss / {steps}` is left of the old loop, and each update is"
+    " {steps} times too small: delete the division."
+)
 
 
 def verify(
@@ -62,7 +69,10 @@ def verify(
     )
     # The report says which gradients are not finite.
     with np.errstate(all="ignore"):
-        return examine(subject, steps, reduction)
+        report = examine(subject, steps, reduction)
+    if reduction == "sum" or not subject.is_divided_by(steps):
+        return report
+    return replace(report, notes=(*report.notes, DIVIDED_LOSS.format(steps=steps)))
 
 
 def verifies(model: object) -> bool:

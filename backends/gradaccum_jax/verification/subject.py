@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -98,6 +98,16 @@ class JaxSubject:
     def random_layers(self) -> Sequence[str]:
         return ()
 
+    def is_divided_by(self, steps: int | None) -> bool:
+        """True if the loss is, at last, divided by `steps`, and not for a mean: of a
+        sum, or of as many terms.
+        """
+        operations = self._program.eqns[-3:-1]  # before the scaling
+        names = [operation.primitive.name for operation in operations]
+        if names[-1:] != ["div"] or names[0] in ("add", "reduce_sum"):
+            return False
+        return bool(getattr(operations[-1].invars[1], "val", 0) == steps)
+
     def _values(self, perturbation: int | None = None) -> list[Any]:
         """Return the floating leaves, moved by one rounding if so."""
         values = [self._leaves[place] for place in self._places.values()]
@@ -132,12 +142,17 @@ class JaxSubject:
         return loss * jnp.asarray(scale, jnp.result_type(loss))
 
     @cached_property
+    def _program(self) -> Any:
+        arguments = self._batch.part(range(self.items))
+        loss = partial(self._scaled_loss, scale=1.0)
+        program = jax.make_jaxpr(loss)(self._values(), arguments)
+        self._host.restore()
+        return program
+
+    @cached_property
     def _roundoff(self) -> float:
         """One rounding of the coarsest floating dtype in the program."""
-        arguments = self._batch.part(range(self.items))
-        program = str(jax.make_jaxpr(self._scaled_loss)(self._values(), arguments, 1.0))
-        self._host.restore()
-        names = re.findall(r"\b(b?f\d+)", program)
+        names = re.findall(r"\b(b?f\d+)", str(self._program))
         return max(ROUNDOFFS[name] for name in names if name in ROUNDOFFS)
 
 

@@ -23,7 +23,6 @@ from gradaccum.kit import Options, Scalar, explain
 from gradaccum_jax.arrays import (
     Array,
     Axes,
-    Gradients,
     InnerState,
     Leaves,
     Params,
@@ -134,25 +133,25 @@ def spread_axes(axes: tuple[str, ...]) -> Axes:
     return frozenset(axis for axis in axes if lax.axis_size(axis) > 1)
 
 
-def require_own(gradients: Gradients, accumulator: Tree, axes: tuple[str, ...]) -> None:
-    """Raise unless every gradient is that of this device alone.
+def require_own(name: str, tree: Tree, axes: tuple[str, ...]) -> None:
+    """Raise unless the gradients or the loss in `tree` are those of this device alone.
 
     `jax.grad` inside `jax.shard_map` adds up the gradients of replicated parameters
     over the devices by itself.
     """
     if not axes or _params_type.get() is ParamsType.SAME:
         return
-    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(accumulator)[0]]
-    for path, gradient in zip(paths, gradients, strict=True):
-        if gradient is not None and spread_axes(axes) - axes_of(gradient):
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if spread_axes(axes) - axes_of(leaf):
             raise explain(
                 UsageError,
-                f"grads{jax.tree_util.keystr(path)}",
-                expected="the gradient of this device's own micro-batch",
+                f"{name}{jax.tree_util.keystr(path)}",
+                expected="that of this device's own micro-batch",
                 found=f"one that is reduced over {axes} already, as its type says",
                 fix="Differentiate by copies of the parameters, as"
                 " gradaccum_jax.data_parallel(step, mesh, axis_name) makes them, or"
-                " jax.lax.pcast(params, axis_name, to='varying').",
+                " jax.lax.pcast(params, axis_name, to='varying'). Pass the loss as it"
+                " was before jax.lax.pmean.",
             )
 
 

@@ -113,6 +113,11 @@ CASES: dict[str, tuple[Any, ...]] = {
         "grads: expected",
         "reduced over ('data',)",
     ),
+    "average loss of a shared window": (
+        lambda: alone(value=lambda x: lax.pmean(x.mean(), "data")),
+        "value: expected that of this device's own micro-batch",
+        "pmean",
+    ),
     "types not checked": (
         lambda: inside(lambda w, x: TX.init(w).loss_scale, BATCH, check_vma=False)(
             W, X

@@ -15,6 +15,7 @@ import optax
 import gradaccum
 import gradaccum_jax
 from benchmarks.questions import jax_workers as question
+from conformance_tests.framework_tests.jax_versions import partition
 from conformance_tests.framework_tests.jax_workers.common import (
     COLLECTIVE,
     DEVICES,
@@ -31,15 +32,20 @@ from conformance_tests.framework_tests.refusing import refused
 
 def scan() -> None:
     """A whole epoch inside: in `data_parallel`, and in a `jax.shard_map` of the user's
-    own, where the state never comes out.
+    own, where the state never comes out. A frozen parameter counts nowhere.
     """
-    tx = gradaccum.wrap(adam(), steps=3, axis_name="data", clip_norm=0.5)
-    params = {"w": jnp.ones(2)}
+    inner = partition(
+        {"trained": adam(), "frozen": optax.set_to_zero()},
+        {"w": "trained", "z": "frozen"},
+    )
+    tx = gradaccum.wrap(inner, steps=3, axis_name="data", clip_norm=0.5)
+    params = {"w": jnp.ones(2), "z": jnp.ones(3)}
     gradients = np.random.default_rng(15).normal(size=(DEVICES, 6, 2))
 
     def epoch(params: Any, state: Any, rows: Any) -> Any:
         def body(carry: Any, g: Any) -> Any:
-            updates, state = tx.update({"w": g}, carry[1], carry[0])
+            grads = {"w": g, "z": jnp.full(3, jnp.nan)}
+            updates, state = tx.update(grads, carry[1], carry[0])
             return (optax.apply_updates(carry[0], updates), state), None
 
         return jax.lax.scan(body, (params, state), rows[0])[0]
@@ -47,10 +53,12 @@ def scan() -> None:
     after, _ = over(epoch)(params, over(tx.init)(params), gradients)
     own = inside(lambda p, rows: epoch(p, tx.init(p), rows)[0], (P(), P("data")))
     large = gradaccum.wrap(adam(), steps=1, clip_norm=0.5)
-    state, wanted = large.init(params), params
+    wanted = {"w": params["w"]}
+    state = large.init(wanted)
     for g in (gradients[:, :3].mean((0, 1)), gradients[:, 3:].mean((0, 1))):
         updates, state = large.update({"w": jnp.asarray(g)}, state, wanted)
         wanted = optax.apply_updates(wanted, updates)
+    wanted["z"] = params["z"]
     assert_close(after, wanted)
     assert_close(own(params, gradients), wanted)
 

@@ -120,9 +120,15 @@ MUTANTS = (
         OWN + "test_jax_misuse.py::test_misuse_is_refused",
     ),
     Mutant(
+        "keep_the_sum_of_a_frozen_parameter",
+        "        if takes_part(total) and is_frozen[place]:\n",
+        "        if False:\n",
+        OWN + "test_jax_combinators.py::test_frozen_parameter_costs_and_counts_nothing",
+    ),
+    Mutant(
         "forget_what_float16_holds",
-        "finite = finite & everywhere(fits, update.shard_axes)",
-        "finite = finite | (fits & False)",
+        "finite = (norm < jnp.inf) & everywhere(fits, update.shard_axes)",
+        "finite = norm < jnp.inf",
         SUITE + "test_half_precision.py::test_sum_at_the_edge_of_float16",
     ),
     Mutant(
