@@ -67,8 +67,7 @@ def backward(
 
     Args:
         loss_fn: ``loss_fn(*micro_batch)`` returns a loss, a tensor of shape ``()``, or
-            ``(loss, aux)`` if `has_aux`. It leaves ``backward()`` and ``zero_grad()``
-            to the call.
+            ``(loss, aux)`` if `has_aux`.
         batch: any nest of tuples, lists, dicts and dataclasses of tensors and arrays,
             cut into views. A plain number, text or None is passed whole. For keywords
             pass a dict: ``backward(lambda b: model(**b).loss, b, steps=4)``.
@@ -95,7 +94,8 @@ def backward(
             of a list of one aux per micro-batch and the list of their weights. Default:
             the list of aux comes back.
         optimizer: wrapped with ``steps=None``. The micro-batches are its window, which
-            the call closes with one update; if a step pre-hook raises, it stays full.
+            the call closes with one update. If a hook of `register_step_pre_hook`
+            raises, ``opt.discard()`` or a load resumes.
         modules: their buffers, such as a batch norm's statistics, are restored if
             something raises. Default: none; with an automatic size all modules that are
             called, and compiled code is refused, as it may hide them.
@@ -109,8 +109,8 @@ def backward(
     Raises:
         ArgumentTypeError, ArgumentValueError: an argument is wrong, the batch cannot be
             divided so, or the loss is no scalar.
-        UsageError: the parameters are a wrapped optimizer's or several workers', and
-            `optimizer` is not given.
+        UsageError: `loss_fn` calls ``backward()`` or ``zero_grad()``; or the parameters
+            are a wrapped optimizer's or several workers', and `optimizer` is not given.
 
     Examples:
         >>> import torch
