@@ -74,8 +74,7 @@ def backward(
         steps: at most so many micro-batches, of ceil(items / steps) items.
         micro_batch_size: items of a micro-batch; ``"auto"`` or an `AutoMicroBatchSize`
             without a limit: the most that fit into the memory of a device; when it runs
-            out, the call starts over with half as many; so `loss_fn` must not write
-            into its batch. All workers of the optimizer's
+            out, the call starts over with half as many. All workers of the optimizer's
             group, or of the default process group, make such a call together.
         reduction: ``"mean"``: `loss_fn` returns a mean, and each counts by its weight;
             ``"sum"``: losses are added; ``"sum_per_item"``: `loss_fn` returns a sum, and
