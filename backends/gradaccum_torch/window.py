@@ -195,6 +195,7 @@ class Window:
     def _move_sum(self, new_sum: GradientSum) -> None:
         """Move the sum out of ``.grad``, with what has arrived of a micro-batch."""
         factors = set(self.watch.factors)
+        was_changed = not self.watch.is_intact()
         sums = self.gradient_sum.gradients()
         for parameter, total in sums.items():
             dtype = sum_dtype(parameter, self.options.accumulate_dtype)
@@ -202,6 +203,7 @@ class Window:
         self.gradient_sum.clear()
         new_sum.replace(sums)
         self.watch.factors.update(factors)
+        self.watch.was_changed = was_changed
 
     def expect_window(self) -> None:
         if self.gradient_sum.expects_windows:

@@ -57,7 +57,6 @@ class WorkerGroup(Workers):
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.place = (self.rank, self.size)
-        self.device = self.parameters()[0].device
         self.is_flushing = False
         self.all_flush = False
         """All workers have run out of micro-batches."""
@@ -176,6 +175,7 @@ class WorkerGroup(Workers):
             *bits,
             *[id(parameter) in reduction.contributions for parameter in parameters],
         ]
+        self.device = parameters[0].device
         loss, weight, overflows, opens, flushes, discards, *sums = add_numbers(
             numbers, [self.group], self.device, state
         )
