@@ -103,7 +103,7 @@ def sharded(
 
     def law(window: Window) -> Law:
         shard = window.gradients // window.shards
-        numbers = Sent(1 + told, 8 * 35 + told * 4 * window.tensors)
+        numbers = Sent(1 + told, 8 * 36 + told * 4 * window.tensors)
         found = {
             ("reduce_scatter", window.shards): Sent(
                 scattered(window) * window.units, scattered(window) * window.gradients
@@ -150,13 +150,13 @@ WAYS = {
             "FSDP2, micro_batch",
             sharded(lambda window: window.steps, lambda window: window.steps, told=0),
             "N*U + 2",
-            "N*S + 280 + 4*n",
+            "N*S + 288 + 4*n",
         ),
         Way(
             "FSDP2, window",
             sharded(lambda window: 1, lambda window: 1, told=1),
             "U + 3",
-            "S + 280 + 8*n",
+            "S + 288 + 8*n",
         ),
         Way(
             "JAX, data_parallel",

@@ -40,6 +40,7 @@ from gradaccum_torch.torch_private.names import (
     untraced_within,
     version,
 )
+from gradaccum_torch.update import hooks_of
 
 Layer = Callable[[Any], Any]
 
@@ -74,19 +75,19 @@ def layered_backward(
     ``gradaccum.wrap(optimizer, steps=None, on_overflow="ignore")``, each layer's update
     is made as soon as its sum is complete, by a ``step`` of the inner optimizer that
     finds no other gradients, and its gradient is freed. A parameter of several layers
-    waits for the first of them. Step hooks run once per layer, and an inner optimizer
-    that counts its steps in its groups counts each layer's. With ``clip_norm``,
-    ``skip_norm`` or an overflow that skips, the sums of all layers are kept until the
-    end, where one step is made.
+    waits for the first of them. With ``clip_norm``, ``skip_norm`` or an overflow that
+    skips, the sums of all layers are kept until the end, where one step is made; only
+    there may the optimizer have step hooks, or an inner optimizer that counts its steps
+    in its groups.
 
     If something raises, everything is as it was before the call, except that the
     updates of layers cannot be undone: a note on the error names these layers, and the
     optimizer refuses to go on until ``load_state_dict``.
 
     Args:
-        layers: an `nn.Sequential`, whose own forward method and its hooks do not run,
-            or a sequence of functions and modules of one argument, any nest, which the
-            layer before has returned. Layers of FSDP2 are refused.
+        layers: an `nn.Sequential`, whose own forward hooks do not run, or a sequence of
+            functions and modules of one argument, any nest, which the layer before has
+            returned. Layers of FSDP2 are refused.
         loss_fn: ``loss_fn(outputs, targets)`` returns a loss, a tensor of shape ``()``,
             or ``(loss, aux)`` if `has_aux`.
         inputs: the first layer's argument for the large batch, any nest, cut as by
@@ -114,8 +115,8 @@ def layered_backward(
         ArgumentTypeError, ArgumentValueError: an argument is wrong, or a function
             returns something else.
         UsageError: something writes into what a layer takes; `optimizer` cannot take a
-            window in this order; or its inner optimizer's step moves parameters without
-            a gradient.
+            window in this order; or its inner optimizer's step moves what all
+            parameters share, or parameters without a gradient.
 
     Examples:
         >>> import torch, gradaccum
@@ -133,7 +134,7 @@ def layered_backward(
     functions: list[Layer] = list(layers)
     candidates: list[Any] = [*functions, loss_fn]
     modules = [layer for layer in candidates if isinstance(layer, nn.Module)]
-    require_unsharded(modules)
+    require_plain_layers(layers, modules)
     division = kit.make_division(steps, micro_batch_size)
     options = options_of_call(optimizer, reduction)
     if optimizer is not None:
@@ -393,14 +394,20 @@ class LayeredRun:
 # What a layered window refuses.
 
 
-def require_unsharded(modules: Sequence[nn.Module]) -> None:
+def require_plain_layers(layers: object, modules: Sequence[nn.Module]) -> None:
+    problem = None
+    forward = nn.Sequential.forward
+    if isinstance(layers, nn.Sequential) and type(layers).forward is not forward:
+        problem = f"a {type(layers).__name__} with a forward of its own"
     if any(is_sharded(p) for module in modules for p in module.parameters()):
+        problem = "a layer of FSDP2"
+    if problem is not None:
         raise explain(
             ArgumentTypeError,
             "layers",
-            expected="layers of this process",
-            found="a layer of FSDP2",
-            fix="Call gradaccum_torch.backward.",
+            expected="layers of this process that run one after the other",
+            found=problem,
+            fix="Write layers=[*model.blocks, head], or call gradaccum_torch.backward.",
         )
 
 
@@ -411,6 +418,9 @@ def require_layered_optimizer(optimizer: AccumulatingOptimizer) -> None:
     window = optimizer.whole_window()
     require_no_dropping(window.options)
     unfit = window.options_of_micro_batches()
+    hooks = [*hooks_of(optimizer, "step_pre"), *hooks_of(optimizer, "step_post")]
+    if hooks and not measures(window.options):
+        unfit.append("a step hook")
     if unfit:
         raise explain(
             UsageError,

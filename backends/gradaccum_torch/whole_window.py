@@ -15,6 +15,7 @@ from torch import Tensor
 from gradaccum import UsageError
 from gradaccum.kit import explain
 from gradaccum_torch.arithmetic import is_zero
+from gradaccum_torch.extensions import rate_mark
 from gradaccum_torch.gradient_sum import SumOnArrival
 from gradaccum_torch.torch_private.fsdp import units_holding
 from gradaccum_torch.torch_private.names import Versions, is_sharded
@@ -97,6 +98,13 @@ class WholeWindow:
     def parameter_ids(self) -> set[int]:
         return set(map(id, self._parameters()))
 
+    @property
+    def has_new_gradient(self) -> bool:
+        """True if autograd has delivered something since the last micro-batch was
+        counted.
+        """
+        return self._window.has_new_gradient
+
     def loss_scale(self) -> float:
         """Return the current loss scale; may wait for the device."""
         return float(self._window.current_state().loss_scale)
@@ -163,14 +171,25 @@ class WholeWindow:
         free it; the window stays open for the others.
         """
         others = Versions(each for each in self._parameters() if not belongs(each))
+        numbers = self._group_numbers()
         self._updated_parts.append(number)
         self._window.close_part(belongs)
-        if others.moved():
+        if others.moved() or self._group_numbers() != numbers:
             raise explain(
                 UsageError,
                 "optimizer",
-                expected="an inner optimizer that moves parameters with a gradient",
-                found="one that moves parameters without a gradient",
+                expected="an inner optimizer that moves parameters with a gradient, and"
+                " their state",
+                found="one that moves other parameters, or counts steps in its groups",
                 fix='Leave on_overflow="ignore" out: the inner optimizer then makes one'
                 " step per window. Load the last checkpoint first.",
             )
+
+    def _group_numbers(self) -> list[object]:
+        """Return the numbers of all groups, such as a count of steps."""
+        return [
+            (name, rate_mark(value))
+            for group in self._window.masters.inner.param_groups
+            for name, value in group.items()
+            if isinstance(value, int | float | Tensor)
+        ]

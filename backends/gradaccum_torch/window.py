@@ -30,6 +30,7 @@ from gradaccum_torch.arithmetic import (
 )
 from gradaccum_torch.checks import Size, known_window_size, window_size
 from gradaccum_torch.extensions import (
+    NON_FINITE_LOSS,
     WEIGHED_TWICE,
     ChangedRateWarning,
     DividedLossWarning,
@@ -183,12 +184,26 @@ class Window:
         self.largest_number = kit.largest_number(float64_weight=self.has_float64)
         self.changed_rate_warning.allow_change()
         self.watch.follow(parameters)
-        if self.state.micro_step:
-            self.parameter_marks = []  # The next window may have another place.
-        elif type(self.gradient_sum) is GradientSum:
+        if type(self.gradient_sum) is GradientSum:
             make = self.workers.make_gradient_sum or make_gradient_sum
-            self.gradient_sum = make(self.masters.parameters, self.watch, self.options)
+            gradient_sum = make(self.masters.parameters, self.watch, self.options)
+            if self.state.micro_step and type(gradient_sum) is not GradientSum:
+                self._move_sum(gradient_sum)
+            self.gradient_sum = gradient_sum
         self.expect_window()
+
+    def _move_sum(self, new_sum: GradientSum) -> None:
+        """Move the sum out of ``.grad``, with what has arrived of a micro-batch."""
+        factors = set(self.watch.factors)
+        was_changed = not self.watch.is_intact()
+        sums = self.gradient_sum.gradients()
+        for parameter, total in sums.items():
+            dtype = sum_dtype(parameter, self.options.accumulate_dtype)
+            sums[parameter] = total.to(dtype)
+        self.gradient_sum.clear()
+        new_sum.replace(sums)
+        self.watch.factors.update(factors)
+        self.watch.was_changed = was_changed
 
     def expect_window(self) -> None:
         if self.gradient_sum.expects_windows:
@@ -321,7 +336,8 @@ class Window:
                 micro_batch.set_weight(0.0)
                 micro_batch.is_weighed = True
                 micro_batch.has_loss = True
-            micro_batch.losses = [] if had_gradient else [as_number(loss)]
+            is_known = loss is not None and not had_gradient
+            micro_batch.losses = [as_number(loss)] if is_known else []
         return loss
 
     def add_micro_batch(self) -> bool:
@@ -485,6 +501,7 @@ class Window:
         False if no worker has a window.
         """
         loss = self.window_loss.read_open()
+        has_non_finite_loss = self.window_loss.has_non_finite_loss()
         window = self.workers.all_reduce(
             self.state, self.gradient_sum, loss, self.update, parameters
         )
@@ -496,19 +513,28 @@ class Window:
             self.state = self.at_rest(state)
             self.is_reduced = True
         self.update.is_broken = False
+        if has_non_finite_loss:
+            self.warn(NON_FINITE_LOSS.format(*self.workers.place))
         return window.is_open
 
     def _decide(self, sums: Gradients, state: Any, options: Options) -> Decision:
         norm = float("nan")
         is_finite = True
         if self.measures:
-            norm, is_finite = measure(list(sums.values()))
             divisor = kit.divisor(state, options, select)
-            is_finite = is_finite and self._fits(sums, norm, divisor)
-            norm, is_finite = self.workers.stage_norm(state, norm, is_finite)
+            norm, is_finite = self.workers.norm(
+                state, sums, lambda part: self._measure(part, divisor)
+            )
         return Decision(
             *kit.decide(state, norm, is_finite, options, select, self.largest_number)
         )
+
+    def _measure(self, sums: Gradients, divisor: float) -> tuple[float, bool]:
+        """Return the norm, and whether the divided sum is finite in the inner
+        optimizer's dtype.
+        """
+        norm, is_finite = measure(list(sums.values()))
+        return norm, is_finite and self._fits(sums, norm, divisor)
 
     def _fits(self, sums: Gradients, norm: float, divisor: float) -> bool:
         """True if the inner optimizer's dtype holds the divided sum."""

@@ -90,6 +90,31 @@ def test_group_added_in_mid_window_counts() -> None:
     torch.testing.assert_close(list(model[0].parameters()), expected)
 
 
+@pytest.mark.parametrize("is_under_way", [False, True])
+def test_half_precision_added_in_mid_window_is_summed_in_float32(
+    is_under_way: bool,
+) -> None:
+    """In bfloat16 each small gradient would vanish beside the first one."""
+    early = torch.zeros(2, requires_grad=True)
+    late = torch.zeros(2, dtype=torch.bfloat16, requires_grad=True)
+    inner = torch.optim.SGD([early], lr=1.0)
+    opt = gradaccum.wrap(inner, steps=6, reduction="sum")
+    for index, factor in enumerate([0.0, 1.0, *[2.0**-9] * 4]):
+        opt.backward(early.sum() * 3 + (late * factor).sum())
+        if index == 0:
+            late.grad = None
+        if index == is_under_way:
+            if not is_under_way:
+                opt.step()
+            opt.add_param_group({"params": [late]})
+            if not is_under_way:
+                continue
+        opt.step()
+    assert opt.result.applied
+    assert early.tolist() == [-18.0] * 2
+    assert late.tolist() == [-1 - 2**-7] * 2
+
+
 # Closures.
 
 

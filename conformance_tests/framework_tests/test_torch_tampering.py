@@ -234,3 +234,17 @@ def test_gradients_in_a_new_group_are_refused() -> None:
     model("right").backward()
     opt.step()
     assert opt.result.applied
+
+
+def test_change_before_a_half_precision_group_is_caught() -> None:
+    """The group moves the sum out of ``.grad``."""
+    early = torch.ones(2, requires_grad=True)
+    opt = gradaccum.wrap(torch.optim.SGD([early], lr=0.1), steps=2)
+    opt.backward(early.sum())
+    opt.step()
+    nn.utils.clip_grad_norm_([early], 1e-3)
+    late = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
+    opt.add_param_group({"params": [late]})
+    opt.backward(early.sum() + late.sum())
+    with pytest.raises(gradaccum.UsageError, match=r"\.grad: expected"):
+        opt.step()

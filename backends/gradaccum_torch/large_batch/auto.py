@@ -21,7 +21,7 @@ from gradaccum import ArgumentValueError, AutoMicroBatchSize, UsageError
 from gradaccum.kit import Division, explain, free_frames, too_small_error
 from gradaccum_torch.large_batch.batch import LargeBatch
 from gradaccum_torch.optimizer import AccumulatingOptimizer
-from gradaccum_torch.torch_private.names import processes
+from gradaccum_torch.torch_private.names import Versions, processes
 
 T = TypeVar("T")
 MESSAGES = (
@@ -49,6 +49,7 @@ def run_divided(
     if not isinstance(sizes, AutoMicroBatchSize):
         return run(division, lambda: None)
     require_device(sizes)
+    versions = Versions(large.tensors)
     key = key_of(function, large.tensors)
     workers = workers_of_call(optimizer)
     size = sizes.start(key, large.items)
@@ -62,6 +63,8 @@ def run_divided(
         else:
             sizes.remember(key, size)
             return result
+        if versions.moved():
+            raise written_batch_error()
         gc.collect()
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
@@ -130,6 +133,17 @@ def smaller_size(
     if not next_size:
         raise too_small_error(sizes.memory_limit) from error
     return next_size
+
+
+def written_batch_error() -> UsageError:
+    return explain(
+        UsageError,
+        "micro_batch_size",
+        expected="a function that leaves its batch as it is, where memory may run out",
+        found="a batch that the function wrote into",
+        fix="Write x = x * 2 for x.mul_(2), or give a number of items; and make the"
+        " batch anew, because it was changed.",
+    )
 
 
 def require_device(sizes: AutoMicroBatchSize) -> None:

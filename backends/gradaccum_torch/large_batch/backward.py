@@ -67,16 +67,14 @@ def backward(
 
     Args:
         loss_fn: ``loss_fn(*micro_batch)`` returns a loss, a tensor of shape ``()``, or
-            ``(loss, aux)`` if `has_aux`. It leaves ``backward()`` and ``zero_grad()``
-            to the call.
+            ``(loss, aux)`` if `has_aux`.
         batch: any nest of tuples, lists, dicts and dataclasses of tensors and arrays,
             cut into views. A plain number, text or None is passed whole. For keywords
             pass a dict: ``backward(lambda b: model(**b).loss, b, steps=4)``.
         steps: at most so many micro-batches, of ceil(items / steps) items.
         micro_batch_size: items of a micro-batch; ``"auto"`` or an `AutoMicroBatchSize`
             without a limit: the most that fit into the memory of a device; when it runs
-            out, the call starts over with half as many; so `loss_fn` must not write
-            into its batch. All workers of the optimizer's
+            out, the call starts over with half as many. All workers of the optimizer's
             group, or of the default process group, make such a call together.
         reduction: ``"mean"``: `loss_fn` returns a mean, and each counts by its weight;
             ``"sum"``: losses are added; ``"sum_per_item"``: `loss_fn` returns a sum, and
@@ -95,7 +93,8 @@ def backward(
             of a list of one aux per micro-batch and the list of their weights. Default:
             the list of aux comes back.
         optimizer: wrapped with ``steps=None``. The micro-batches are its window, which
-            the call closes with one update; if a step pre-hook raises, it stays full.
+            the call closes with one update. If a hook of `register_step_pre_hook`
+            raises, ``opt.discard()`` or a load resumes.
         modules: their buffers, such as a batch norm's statistics, are restored if
             something raises. Default: none; with an automatic size all modules that are
             called, and compiled code is refused, as it may hide them.
@@ -109,8 +108,8 @@ def backward(
     Raises:
         ArgumentTypeError, ArgumentValueError: an argument is wrong, the batch cannot be
             divided so, or the loss is no scalar.
-        UsageError: the parameters are a wrapped optimizer's or several workers', and
-            `optimizer` is not given.
+        UsageError: `loss_fn` calls ``backward()`` or ``zero_grad()``; or the parameters
+            are a wrapped optimizer's or several workers', and `optimizer` is not given.
 
     Examples:
         >>> import torch

@@ -29,6 +29,7 @@ from gradaccum_torch.torch_private.names import (
     Node,
     keep_own,
     untraced,
+    version,
 )
 from gradaccum_torch.whole_window import WholeWindow
 
@@ -70,6 +71,8 @@ class GradientsInGrad:
         self._earlier_gradients: dict[Tensor, Tensor | None] = {}
         self._wide_sums: dict[Tensor, Tensor] = {}
         self._without_gradient: list[Tensor] = []
+        self._marks: dict[Tensor, object] = {}
+        """Of the sums, which the user's functions may not change."""
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> None:
@@ -111,6 +114,7 @@ class GradientsInGrad:
         return leaves
 
     def add_loss(self, loss: Tensor, weight: float, factor: float) -> None:
+        self.require_untouched()
         if not factor:
             return
         self.reach([loss], self._leaf_nodes)
@@ -125,18 +129,32 @@ class GradientsInGrad:
     def add_outputs(
         self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> None:
+        self.require_untouched()
         self.reach(outputs, self._leaf_nodes)
         self.backward(outputs, gradients)
 
     def backward(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         torch.autograd.backward(tuple(tensors), tuple(gradients))
-        self.copy_shared_gradients()
+        self.note_sums()
 
-    def copy_shared_gradients(self) -> None:
-        """Keep new gradients in memory that nobody else writes into."""
+    def note_sums(self) -> None:
+        """Keep new gradients in memory that nobody else writes into, and take all sums
+        as they are now.
+        """
         for leaf in self._without_gradient:
             keep_own(leaf)
         self._without_gradient = [p for p in self._without_gradient if p.grad is None]
+        self._marks = {leaf: self._mark(leaf) for leaf in self._earlier_gradients}
+
+    def _mark(self, leaf: Tensor) -> object:
+        """Return what differs if something changes the sum of `leaf`."""
+        total = self._wide_sums.get(leaf, leaf.grad)
+        return None if total is None else (id(total), version(total))
+
+    def require_untouched(self) -> None:
+        """Raise if the user's function has changed a sum, as ``backward()`` does."""
+        if any(self._mark(leaf) != mark for leaf, mark in self._marks.items()):
+            raise touched_error()
 
     def deliver(self) -> None:
         """Divide the sums, and add what was in ``.grad`` before."""
@@ -201,10 +219,11 @@ class GradientsInWindow(GradientsInGrad):
         return super().reach(tensors, leaf_nodes)
 
     def add_loss(self, loss: Tensor, weight: float, factor: float) -> None:
+        self.require_untouched()
         if factor:
             self.reach([loss], self._leaf_nodes)
         self._optimizer.backward(loss, weight=weight)
-        self.copy_shared_gradients()
+        self.note_sums()
         self._optimizer.step()
 
     def add_outputs(
@@ -214,6 +233,11 @@ class GradientsInWindow(GradientsInGrad):
         self.window.begin_weightless()
         super().add_outputs(outputs, gradients)
         self._optimizer.step()
+
+    def require_untouched(self) -> None:
+        super().require_untouched()
+        if self.window.has_new_gradient:
+            raise touched_error()
 
     def deliver(self) -> None:
         if self._earlier_gradients:
@@ -287,6 +311,16 @@ def watched_error(leaf: Tensor) -> UsageError:
         found=f"one of shape {tuple(leaf.shape)} that a wrapped optimizer collects",
         fix="Write optimizer=opt, wrapped with steps=None; of another optimizer's"
         " parameters, call requires_grad_(False) for this call.",
+    )
+
+
+def touched_error() -> UsageError:
+    return explain(
+        UsageError,
+        "loss_fn",
+        expected="a function that computes the loss",
+        found="one that changes .grad itself, as backward() or zero_grad() does",
+        fix="Return the loss, and leave backward() and zero_grad() to the call.",
     )
 
 

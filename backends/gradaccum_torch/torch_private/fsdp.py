@@ -34,6 +34,14 @@ class Unit:
         return int(self.group.mesh_info.mesh.size())
 
     @property
+    def divisor(self) -> float:
+        """By what FSDP2 divides the sum of its workers: by their number, unless the
+        user has called ``set_gradient_divide_factor``.
+        """
+        factor = getattr(self.group, "gradient_divide_factor", None)
+        return float(self.workers if factor is None else factor)
+
+    @property
     def sum_dtype(self) -> torch.dtype:
         parameter = self.group.fsdp_params[0]
         policy = parameter.mp_policy

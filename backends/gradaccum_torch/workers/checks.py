@@ -11,13 +11,14 @@ import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from gradaccum import (
     ArgumentTypeError,
@@ -67,6 +68,31 @@ SHARED_BY: WeakKeyDictionary[
     torch.optim.Optimizer, weakref.ref[DistributedDataParallel]
 ] = WeakKeyDictionary()
 """The module whose gradients are reduced for an optimizer, at its windows' ends."""
+CHECKED_OPTIMIZERS: WeakSet[torch.optim.Optimizer] = WeakSet()
+"""The optimizers that have no parameter of a module which waits for another one."""
+STEP_HOOKS: list[RemovableHandle] = []
+"""The hook of all optimizers, once a module waits."""
+
+
+def share_module(
+    optimizer: torch.optim.Optimizer, module: DistributedDataParallel
+) -> None:
+    """Note that `optimizer` has the gradients of `module` reduced, and refuse steps of
+    optimizers whose gradients the module no longer reduces.
+    """
+    SHARED_BY[optimizer] = weakref.ref(module)
+    CHECKED_OPTIMIZERS.clear()
+    if not STEP_HOOKS:
+        STEP_HOOKS.append(register_optimizer_step_pre_hook(refuse_unreduced))
+
+
+def refuse_unreduced(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    if optimizer not in CHECKED_OPTIMIZERS:
+        require_reduced(optimizer)
+        CHECKED_OPTIMIZERS.add(optimizer)
+
+
+names.untraced(refuse_unreduced)
 
 
 def require_reduced(optimizer: torch.optim.Optimizer) -> None:
@@ -133,28 +159,30 @@ def require_all_sharded(parameters: Iterable[Tensor], units: Sequence[Unit]) -> 
         )
 
 
-def require_one_mesh(meshes: Sequence[DeviceMesh]) -> None:
-    """Raise unless all sharded parameters are on the same workers: elsewhere a norm would
-    be that of some workers.
+def require_meshes_within(parameters: Iterable[Tensor], workers: Iterable[int]) -> None:
+    """Raise unless all workers of each sharded parameter are among `workers`, who add
+    up the norm.
     """
-    ranks = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes}
-    if len(ranks) > 1:
-        raise explain(
-            ArgumentValueError,
-            "optimizer",
-            expected="sharded parameters on the same workers, for one norm",
-            found=f"some on the ranks {sorted(ranks)}",
-            fix="Make each expert a DTensor over all ranks, as"
-            " DTensor.from_local(expert, mesh, [Shard(0)]), or give the experts an"
-            " optimizer of their own.",
-        )
+    ranks = set(workers)
+    for parameter in filter(names.is_sharded, parameters):
+        parameter_ranks = set(names.mesh_of(parameter).mesh.flatten().tolist())
+        if not parameter_ranks <= ranks:
+            raise explain(
+                ArgumentValueError,
+                "optimizer",
+                expected=f"parameters that are sharded over some of the ranks"
+                f" {sorted(ranks)}, for one norm",
+                found=f"one on the ranks {sorted(parameter_ranks)}",
+                fix="Shard it over these ranks or a part of them, or give it an"
+                " optimizer of its own.",
+            )
 
 
 def describe_parameters(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module | None
 ) -> list[str]:
-    """Return a line for each parameter: its name, as far as there is one, its shape and
-    its dtype.
+    """Return a line for each parameter: its name, as far as there is one, its shape,
+    its dtype, and over how many workers it is sharded.
     """
     module_names: dict[int, str] = {}
     if module is not None:
@@ -165,7 +193,10 @@ def describe_parameters(
         given_names = group.get("param_names", [""] * len(group["params"]))
         for parameter, given_name in zip(group["params"], given_names, strict=True):
             name = module_names.get(id(parameter), given_name)
-            lines.append(f"{name} {tuple(parameter.shape)} {parameter.dtype}")
+            line = f"{name} {tuple(parameter.shape)} {parameter.dtype}"
+            if names.is_sharded(parameter):
+                line += f" on {names.mesh_of(parameter).size()} workers"
+            lines.append(line)
     return lines
 
 

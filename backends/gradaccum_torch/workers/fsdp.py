@@ -22,10 +22,19 @@ from gradaccum_torch.arithmetic import multiply
 from gradaccum_torch.gradient_sum import GradientSum, UpdateGuard
 from gradaccum_torch.gradient_watch import delivering_zeros
 from gradaccum_torch.torch_private.fsdp import units_holding
-from gradaccum_torch.torch_private.names import learning_rates, parameters_of
+from gradaccum_torch.torch_private.names import (
+    is_sharded,
+    learning_rates,
+    mesh_of,
+    parameters_of,
+)
 from gradaccum_torch.workers import checks
 from gradaccum_torch.workers.deferred import DeferredReduction, SumInFSDP
-from gradaccum_torch.workers.interface import ReducedWindow, Workers, add_numbers
+from gradaccum_torch.workers.interface import (
+    ReducedWindow,
+    Workers,
+    add_numbers,
+)
 
 
 @final
@@ -43,6 +52,8 @@ class ShardGroup(Workers):
     ) -> None:
         self.optimizer = optimizer
         self.mesh = mesh
+        self.groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+        self.device = mesh.device_type
         self.is_undivided = is_undivided
         """``reduction="sum"``: nothing divides the sum of all workers."""
         self.deferred_reduction = deferred_reduction
@@ -70,9 +81,9 @@ class ShardGroup(Workers):
         guard.is_broken = True
         gradients = gradient_sum.gradients()
         weight, overflow, loss = self.average(state, loss)
-        divisors: dict[int, int] = {}
+        divisors: dict[int, float] = {}
         for unit in self.units:
-            divisors.update(dict.fromkeys(map(id, unit.parameters), unit.workers))
+            divisors.update(dict.fromkeys(map(id, unit.parameters), unit.divisor))
         divisor = 1 if self.is_undivided else self.divisor
         for parameter, total in gradients.items():
             multiply([total], divisors.get(id(parameter), 1) / divisor)
@@ -88,12 +99,16 @@ class ShardGroup(Workers):
         rates = learning_rates(self.optimizer)
         # The count of micro-batches differs after discard() on one worker.
         bits = rate_bits(state.micro_step, *rates)
-        numbers = [loss, state.weight, state.overflow, *bits]
-        groups = [self.mesh.get_group(axis) for axis in range(self.mesh.ndim)]
-        loss, weight, overflows, *added_bits = add_numbers(
-            numbers, groups, self.mesh.device_type, state
-        )
         size = self.mesh.size()
+        has_smaller_mesh = any(
+            is_sharded(parameter) and mesh_of(parameter).size() < size
+            for parameter in parameters_of(self.optimizer)
+        )
+        numbers = [loss, state.weight, state.overflow, has_smaller_mesh, *bits]
+        loss, weight, overflows, smaller_meshes, *added_bits = add_numbers(
+            numbers, self.groups, self.mesh.device_type, state
+        )
+        self.norm_groups = self.groups if smaller_meshes else ()
         require_same_rates(rates, added_bits, size, dist.get_rank())
         return weight / size, overflows > 0, loss / size
 

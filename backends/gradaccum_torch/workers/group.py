@@ -26,7 +26,11 @@ from gradaccum.kit import Options, State
 from gradaccum_torch.gradient_sum import GradientSum, UpdateGuard
 from gradaccum_torch.torch_private import names
 from gradaccum_torch.workers import checks
-from gradaccum_torch.workers.interface import ReducedWindow, Workers, add_numbers
+from gradaccum_torch.workers.interface import (
+    ReducedWindow,
+    Workers,
+    add_numbers,
+)
 from gradaccum_torch.workers.overlap import BucketReduction
 
 OPTIMIZERS: dict[str, int] = {}
@@ -74,13 +78,18 @@ class WorkerGroup(Workers):
             reduce_again = names.leave_reduction_out(self.module)
             weakref.finalize(self, reduce_again).atexit = False
             names.send_buffers(self.module)
-            checks.SHARED_BY[self.optimizer] = weakref.ref(self.module)
+            checks.share_module(self.optimizer, self.module)
 
     def require_parameters(self, parameters: Sequence[Tensor]) -> None:
         if self.module is not None:
             module_copies = [each for each in parameters if not names.is_sharded(each)]
             module_parameters = list(self.module.parameters())
             checks.require_parameters(self.module, module_parameters, module_copies)
+        for parameter in filter(names.is_sharded, parameters):
+            if names.mesh_of(parameter).size() < self.size:
+                self.norm_groups = [self.group]
+        ranks = dist.get_process_group_ranks(self.group)
+        checks.require_meshes_within(parameters, ranks)
 
     def flush(
         self, close: Callable[[], None], between: Callable[[], None], is_open: bool
@@ -166,9 +175,9 @@ class WorkerGroup(Workers):
             *bits,
             *[id(parameter) in reduction.contributions for parameter in parameters],
         ]
-        device = parameters[0].device
+        self.device = parameters[0].device
         loss, weight, overflows, opens, flushes, discards, *sums = add_numbers(
-            numbers, [self.group], device, state
+            numbers, [self.group], self.device, state
         )
         reduction.wait()
         if discards:

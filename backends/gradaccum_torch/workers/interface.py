@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,10 @@ from torch import Tensor
 from gradaccum.kit import Options, State, missing_worker_error
 from gradaccum_torch.gradient_sum import Gradients, GradientSum, UpdateGuard
 from gradaccum_torch.gradient_watch import GradientWatch
+from gradaccum_torch.torch_private.names import is_sharded, mesh_of
 
+Measure = Callable[[Gradients], tuple[float, bool]]
+"""Returns the norm of sums that the same workers hold, and whether they are finite."""
 MakeGradientSum = Callable[
     [Callable[[], list[Tensor]], GradientWatch, Options], GradientSum
 ]
@@ -49,8 +52,12 @@ class Workers:
     """The stages of a pipeline, each with an optimizer of its own: one norm, one clip and
     one decision on overflow for all of them.
     """
-    device = torch.device("cpu")
-    """Where the stages add up their numbers."""
+    norm_groups: Sequence[dist.ProcessGroup] = ()
+    """The dimensions of the workers' mesh, if a part of the workers has a parameter
+    alone.
+    """
+    device: torch.device | str = "cpu"
+    """Where workers add up their numbers."""
     make_gradient_sum: MakeGradientSum | None = None
     """Makes the place of the sum where the workers' engine keeps it."""
 
@@ -80,21 +87,42 @@ class Workers:
         if is_open:
             close()
 
-    def stage_norm(self, state: State, norm: float, finite: bool) -> tuple[float, bool]:
-        """Return the norm of all stages, and whether all are finite; collective.
+    def norm(
+        self, state: State, sums: Gradients, measure: Measure
+    ) -> tuple[float, bool]:
+        """Return the norm of the window, and whether all of it is finite; collective
+        over `norm_groups` and the stages.
 
         Raises:
-            UsageError: a stage did not come in time.
+            UsageError: a worker did not come in time.
         """
+        if self.norm_groups:
+            square, is_finite = self._share_of_square(sums, measure)
+            norm, is_finite = root_of_sum(
+                square, is_finite, self.norm_groups, self.device, state
+            )
+        else:
+            norm, is_finite = measure(sums)
         if self.stages is None:
-            return norm, finite
-        numbers = [norm**2, 0.0]
-        if state.overflow or not finite:
-            numbers = [0.0, 1.0]
-        square, overflows = add_numbers(numbers, [self.stages], self.device, state)
-        if overflows:
-            return math.inf, False
-        return math.sqrt(square), True
+            return norm, is_finite
+        is_finite = is_finite and not state.overflow
+        return root_of_sum(norm**2, is_finite, [self.stages], self.device, state)
+
+    def _share_of_square(self, sums: Gradients, measure: Measure) -> tuple[float, bool]:
+        """Return the square of the norm of this worker's parameters, each divided by the
+        number of workers that have it, and whether all of it is finite.
+        """
+        parts: dict[Any, Gradients] = {}
+        for parameter, total in sums.items():
+            mesh = mesh_of(total) if is_sharded(total) else None
+            parts.setdefault(mesh, {})[parameter] = total
+        square = 0.0
+        is_finite = True
+        for mesh, part in parts.items():
+            norm, is_part_finite = measure(part)
+            square += norm * norm / (self.place[1] if mesh is None else mesh.size())
+            is_finite = is_finite and is_part_finite
+        return square, is_finite
 
     def weightless_pass(self) -> AbstractContextManager[object] | None:
         """Return a context in which a backward pass delivers zeros, if other workers wait
@@ -125,6 +153,23 @@ class Workers:
 
     def require_parameters(self, parameters: Sequence[Tensor]) -> None:
         """Raise unless the workers share each of these new `parameters`."""
+
+
+def root_of_sum(
+    square: float,
+    is_finite: bool,
+    groups: Sequence[dist.ProcessGroup],
+    device: torch.device | str,
+    state: State,
+) -> tuple[float, bool]:
+    """Return the root of the sum of squares over the workers, and whether all are
+    finite; collective.
+    """
+    numbers = [square, 0.0] if is_finite else [0.0, 1.0]
+    square, overflows = add_numbers(numbers, groups, device, state)
+    if overflows:
+        return math.inf, False
+    return math.sqrt(square), True
 
 
 def add_numbers(

@@ -129,7 +129,7 @@ def make_shard_group(
     meshes = [mesh_of(parameter) for parameter in parameters if is_sharded(parameter)]
     mesh = max(meshes, key=lambda mesh: mesh.size())
     if measures(options):
-        checks.require_one_mesh(meshes)
+        checks.require_meshes_within(parameters, mesh.mesh.flatten().tolist())
     if module is not None:
         groups = [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
         checks.require_same_options(options, *groups, gradient_sync=sync)

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import gradaccum
@@ -40,14 +39,6 @@ def partly_sharded() -> Any:
     model = build()
     fully_shard(model.first, mesh=mesh_of((2,)))
     return model
-
-
-def experts(rank: int) -> Any:
-    """Plain ones on a part of the workers: their norm would be that of this part."""
-    model = build()
-    for expert in (model.usual, model.rare):
-        fully_shard(expert, mesh=DeviceMesh("cpu", [rank]))
-    return fully_shard(model, mesh=mesh_of((2,)))
 
 
 def flattened() -> Any:
@@ -101,10 +92,11 @@ NOT_WRAPPED = [
         ArgumentValueError,
         ("6 trainable parameters", "fully_shard(model)"),
     ),
+    # The norm would be that of one worker.
     (
-        lambda rank: plain(experts(rank)),
+        lambda _: plain(flat(), process_group=mesh_of((2, 1)).get_group("shard")),
         ArgumentValueError,
-        ("optimizer", "same workers", "DTensor"),
+        ("optimizer", "one on the ranks [0, 1]"),
     ),
     (lambda _: plain(flattened()), ArgumentValueError, ("FSDP1", "fully_shard")),
 ]

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parallel import DistributedDataParallel
 
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
@@ -15,14 +22,17 @@ from gradaccum_torch.large_batch import backward, coupled_backward
 from .common import (
     FLAT,
     alone,
+    batches,
     build,
     check,
     each_way,
+    mesh_of,
     require_equal,
     require_equal_results,
     sgd,
     sharded,
     train,
+    whole,
     windows_of,
 )
 
@@ -42,6 +52,115 @@ def windows_without_the_module(rank: int) -> None:
         reference, other = alone(windows_of(3, 3), **options)
         require_equal(model, reference)
         require_equal_results(opt, other)
+
+
+@check
+def divided_by_another_factor(rank: int) -> None:
+    """Torchtitan has FSDP2 divide by 1. In a shard of its own torch 2.13 divides float64
+    by another factor twice.
+    """
+    for options in ({"clip_norm": 0.01}, {"reduction": "sum"}):
+        reference, other = alone(windows_of(3, 3), **options)
+        for way, model, opt in each_way(**options):
+            model.set_gradient_divide_factor(1.0)
+            if way.shape[-1] > 1:
+                model.first.set_gradient_divide_factor(3.0)
+            train(model, opt, rank)
+            require_equal(model, reference)
+            require_equal_results(opt, other)
+
+
+# Experts that only some workers have.
+
+
+def make_layers() -> tuple[nn.Module, list[nn.Module]]:
+    """Return the dense layer, and an expert for each worker."""
+    torch.manual_seed(0)
+    dense, *experts = [nn.Linear(4, 4).double() for _ in range(3)]
+    return dense, experts
+
+
+def loss_of_expert(
+    dense: nn.Module, expert: Callable[[Tensor], Tensor], x: Tensor, overflow: bool
+) -> Tensor:
+    hidden = dense(x).tanh()
+    loss = expert(hidden).square().mean()
+    # The gradient of the expert alone.
+    return loss + torch.inf * expert(hidden.detach()).sum() if overflow else loss
+
+
+def train_experts(
+    kind: str, rank: int, overflow: bool, **options: Any
+) -> tuple[list[Tensor], Any]:
+    """Train the expert of one worker, sharded over this worker alone."""
+    dense, experts = make_layers()
+    expert: Any = experts[rank]
+    mine = DeviceMesh("cpu", [rank])
+    if kind == "ddp":
+        weight, bias = [
+            nn.Parameter(DTensor.from_local(each.detach(), mine, [Replicate()]))
+            for each in expert.parameters()
+        ]
+        module: Any = DistributedDataParallel(dense)
+        run = module
+        groups = [[*dense.parameters()], [weight, bias]]
+
+        def expert(x: Tensor) -> Tensor:
+            return nn.functional.linear(x, weight.to_local(), bias.to_local())
+    else:
+        module = nn.ModuleList([dense, expert])
+        fully_shard(expert, mesh=mine)
+        fully_shard(dense, mesh=mesh_of((2,)))
+        run = dense
+        groups = [[*dense.parameters()], [*expert.parameters()]]
+        options["gradient_sync"] = kind
+    inner = torch.optim.SGD([{"params": each} for each in groups], lr=0.1)
+    opt = gradaccum.wrap(inner, steps=2, module=module, **options)
+    for index, (x, _) in enumerate(batches(rank, 4)):
+        is_bad = overflow and (rank, index) == (1, 3)
+        opt.backward(loss_of_expert(run, expert, x, is_bad), weight=len(x))
+        opt.step()
+        opt.zero_grad()
+    return [whole(each) for each in chain(*groups)], opt
+
+
+def train_all_experts(overflow: bool, **options: Any) -> tuple[nn.Module, Any, Any]:
+    """Train all experts in one process."""
+    dense, experts = make_layers()
+    parameters = nn.ModuleList([dense, *experts]).parameters()
+    opt = gradaccum.wrap(
+        torch.optim.SGD(parameters, lr=0.1), 4, process_group="alone", **options
+    )
+    everyone = [batches(worker, 4) for worker in range(2)]
+    for index in (0, 2):
+        for worker, expert in enumerate(experts):
+            for later, (x, _) in enumerate(everyone[worker][index : index + 2]):
+                is_bad = overflow and (worker, index + later) == (1, 3)
+                opt.backward(loss_of_expert(dense, expert, x, is_bad), weight=len(x))
+                opt.step()
+    return dense, experts, opt
+
+
+@check
+def experts_of_one_worker_have_one_norm(rank: int) -> None:
+    """Clipped, skipped by their norm, and skipped by an overflow in one expert."""
+    norm = train_all_experts(False)[2].result.grad_norm
+    for kind in ("ddp", "micro_batch", "window"):
+        for overflow, options in (
+            (False, {"clip_norm": 0.05}),
+            (False, {"skip_norm": norm * 0.999}),
+            (True, {}),
+            (True, {"skip_norm": 9.0}),
+        ):
+            parameters, opt = train_experts(kind, rank, overflow, **options)
+            dense, experts, other = train_all_experts(overflow, **options)
+            expected = [*dense.parameters(), *experts[rank].parameters()]
+            torch.testing.assert_close(parameters, expected, rtol=1e-12, atol=1e-12)
+            assert opt.result.applied == ("clip_norm" in options)
+            assert opt.result.overflow == other.result.overflow == overflow
+            if not overflow:
+                grad_norm = other.result.grad_norm
+                assert math.isclose(opt.result.grad_norm, grad_norm, rel_tol=1e-12)
 
 
 def batch_of(rank: int) -> Tensor:

@@ -50,6 +50,33 @@ def every_kind_of_module(rank: int) -> None:
         require_equal(model, reference)
 
 
+def add_up(numbers: list[float]) -> list[float]:
+    added_numbers = torch.tensor(numbers, dtype=torch.float64)
+    dist.all_reduce(added_numbers)
+    return added_numbers.tolist()
+
+
+@check
+def windows_until_the_items_of_all_workers(rank: int) -> None:
+    """Micro-batches of 3, 4, 5, 6, 7 and 8 items here, of 4, 5 and 6 there."""
+    model, parallel, opt = make_shared(steps=None)
+    windows = gradaccum.windows(
+        micro_batches(rank),
+        gradaccum.until_weight(15),
+        {"items": lambda batch: len(batch[0])},
+        weight="items",
+        reduce=add_up,
+    )
+    closed = []
+    for window in windows:
+        learn_all(parallel, opt, window)
+        closed.append((len(window), window.totals["items"]))
+    assert closed == list(zip([(2, 2, 2), (2, 1, 0)][rank], (16, 17, 15), strict=True))
+    first, second = (micro_batches(worker) for worker in range(WORLD))
+    large = [first[:2] + second[:2], first[2:4] + second[2:], first[4:]]
+    require_equal(model, alone(large)[0])
+
+
 class Sums(dict[Tensor, Tensor]):
     """A sum in tensors of its own."""
 

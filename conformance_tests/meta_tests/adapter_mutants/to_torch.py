@@ -57,8 +57,8 @@ MUTANTS = (
     ),
     Mutant(
         "forget_what_float16_holds",
-        "            is_finite = is_finite and self._fits(sums, norm, divisor)\n",
-        "",
+        "        return norm, is_finite and self._fits(sums, norm, divisor)\n",
+        "        return norm, is_finite\n",
         SUITE + "test_half_precision.py::test_sum_at_the_edge_of_float16",
     ),
     Mutant(
@@ -182,10 +182,18 @@ MUTANTS = (
     ),
     Mutant(
         "clip_each_stage_by_its_own_norm",
-        "            norm, is_finite = self.workers.stage_norm(state, norm, is_finite)\n",
-        "            _, is_finite = self.workers.stage_norm(state, norm, is_finite)\n",
+        "        return root_of_sum(norm**2, is_finite, [self.stages], self.device, state)\n",
+        "        root_of_sum(norm**2, is_finite, [self.stages], self.device, state)\n"
+        "        return norm, is_finite\n",
         OWN + "test_torch_workers.py::test_two_workers",
         only="stages_have_one_norm",
+    ),
+    Mutant(
+        "clip_each_expert_by_the_norm_of_its_worker",
+        "        if self.norm_groups:\n",
+        "        if False:\n",
+        OWN + "test_torch_workers.py::test_two_workers",
+        only="experts_of_one_worker_have_one_norm",
     ),
     Mutant(
         "leave_the_loss_scale",
@@ -335,7 +343,7 @@ MUTANTS = (
         "take_all_new_gradients_for_ones_own",
         "            if not owns_memory(gradient):\n",
         "            if False:\n",
-        SUITE + "test_gradient_memory.py::test_memory_of_others",
+        OWN + "test_torch_static_memory.py",
     ),
     Mutant(
         "forget_a_weight_at_zero_grad",
