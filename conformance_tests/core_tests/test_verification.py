@@ -213,6 +213,8 @@ def test_missing_where_it_is_right_is_zero() -> None:
 def test_two_items_are_enough() -> None:
     assert examine(PlainSubject(sound, items=2), None).equivalent
     assert examine(PlainSubject(sound), None).partitions[0].startswith("4 ")
+    report = examine(PlainSubject(sound, items=5), None)
+    assert report.partitions[0].startswith("3 "), "of two items each, four at most"
     with pytest.raises(
         ArgumentValueError, match="items in the batch: expected an int >= 2"
     ):
