@@ -170,9 +170,9 @@ def require_meshes_within(parameters: Iterable[Tensor], workers: Iterable[int]) 
             raise explain(
                 ArgumentValueError,
                 "optimizer",
-                expected=f"parameters that are sharded over some of the ranks"
-                f" {sorted(ranks)}, for one norm",
-                found=f"one on the ranks {sorted(parameter_ranks)}",
+                expected="parameters on workers that add up the norm together",
+                found=f"one on the ranks {sorted(parameter_ranks)}, beside"
+                f" {sorted(ranks)}",
                 fix="Shard it over these ranks or a part of them, or give it an"
                 " optimizer of its own.",
             )
@@ -181,8 +181,8 @@ def require_meshes_within(parameters: Iterable[Tensor], workers: Iterable[int]) 
 def describe_parameters(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module | None
 ) -> list[str]:
-    """Return a line for each parameter: its name, as far as there is one, its shape,
-    its dtype, and over how many workers it is sharded.
+    """Return a line for each parameter: its name, as far as there is one, its shape and
+    its dtype.
     """
     module_names: dict[int, str] = {}
     if module is not None:
@@ -193,10 +193,7 @@ def describe_parameters(
         given_names = group.get("param_names", [""] * len(group["params"]))
         for parameter, given_name in zip(group["params"], given_names, strict=True):
             name = module_names.get(id(parameter), given_name)
-            line = f"{name} {tuple(parameter.shape)} {parameter.dtype}"
-            if names.is_sharded(parameter):
-                line += f" on {names.mesh_of(parameter).size()} workers"
-            lines.append(line)
+            lines.append(f"{name} {tuple(parameter.shape)} {parameter.dtype}")
     return lines
 
 

@@ -163,6 +163,29 @@ def experts_of_one_worker_have_one_norm(rank: int) -> None:
                 assert math.isclose(opt.result.grad_norm, grad_norm, rel_tol=1e-12)
 
 
+@check
+def expert_that_only_the_first_worker_has(rank: int) -> None:
+    """The other one has no second mesh by which to know of it."""
+    large, (large_expert, _) = make_layers()
+    reference = nn.ModuleList([large, large_expert])
+    other = gradaccum.wrap(sgd(reference), 2, process_group="alone", clip_norm=0.05)
+    everyone = [batches(worker, 1)[0][0] for worker in range(2)]
+    for x, expert in zip(everyone, [large_expert, nn.Identity()], strict=True):
+        other.backward(loss_of_expert(large, expert, x, False), weight=len(x))
+        other.step()
+    dense, (own_expert, _) = make_layers()
+    fully_shard(dense, mesh=mesh_of((2,)))
+    own_mesh = DeviceMesh("cpu", [rank])
+    expert = nn.Identity() if rank else fully_shard(own_expert, mesh=own_mesh)
+    model = nn.ModuleList([dense, expert])
+    opt = gradaccum.wrap(sgd(model), 1, module=model, clip_norm=0.05)
+    x = everyone[rank]
+    opt.backward(loss_of_expert(dense, expert, x, False), weight=len(x))
+    opt.step()
+    require_equal(dense, large)
+    assert math.isclose(opt.result.grad_norm, other.result.grad_norm, rel_tol=1e-12)
+
+
 def batch_of(rank: int) -> Tensor:
     """Of five or of eight items: the last micro-batch is smaller, and workers count by
     their items.
