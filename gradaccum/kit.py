@@ -62,7 +62,6 @@ from gradaccum.refusals import (
     rate_bits,
     require_same_rates,
     shared_until_weight_error,
-    torn_window_error,
     update_due_error,
     wrapped_twice_error,
 )
@@ -270,7 +269,6 @@ __all__ += ["require_same_rates"]
 __all__ += [
     "require_weight",
     "shared_until_weight_error",
-    "torn_window_error",
     "update_due_error",
 ]
 __all__ += ["wrapped_twice_error"]

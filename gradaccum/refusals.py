@@ -111,19 +111,6 @@ def update_due_error(call: str) -> UsageError:
     )
 
 
-def torn_window_error(call: str) -> UsageError:
-    """Return the error for a `call` on a window whose reduction over the workers failed
-    halfway.
-    """
-    return explain(
-        UsageError,
-        call,
-        expected="a whole sum",
-        found="one whose reduction over the workers failed",
-        fix="Load the last checkpoint on every worker, or call discard().",
-    )
-
-
 def shared_until_weight_error(steps: object) -> UsageError:
     """Return the error for windows that end by weight where each worker sees only its
     own weight.

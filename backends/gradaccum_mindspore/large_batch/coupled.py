@@ -42,6 +42,7 @@ from gradaccum_mindspore.large_batch.replay import (
     modules_of,
     restored_on_error,
 )
+from gradaccum_mindspore.mindspore_private import refuse_trace
 
 
 class CoupledGradient(nn.Cell):  # type: ignore[misc]
@@ -71,6 +72,7 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
             object.__setattr__(self, name, value)
 
     def __call__(self, *batch: Nest, **keywords: Nest) -> tuple[Tensor, Any]:
+        refuse_trace()
         batch = positional(self.outputs_fn, batch, keywords)
         total = TensorSum(self.accumulate_dtype)
         with (

@@ -26,6 +26,7 @@ from gradaccum_mindspore.large_batch.gradients import (
     run_micro_batches,
 )
 from gradaccum_mindspore.large_batch.replay import modules_of, restored_on_error
+from gradaccum_mindspore.mindspore_private import refuse_trace
 
 
 class LargeBatchGradient(nn.Cell):  # type: ignore[misc]
@@ -55,6 +56,7 @@ class LargeBatchGradient(nn.Cell):  # type: ignore[misc]
         self.loop = CompiledLoop(backward, parameters, options, accumulate_dtype)
 
     def __call__(self, *batch: Nest, **keywords: Nest) -> tuple[Any, Any]:
+        refuse_trace()
         batch = positional(self.fn, batch, keywords)
         total = TensorSum(self.accumulate_dtype)
 

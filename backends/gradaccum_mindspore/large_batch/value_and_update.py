@@ -25,6 +25,7 @@ from gradaccum_mindspore.large_batch.gradients import (
     run_micro_batches,
 )
 from gradaccum_mindspore.large_batch.replay import modules_of, restored_on_error
+from gradaccum_mindspore.mindspore_private import refuse_trace
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer
 
 
@@ -50,6 +51,7 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
         self.loop = CompiledUpdateLoop(backward, optimizer, options)
 
     def __call__(self, *batch: Nest, **keywords: Nest) -> Any:
+        refuse_trace()
         batch = positional(self.fn, batch, keywords)
         optimizer = self.optimizer
         storage = optimizer.storage
