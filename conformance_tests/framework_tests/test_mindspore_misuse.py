@@ -87,11 +87,6 @@ REFUSED = {
         "loss_scale: .*DynamicLossScale",
     ),
     "a name that stands twice": (of_two_equal_names, CheckpointError, "cell: .*a"),
-    "a loop check without a recorder": (
-        lambda: gradaccum.recording(bare()),
-        ArgumentTypeError,
-        "optimizer: .*LoopRecorder",
-    ),
     "a denominator in compiled code": (
         flush_by_a_denominator_in_compiled_code,
         UsageError,

@@ -22,12 +22,18 @@ from mindspore.common import _no_grad
 from mindspore.ops import constexpr
 
 from gradaccum import ArgumentValueError, UsageError
-from gradaccum.kit import Nest, explain, leaves_of, make_options, with_leaves
+from gradaccum.kit import (
+    Nest,
+    explain,
+    leaves_of,
+    make_division,
+    make_options,
+    with_leaves,
+)
 from gradaccum_mindspore.gradient_sum import HALF, working_dtype
 from gradaccum_mindspore.large_batch.batch import (
     Batch,
     CallOptions,
-    make_division,
     micro_batches,
     positional,
 )

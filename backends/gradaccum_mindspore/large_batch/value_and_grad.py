@@ -14,7 +14,6 @@ from gradaccum.kit import Nest
 from gradaccum_mindspore.large_batch.batch import (
     CallOptions,
     Weight,
-    make_division,
     positional,
 )
 from gradaccum_mindspore.large_batch.compiled import CompiledLoop
@@ -158,7 +157,7 @@ def value_and_grad(
             fix="Write value_and_grad(fn, None, weights, steps=4).",
         )
     options = CallOptions(
-        make_division(steps, micro_batch_size),
+        kit.make_division(steps, micro_batch_size),
         kit.make_options(None, reduction=reduction),
         weight,
         axes,

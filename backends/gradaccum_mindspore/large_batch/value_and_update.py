@@ -10,12 +10,11 @@ from typing import Any
 from mindspore import Tensor, nn, ops
 
 from gradaccum import ArgumentValueError, UsageError
-from gradaccum.kit import Nest, explain
+from gradaccum.kit import Nest, explain, make_division
 from gradaccum_mindspore.gradient_sum import where
 from gradaccum_mindspore.large_batch.batch import (
     CallOptions,
     Weight,
-    make_division,
     positional,
 )
 from gradaccum_mindspore.large_batch.compiled import CompiledLoop
