@@ -1,4 +1,5 @@
-"""Private names of MindSpore: its mode, recorded operators, saving, random counters.
+"""Private names of MindSpore: its mode, traces, recorded operators, saving, random
+counters.
 
 MindSpore keeps recording operators after a function raised inside
 `mindspore.value_and_grad`, unless a Cell raised; `forget_recorded` ends that.
@@ -13,12 +14,15 @@ from importlib import import_module
 from typing import Any
 
 import mindspore as ms
-from mindspore import Parameter
+from mindspore import Parameter, Tensor
+
+from gradaccum import UsageError
+from gradaccum.kit import explain
 
 try:
-    from mindspore.graph import api
+    from mindspore.graph import api, jit_trace
 except ImportError:  # their places before MindSpore 2.9
-    from mindspore.common import api
+    from mindspore.common import api, jit_trace
 
 pynative_executor = api._pynative_executor
 
@@ -44,6 +48,26 @@ operators.
 
 def is_graph_mode() -> bool:
     return bool(_mode() == ms.GRAPH_MODE)
+
+
+def refuse_trace() -> None:
+    """Raise inside ``mindspore.jit(capture_mode="trace")``, which repeats the operators
+    of its first call: no later micro-batch would end a window.
+    """
+    if not jit_trace._using_trace:
+        return
+    # MindSpore 2.10 goes on recording if the recorded function raises, and then the
+    # next operator crashes.
+    phase = jit_trace._trace_jit_context.phase
+    jit_trace._jit_trace_end(Tensor(0.0))
+    jit_trace._trace_compile_cache.discard(phase)
+    raise explain(
+        UsageError,
+        "capture_mode",
+        expected="'ast', because a trace repeats the operators of the first call",
+        found="'trace'",
+        fix="Write @mindspore.jit.",
+    )
 
 
 def call_when_saved(parameter: Parameter, function: Callable[[], None]) -> None:

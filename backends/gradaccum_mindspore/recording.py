@@ -10,7 +10,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
-from gradaccum import ArgumentTypeError, UsageError, kit
+from gradaccum import UsageError, kit
 from gradaccum.kit import explain
 from gradaccum_mindspore.gradient_sum import LIMITS
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer
@@ -102,24 +102,15 @@ class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
         )
 
 
-def recording(optimizer: object) -> AbstractContextManager[LoopRecorder]:
+def recording(optimizer: Any) -> AbstractContextManager[LoopRecorder]:
     """Record from here on with the `LoopRecorder` that the loop steps, wrapped or not.
 
-    Raises:
-        ArgumentTypeError: there is none. MindSpore compiles an optimizer together with
-            the step, so that another optimizer's calls cannot be observed.
+    MindSpore compiles an optimizer together with the step, so that the calls of another
+    optimizer cannot be observed.
     """
     recorder = optimizer
     if isinstance(optimizer, AccumulatingOptimizer):
         recorder = optimizer.inner
-    if not isinstance(recorder, LoopRecorder):
-        raise explain(
-            ArgumentTypeError,
-            "optimizer",
-            expected="a gradaccum_mindspore.LoopRecorder",
-            got=optimizer,
-            fix="Put LoopRecorder(net.trainable_params()) in the optimizer's place.",
-        )
     ops.assign(recorder.updates_made, Tensor([0], ms.int32))
     return nullcontext(recorder)
 

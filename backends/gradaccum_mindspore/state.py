@@ -17,6 +17,7 @@ from weakref import WeakSet
 
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from mindspore.ops import constexpr
 
 from gradaccum import StepResult, kit
 from gradaccum.kit import (
@@ -51,7 +52,8 @@ Checkpoint = Mapping[str, Parameter | Tensor]
 
 # The size of a window. If a function of the user's gives it, Python code calls it with
 # an int, compiled code with an int32 Tensor. A wrong value raises outside compiled
-# code; a size below 1 in compiled code makes the window an overflow.
+# code; in compiled code a number that is no integer raises at compilation, and a size
+# below 1 makes the window an overflow.
 
 
 Sizes = int | tuple[tuple[int, int], ...] | Callable[[Any], Any]
@@ -79,6 +81,17 @@ def window_size(steps: Schedule, optimizer_step: int) -> Schedule:
     if isinstance(steps, UntilWeight):
         number = UntilWeight(number)
     return kit.require_steps(number, optimizer_step, steps)
+
+
+@constexpr  # type: ignore[untyped-decorator]
+def require_integer(size: object) -> bool:
+    """Raise, while MindSpore compiles, unless a size is an integer: a constant, or a
+    Tensor of this dtype. Another number comes as None, or as a Tensor without a value.
+    """
+    is_unknown = size is None or isinstance(size, Tensor)
+    if not is_unknown and "Int" not in str(size):
+        kit.require_steps(size, 0, 1)
+    return True
 
 
 def with_known_size(options: Options, optimizer_step: int) -> Options:

@@ -169,7 +169,11 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
         run = run_context.original_args()
         self.optimizer.storage.listener_calls.report(micro_batches=1)
         self.optimizer.storage.sizes.see(run.train_dataset_element)
-        if run.cur_step_num % run.batch_num == 0:
+        steps = run.batch_num
+        if not run.dataset_sink_mode:
+            # There `batch_num` is the `sink_size`, if one was given.
+            steps = run.train_dataset.get_dataset_size()
+        if run.cur_step_num % steps == 0:
             self._flush()
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:

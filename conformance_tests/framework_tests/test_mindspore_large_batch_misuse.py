@@ -36,20 +36,11 @@ def compiled(**options):
     return in_mode("jit", made(**options))(*tensors(X))
 
 
-def of_auto_size():
-    return made(steps=None, micro_batch_size="auto")
-
-
 REFUSED = {
     "a gradient of an argument": (
         lambda: made(0),
         ArgumentValueError,
         "grad_position: expected None",
-    ),
-    "a size by trial": (
-        of_auto_size,
-        ArgumentValueError,
-        "micro_batch_size: expected a number of items",
     ),
     "one weight for all": (
         lambda: made(weight=3.0)(*tensors(X)),

@@ -38,6 +38,52 @@ def shrinking(optimizer_step):
     return 1 - optimizer_step
 
 
+def half_a_tensor(optimizer_step):
+    if isinstance(optimizer_step, Tensor):
+        return optimizer_step * 0.5 + 2
+    return 2
+
+
+def half_a_constant(optimizer_step):
+    if isinstance(optimizer_step, Tensor):
+        return 2.5
+    return 2
+
+
+def a_condition(optimizer_step):
+    if isinstance(optimizer_step, Tensor):
+        return optimizer_step >= 0
+    return 2
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        half_a_tensor,
+        half_a_constant,
+        a_condition,
+        gradaccum.until_weight(half_a_constant),
+    ],
+)
+def test_compiled_schedule_returns_an_integer(steps):
+    """Any other result raises at compilation."""
+    optimizer, call, _ = driver("jit", steps)
+    with pytest.raises(gradaccum.ArgumentTypeError, match=r"^steps.*an int >= 1"):
+        call(1.0)
+    assert optimizer.result.micro_step == 0
+
+
+def growing(optimizer_step):
+    return max(1, optimizer_step)
+
+
+def test_compiled_schedule_returns_a_number_of_unknown_kind():
+    """MindSpore does not say while it compiles whether this is a constant."""
+    _, call, _ = driver("jit", growing)
+    closed = [bool(call(1.0)) for _ in range(7)]
+    assert closed == [True, True, False, True, False, False, True]
+
+
 @pytest.mark.parametrize("steps", [shrinking, gradaccum.until_weight(shrinking)])
 def test_ignored_overflow_makes_no_unsound_update(steps):
     """Compiled code can refuse neither a size below 1 nor a negative weight."""

@@ -75,19 +75,6 @@ def positional(fn: Callable[..., Any], batch: Batch, keywords: dict[str, Any]) -
     return call.args
 
 
-def make_division(steps: object, micro_batch_size: object) -> Division:
-    division = kit.make_division(steps, micro_batch_size)
-    if isinstance(division.micro_batch_size, int | None):
-        return division
-    raise explain(
-        ArgumentValueError,
-        "micro_batch_size",
-        expected="a number of items, because MindSpore's errors do not say that memory ran out",
-        got=micro_batch_size,
-        fix="Write micro_batch_size=8.",
-    )
-
-
 class MicroBatch(NamedTuple):
     """One call of the user's function."""
 
@@ -135,14 +122,6 @@ def has_items(leaf: Any, axis: object) -> bool:
 
 
 def size_along(leaf: Any, axis: Any, path: str) -> int:
-    if isinstance(axis, bool) or not isinstance(axis, int):
-        raise explain(
-            ArgumentTypeError,
-            "axes",
-            expected="an int or None for each array",
-            got=axis,
-            fix="Write axes=(0, None), say.",
-        )
     if kit.is_column(leaf):
         return len(leaf)
     if not -len(leaf.shape) <= axis < len(leaf.shape):

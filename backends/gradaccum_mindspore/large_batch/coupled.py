@@ -22,12 +22,18 @@ from mindspore.common import _no_grad
 from mindspore.ops import constexpr
 
 from gradaccum import ArgumentValueError, UsageError
-from gradaccum.kit import Nest, explain, leaves_of, make_options, with_leaves
+from gradaccum.kit import (
+    Nest,
+    explain,
+    leaves_of,
+    make_division,
+    make_options,
+    with_leaves,
+)
 from gradaccum_mindspore.gradient_sum import HALF, working_dtype
 from gradaccum_mindspore.large_batch.batch import (
     Batch,
     CallOptions,
-    make_division,
     micro_batches,
     positional,
 )
@@ -42,6 +48,7 @@ from gradaccum_mindspore.large_batch.replay import (
     modules_of,
     restored_on_error,
 )
+from gradaccum_mindspore.mindspore_private import refuse_trace
 
 
 class CoupledGradient(nn.Cell):  # type: ignore[misc]
@@ -71,6 +78,7 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
             object.__setattr__(self, name, value)
 
     def __call__(self, *batch: Nest, **keywords: Nest) -> tuple[Tensor, Any]:
+        refuse_trace()
         batch = positional(self.outputs_fn, batch, keywords)
         total = TensorSum(self.accumulate_dtype)
         with (

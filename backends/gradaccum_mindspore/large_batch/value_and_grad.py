@@ -14,7 +14,6 @@ from gradaccum.kit import Nest
 from gradaccum_mindspore.large_batch.batch import (
     CallOptions,
     Weight,
-    make_division,
     positional,
 )
 from gradaccum_mindspore.large_batch.compiled import CompiledLoop
@@ -26,6 +25,7 @@ from gradaccum_mindspore.large_batch.gradients import (
     run_micro_batches,
 )
 from gradaccum_mindspore.large_batch.replay import modules_of, restored_on_error
+from gradaccum_mindspore.mindspore_private import refuse_trace
 
 
 class LargeBatchGradient(nn.Cell):  # type: ignore[misc]
@@ -55,6 +55,7 @@ class LargeBatchGradient(nn.Cell):  # type: ignore[misc]
         self.loop = CompiledLoop(backward, parameters, options, accumulate_dtype)
 
     def __call__(self, *batch: Nest, **keywords: Nest) -> tuple[Any, Any]:
+        refuse_trace()
         batch = positional(self.fn, batch, keywords)
         total = TensorSum(self.accumulate_dtype)
 
@@ -156,7 +157,7 @@ def value_and_grad(
             fix="Write value_and_grad(fn, None, weights, steps=4).",
         )
     options = CallOptions(
-        make_division(steps, micro_batch_size),
+        kit.make_division(steps, micro_batch_size),
         kit.make_options(None, reduction=reduction),
         weight,
         axes,

@@ -10,12 +10,11 @@ from typing import Any
 from mindspore import Tensor, nn, ops
 
 from gradaccum import ArgumentValueError, UsageError
-from gradaccum.kit import Nest, explain
+from gradaccum.kit import Nest, explain, make_division
 from gradaccum_mindspore.gradient_sum import where
 from gradaccum_mindspore.large_batch.batch import (
     CallOptions,
     Weight,
-    make_division,
     positional,
 )
 from gradaccum_mindspore.large_batch.compiled import CompiledLoop
@@ -25,6 +24,7 @@ from gradaccum_mindspore.large_batch.gradients import (
     run_micro_batches,
 )
 from gradaccum_mindspore.large_batch.replay import modules_of, restored_on_error
+from gradaccum_mindspore.mindspore_private import refuse_trace
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer
 
 
@@ -50,6 +50,7 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
         self.loop = CompiledUpdateLoop(backward, optimizer, options)
 
     def __call__(self, *batch: Nest, **keywords: Nest) -> Any:
+        refuse_trace()
         batch = positional(self.fn, batch, keywords)
         optimizer = self.optimizer
         storage = optimizer.storage

@@ -105,6 +105,7 @@ class PyNativeWindow:
         losses = self.storage.window_loss.after_window(state, ending, options)
         gradients: tuple[Tensor, ...] = ()
         if decision.apply:
+            self.update.require_effect()
             gradients = ms.mutable(self.gradients(decision.divisor))
         with self.storage.writing():
             if decision.apply:

@@ -12,15 +12,20 @@ import json
 import os
 import zlib
 from collections.abc import Sequence
-from itertools import zip_longest
+from itertools import count, zip_longest
+from weakref import finalize
 
 import mindspore as ms
-from mindspore import Parameter
+from mindspore import Parameter, nn
 from mindspore.communication import GlobalComm, get_group_size, get_rank
 
 from gradaccum import ArgumentValueError, UsageError
 from gradaccum.kit import Options, explain
 from gradaccum_mindspore.workers.collectives import gather_texts
+
+PLAIN_MODES = ("stand_alone", "data_parallel")
+"""The parallel modes in which MindSpore's compiler does not reduce gradients by itself.
+"""
 
 
 def workers_here() -> int:
@@ -31,8 +36,8 @@ def workers_here() -> int:
 
 def shares_windows(data_parallel: object) -> bool:
     """Return the option ``data_parallel``, checked."""
+    mode = ms.get_auto_parallel_context("parallel_mode")
     if data_parallel is None:
-        mode = ms.get_auto_parallel_context("parallel_mode")
         is_unknown = mode == "data_parallel" and not GlobalComm.INITED
         if is_unknown or workers_here() > 1:
             raise explain(
@@ -55,6 +60,14 @@ def shares_windows(data_parallel: object) -> bool:
             expected="communication that is initialised",
             found="none in this process",
             fix="Call mindspore.communication.init() first.",
+        )
+    if mode not in PLAIN_MODES:
+        raise explain(
+            UsageError,
+            "data_parallel",
+            expected=f"False in the mode {mode}, which reduces each micro-batch itself",
+            got=True,
+            fix="Write data_parallel=False.",
         )
     return True
 
@@ -138,25 +151,32 @@ def require_shardable(options: Options) -> None:
 
 
 # MindSpore's own reducer leaves alone what is marked as ``layerwise_parallel``: so are
-# the shared parameters of a wrapped optimizer.
+# the shared parameters, for as long as their wrapped optimizer lives.
+
+
+MARKS = count(1)
 
 
 def is_sharded(parameter: Parameter) -> bool:
     """True if the user marked the Parameter as ``layerwise_parallel``."""
-    is_marked_here = getattr(parameter, "shares_windows", False)
+    is_marked_here = getattr(parameter, "shares_windows", 0)
     return bool(parameter.layerwise_parallel) and not is_marked_here
 
 
-def mark(parameters: Sequence[Parameter]) -> None:
-    for parameter in parameters:
-        if not is_sharded(parameter):
-            parameter.layerwise_parallel = True
-            parameter.shares_windows = True
+def mark(optimizer: nn.Cell, parameters: Sequence[Parameter]) -> None:
+    """Mark the shared parameters for as long as `optimizer` lives."""
+    owner = next(MARKS)
+    shared_parameters = [each for each in parameters if not is_sharded(each)]
+    for parameter in shared_parameters:
+        parameter.layerwise_parallel = True
+        parameter.shares_windows = owner
+    finalize(optimizer, unmark, shared_parameters, owner).atexit = False
 
 
-def unmark(parameters: Sequence[Parameter]) -> None:
-    """Undo `mark`, for an optimizer whose windows are this worker's."""
+def unmark(parameters: Sequence[Parameter], owner: int | None = None) -> None:
+    """Undo `mark`, or the mark of `owner` alone."""
     for parameter in parameters:
-        if getattr(parameter, "shares_windows", False):
+        marked_by = getattr(parameter, "shares_windows", 0)
+        if marked_by and owner in (None, marked_by):
             parameter.layerwise_parallel = False
-            parameter.shares_windows = False
+            parameter.shares_windows = 0

@@ -80,6 +80,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         object.__setattr__(self, "always", note("always", Tensor(True)))
         # Compiled code found a window of another optimizer, or different rates.
         object.__setattr__(self, "differs", note("differs", Tensor(False)))
+        object.__setattr__(self, "inner", inner)
         object.__setattr__(self, "rates", tuple(rates_of(inner)))
         self.is_this_worker = Tensor(np.arange(self.workers) == self.rank)
         places = np.eye(self.workers)[self.rank][:, None]
@@ -189,6 +190,17 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         rates = [float(rate) for rate in self.rates]
         kit.require_same_rates(rates, [0.5], self.workers, self.rank)
 
+    def write_rates(self) -> None:
+        """Write learning rates that were set as Python numbers into the Parameters that
+        compiled code reads.
+        """
+        if not hasattr(self.inner, "lrs"):
+            return
+        for group, rate in zip(self.inner.param_groups, self.rates, strict=True):
+            if not isinstance(group["lr"], Tensor):
+                write_numbers(rate, group["lr"])
+                group["lr"] = rate
+
 
 def rates_of(inner: Optimizer) -> list[Any]:
     """Return the learning rate of each group; none if a schedule of the optimizer's own
@@ -250,6 +262,7 @@ class SharedWindow(PyNativeWindow):
 
     def end(self, state: State, flushes: bool) -> list[float]:
         """End the window of all workers, in this one's part; return the numbers."""
+        self.workers.write_rates()
         flag = Tensor(float(flushes), self.storage.float_dtype)
         totals, differ = compiled(self.all_numbers)(flag)
         numbers: list[float] = totals.tolist()

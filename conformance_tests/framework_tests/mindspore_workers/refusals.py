@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,13 @@ def each_mistake_is_refused(rank: int) -> None:
     def wrapped(steps: int = 2, **parameter: Any) -> None:
         gradaccum.wrap(sgd(**parameter), steps=steps, data_parallel=True)
 
+    def wrapped_where_the_compiler_reduces() -> None:
+        ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel")
+        try:
+            wrapped()
+        finally:
+            ms.reset_auto_parallel_context()
+
     usage, value = gradaccum.UsageError, gradaccum.ArgumentValueError
     mistakes: tuple[tuple[Callable[[], object], type[Exception], str], ...] = (
         (lambda: gradaccum.wrap(sgd(), steps=2), usage, "data_parallel=True"),
@@ -52,10 +60,29 @@ def each_mistake_is_refused(rank: int) -> None:
         (lambda: wrapped(value=1.0 + rank), value, "parameters"),
         (lambda: wrapped(shape=3 + rank), value, "parameters"),
         (closed_by_other_denominators, usage, "several workers"),
+        (wrapped_where_the_compiler_reduces, usage, "semi_auto_parallel"),
     )
     for call, kind, word in mistakes:
         with refused(kind, word):
             call()
+
+
+@check
+def marks_go_with_the_wrapper(rank: int) -> None:
+    """MindSpore's reducer leaves marked parameters alone: a bare optimizer, after the
+    wrapped ones, needs it.
+    """
+    inner = sgd()
+    parameter = inner.parameters[0]
+    wrapped = [
+        gradaccum.wrap(each, steps=2, data_parallel=True)
+        for each in (inner, nn.SGD([parameter], 1.0))
+    ]
+    while wrapped:
+        assert parameter.layerwise_parallel
+        wrapped.pop(0)
+        gc.collect()
+    assert not parameter.layerwise_parallel
 
 
 def critics(steps: int) -> list[Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn, ops
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.experimental import optim
 from mindspore.experimental.optim.lr_scheduler import StepLR
@@ -142,6 +142,17 @@ def schedules_that_drift_apart_are_refused(rank: int) -> None:
     worker.opt.flush()
     assert worker.opt.result.optimizer_step == 3, "the sums are as they were"
     require_same_everywhere(numbers(worker))
+
+
+@check
+def python_number_is_a_learning_rate(rank: int) -> None:
+    """The window's end is compiled, and reads Parameters."""
+    parameter = Parameter(Tensor(np.zeros(3), ms.float32), name="p")
+    opt = gradaccum.wrap(optim.SGD([parameter], 1.0), steps=1, data_parallel=True)
+    for rate, value in ((0.25, -0.25), (0.5, -0.75)):
+        opt.param_groups[0]["lr"] = rate
+        opt((Tensor(np.ones(3), ms.float32),))
+        assert parameter.asnumpy().tolist() == [value] * 3
 
 
 @check
