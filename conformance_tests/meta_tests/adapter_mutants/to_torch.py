@@ -387,7 +387,7 @@ MUTANTS = (
         "            layer_pass.random_state.put_back()\n",
         "",
         OWN + "test_torch_layered.py::test_same_bits_as_without_layers",
-        "dtype0-within",
+        "ignore-within",
     ),
     Mutant(
         "move_buffers_as_a_layer_runs_again",
@@ -400,7 +400,7 @@ MUTANTS = (
         "        random_state_after.put_back()\n        buffers_after.put_back()\n",
         "        random_state_after.put_back()\n",
         OWN + "test_torch_layered.py::test_same_bits_as_without_layers",
-        "dtype0-within",
+        "ignore-within",
     ),
     Mutant(
         "update_a_shared_parameter_at_its_last_layer",
