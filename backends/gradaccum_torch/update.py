@@ -73,7 +73,9 @@ class Update:
     def _hand_over(self, sums: Gradients, divisor: float) -> None:
         """Put the divided sum into the ``.grad`` that the inner optimizer reads."""
         same_dtype: list[Tensor] = []
-        for parameter, total in list(sums.items()):
+        # Not list(sums.items()), which would hold every sum until the loop ends.
+        for parameter in list(sums):
+            total = sums[parameter]
             target = self.masters.worked_on(parameter)
             dtype = gradient_dtype(target)
             if total.requires_grad and divisor != 1:

@@ -17,50 +17,30 @@ from conformance_tests.framework_tests.torch_model import (
     loss_of,
     make,
 )
-from conformance_tests.framework_tests.torch_operations import Operations
-from gradaccum_torch import arithmetic, update, window
+from conformance_tests.framework_tests.torch_operations import Operations, Peak
+from gradaccum_torch import window
 
 LAYERS, SIZE = 6, 32
 ONE, ALL = SIZE * SIZE, LAYERS * SIZE * SIZE
 
 
 @pytest.mark.parametrize("master_weights", [False, True])
-def test_peak_is_sum_and_one_gradient(
-    master_weights: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The update's gradients are freed with it; a master's is the sum itself."""
-    dtype = torch.bfloat16
+def test_peak_is_sum_and_one_gradient(master_weights: bool) -> None:
+    """Gradients move into float32 sums one by one, and out of them again at the update,
+    with a float32 quotient between. A master's gradient is the sum itself.
+    """
     layers = [nn.Linear(SIZE, SIZE, bias=False) for _ in range(LAYERS)]
-    model = nn.Sequential(*layers).to(dtype)
-    opt: Any = gradaccum.wrap(
-        torch.optim.SGD(model.parameters()), steps=2, master_weights=master_weights
-    )
-    parameters = [*model.parameters(), *opt.master_weights.values()]
-    peaks: list[int] = []
-
-    def note(*made: Tensor) -> None:
-        sums = opt._window.gradient_sum.gradients().values()
-        gradients = (each.grad for each in parameters if each.grad is not None)
-        # The bytes of each once, though several may refer to them.
-        live = {each.data_ptr(): each.nbytes for each in (*sums, *gradients, *made)}
-        peaks.append(sum(live.values()))
-
-    def noting(*arguments: Any) -> Tensor:
-        result = narrowed(*arguments)
-        note(result)
-        return result
-
-    narrowed = arithmetic.narrowed
-    monkeypatch.setattr(update, "narrowed", noting)
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _: note())
-    opt.register_step_pre_hook(lambda *_: note())
-    for _ in range(4):
-        model(torch.ones(2, SIZE, dtype=dtype)).float().square().mean().backward()
-        opt.step()
-    assert all(parameter.grad is None for parameter in parameters)
-    assert 4 * ALL <= max(peaks) <= 4 * ALL + 2 * ONE
-    assert peaks[-1] == (4 if master_weights else 2) * ALL, "at the update"
+    model = nn.Sequential(*layers).bfloat16()
+    inner = torch.optim.SGD(model.parameters())
+    opt = gradaccum.wrap(inner, steps=2, master_weights=master_weights)
+    x = torch.ones(2, SIZE, dtype=torch.bfloat16)
+    with Peak() as memory:
+        for _ in range(4):
+            model(x).float().square().mean().backward()
+            opt.step()
+    assert opt.result.optimizer_step == 2
+    assert 4 * ALL <= memory.peak <= 4 * ALL + (4 + 2) * ONE
+    assert memory.live == 0
 
 
 # What the host waits for and looks at.
