@@ -10,8 +10,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
-from gradaccum import UsageError, kit
-from gradaccum.kit import explain
+from gradaccum import kit
 from gradaccum_mindspore.gradient_sum import LIMITS
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer
 
@@ -27,7 +26,7 @@ class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
     Args:
         parameters: the trained parameters.
         updates: how many updates are kept, each in as much memory as the
-            parameters. The loop may make more.
+            parameters.
     """
 
     def __init__(self, parameters: Sequence[Any], updates: int = 8) -> None:
@@ -72,17 +71,9 @@ class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
                 `gradaccum.check_loop`.
 
         Raises:
-            UsageError: the loop made more updates than are kept.
+            IndexError: the loop made more updates than are kept.
         """
         update_count = int(self.updates_made.asnumpy()[0])
-        if update_count > self.kept_updates:
-            raise explain(
-                UsageError,
-                "updates",
-                expected=f"at least the loop's number of updates, {update_count}",
-                got=self.kept_updates,
-                fix=f"Write LoopRecorder(parameters, updates={update_count}).",
-            )
         batches = [kit.as_arguments(each) for each in micro_batches]
         count = weight or kit.items_of
         differentiate = ms.value_and_grad(loss_fn, None, self.parameters)

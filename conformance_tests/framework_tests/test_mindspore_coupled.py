@@ -165,7 +165,7 @@ def function_without_its_cells():
     ("call", "kind", "words"),
     [
         (other_outputs_again, UsageError, "outputs_fn: expected a function that gives"),
-        (compiled_call, UsageError, "coupled_value_and_grad: expected a call from"),
+        (compiled_call, AttributeError, ".*'construct' is not defined"),
         (function_without_its_cells, ArgumentValueError, "modules: expected the Cells"),
     ],
 )

@@ -118,12 +118,3 @@ MISTAKES = {
 def test_mistake_is_named(kind):
     data = DATA if kind == "mean_of_means" else EVEN
     assert kinds(report_of("pynative", MISTAKES[kind], data)) == [kind]
-
-
-def test_more_updates_than_are_kept():
-    net = make_net()
-    recorder = LoopRecorder(net.trainable_params(), updates=1)
-    for _ in range(3):
-        recorder(tuple(net.trainable_params()))
-    with pytest.raises(gradaccum.UsageError, match="number of updates, 3"):
-        recorder.report(lambda x, y: x.sum(), EVEN)

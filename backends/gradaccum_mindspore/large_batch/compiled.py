@@ -177,7 +177,14 @@ def plan_of(options: CallOptions, dtype: DType) -> Callable[[Any], Any]:
     @constexpr(reuse_result=False)  # type: ignore[untyped-decorator]
     def plan(outline: Any) -> tuple[int, int, int, Tensor]:
         if options.has_aux:
-            raise compiled_call_error("has_aux")
+            raise kit.explain(
+                UsageError,
+                "has_aux",
+                expected="a call from Python",
+                found="a call in compiled code",
+                fix="Call it outside of mindspore.jit: in PyNative, with the function"
+                " itself compiled by mindspore.jit, or in graph mode.",
+            )
         cuts, weights = cuts_and_weights(outline, options)
         size = cuts[0].items
         tail = cuts[-1].items % size
@@ -187,19 +194,6 @@ def plan_of(options: CallOptions, dtype: DType) -> Callable[[Any], Any]:
 
     planned: Callable[[Any], Any] = plan
     return planned
-
-
-def compiled_call_error(argument: str) -> UsageError:
-    return kit.explain(
-        UsageError,
-        argument,
-        expected="a call from Python",
-        found="a call in compiled code",
-        fix=(
-            "Call it outside of mindspore.jit: in PyNative, with the function itself"
-            " compiled by mindspore.jit, or in graph mode."
-        ),
-    )
 
 
 # The compiler follows `outline_of` and `items_at`: every ``if`` there asks about a type

@@ -19,7 +19,6 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import _no_grad
-from mindspore.ops import constexpr
 
 from gradaccum import ArgumentValueError, UsageError
 from gradaccum.kit import (
@@ -37,7 +36,6 @@ from gradaccum_mindspore.large_batch.batch import (
     micro_batches,
     positional,
 )
-from gradaccum_mindspore.large_batch.compiled import compiled_call_error
 from gradaccum_mindspore.large_batch.gradients import (
     Function,
     TensorSum,
@@ -93,9 +91,6 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
             self.second_pass(arguments, replay, outputs, cotangents, total)
         gradients = total.quotients(1.0)
         return loss, gradients[0] if self.is_single else gradients
-
-    def construct(self, *batch: Nest) -> None:
-        refuse_compiled_call()
 
     def first_pass(
         self, arguments: Sequence[Batch], replay: RandomReplay
@@ -210,8 +205,7 @@ def coupled_value_and_grad(
         ArgumentTypeError, ArgumentValueError: an option is wrong; on a call, the batch
             is empty or has leaves of unequal size, or the loss is no scalar.
         UsageError: on a call, `outputs_fn` gives other outputs in the second pass than
-            in the first, because it draws random numbers under `mindspore.jit`, say; or
-            compiled code calls.
+            in the first, because it draws random numbers under `mindspore.jit`, say.
 
     Examples:
         >>> from mindspore import Tensor, nn
@@ -240,11 +234,6 @@ def coupled_value_and_grad(
     return CoupledGradient(
         outputs_fn, loss_fn, weights, options, accumulate_dtype, known_modules
     )
-
-
-@constexpr  # type: ignore[untyped-decorator]
-def refuse_compiled_call() -> None:
-    raise compiled_call_error("coupled_value_and_grad")
 
 
 @contextmanager

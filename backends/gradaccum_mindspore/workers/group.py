@@ -254,8 +254,9 @@ class SharedWindow(PyNativeWindow):
     ) -> None:
         super().__init__(storage, options, update)
         self.workers = workers
-        self.all_numbers = AllNumbers(workers)
-        self.window_end = WindowEnd(compiled_window, workers)
+        self.compiled_window = compiled_window
+        self.addresses: list[int] = []
+        """Where each Parameter lay when the programs were made."""
 
     def close(self, state: State, denominator: float | None = None) -> None:
         self.end(state, flushes=False)
@@ -263,6 +264,7 @@ class SharedWindow(PyNativeWindow):
     def end(self, state: State, flushes: bool) -> list[float]:
         """End the window of all workers, in this one's part; return the numbers."""
         self.workers.write_rates()
+        self.make_programs()
         flag = Tensor(float(flushes), self.storage.float_dtype)
         totals, differ = compiled(self.all_numbers)(flag)
         numbers: list[float] = totals.tolist()
@@ -275,6 +277,18 @@ class SharedWindow(PyNativeWindow):
         for extension in self.storage.extensions:
             extension.window_closed(state._replace(weight=numbers[WEIGHT]))
         return numbers
+
+    def make_programs(self) -> None:
+        """Make the programs, and make them anew after ``set_data`` and
+        `mindspore.load_param_into_net`, which give a Parameter other memory: MindSpore
+        2.10 binds a compiled Cell to the memory that it found.
+        """
+        parameters = self.compiled_window.get_parameters()
+        addresses = [parameter.data_ptr() for parameter in parameters]
+        if addresses != self.addresses:
+            self.addresses = addresses
+            self.all_numbers = AllNumbers(self.workers)
+            self.window_end = WindowEnd(self.compiled_window, self.workers)
 
     def flush(self, denominator: float | None = None) -> bool:
         """End windows until all workers flush; returns whether one of them held a

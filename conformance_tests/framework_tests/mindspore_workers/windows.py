@@ -156,6 +156,22 @@ def python_number_is_a_learning_rate(rank: int) -> None:
 
 
 @check
+def loaded_weights_are_trained(rank: int) -> None:
+    """MindSpore's own loading gives a Parameter other memory, which the program of a
+    window's end does not see.
+    """
+    parameter = Parameter(Tensor(np.zeros(3), ms.float32), name="p")
+    opt = gradaccum.wrap(nn.SGD([parameter], 1.0), steps=1, data_parallel=True)
+    gradient = (Tensor(np.ones(3), ms.float32),)
+    opt(gradient)
+    loaded = Parameter(Tensor(np.full(3, 7.0), ms.float32), name="p")
+    ms.load_param_into_net(opt, {"p": loaded})
+    opt.learning_rate.set_data(Tensor(0.5, ms.float32))
+    opt(gradient)
+    assert parameter.asnumpy().tolist() == [6.5] * 3
+
+
+@check
 def other_rates_in_compiled_code_skip_the_window(rank: int) -> None:
     """It cannot raise. Python raises as soon as it is asked, on every worker: the one
     in compiled code and the one that flushes.
