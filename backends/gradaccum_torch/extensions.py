@@ -91,6 +91,13 @@ class Extension:
         does not count.
         """
 
+    def numbers(self) -> list[float]:
+        """Return the numbers of the open window that the workers are to add up."""
+        return []
+
+    def reduced(self, numbers: list[float]) -> None:
+        """Observe the sums of the `numbers` of all workers."""
+
     def window_closed(self, state: Fields, options: Options) -> None:
         """Observe that the window was closed; its sum was divided by `state` and
         `options`.
@@ -175,6 +182,12 @@ class WindowLoss(Extension):
         self.total = self._read(self.total, self._losses)
         self._losses = []
         return self.total
+
+    def numbers(self) -> list[float]:
+        return [self.read_open()]
+
+    def reduced(self, numbers: list[float]) -> None:
+        (self.total,) = numbers
 
     def has_non_finite_loss(self) -> bool:
         """True if all losses of the open window are known, and not all are finite."""
@@ -291,6 +304,26 @@ class LeftoverLoopWarning(Extension):
             self._steps = 3
         elif self._steps == 2:
             self._warn(LEFTOVER_LOOP.format(passes=passes))
+
+
+class NonFiniteLossWarning(Extension):
+    """Warns of a loss that is not finite, on the worker that has it."""
+
+    def __init__(
+        self, window_loss: WindowLoss, place: tuple[int, int], warn: Warnings
+    ) -> None:
+        self._window_loss = window_loss
+        self._place = place
+        self._warn = warn
+        self._is_due = False
+
+    def numbers(self) -> list[float]:
+        self._is_due = self._window_loss.has_non_finite_loss()
+        return []
+
+    def reduced(self, numbers: list[float]) -> None:
+        if self._is_due:
+            self._warn(NON_FINITE_LOSS.format(*self._place))
 
 
 def is_divided_by(division: Division | None, steps: int, reduction: str) -> bool:

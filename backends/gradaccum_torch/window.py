@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -30,13 +31,13 @@ from gradaccum_torch.arithmetic import (
 )
 from gradaccum_torch.checks import Size, known_window_size, window_size
 from gradaccum_torch.extensions import (
-    NON_FINITE_LOSS,
     WEIGHED_TWICE,
     ChangedRateWarning,
     DividedLossWarning,
     Extension,
     LeftoverLoopWarning,
     MicroBatch,
+    NonFiniteLossWarning,
     Warnings,
     WindowLoss,
     as_number,
@@ -97,6 +98,7 @@ class Window:
             self.changed_rate_warning,
             LeftoverLoopWarning(self.warn),
             DividedLossWarning(options, self.warn),
+            NonFiniteLossWarning(self.window_loss, workers.place, self.warn),
         ]
         self.use_of_weights = kit.use_of_weights(options)
         self.measures = kit.measures(options)
@@ -500,22 +502,26 @@ class Window:
         """Make this the window of all workers, or the sums of some `parameters`; return
         False if no worker has a window.
         """
-        loss = self.window_loss.read_open()
-        has_non_finite_loss = self.window_loss.has_non_finite_loss()
+        numbers = self._numbers()
         window = self.workers.all_reduce(
-            self.state, self.gradient_sum, loss, self.update, parameters
+            self.state, self.gradient_sum, [*chain(*numbers)], self.update, parameters
         )
         self.gradient_sum.replace(window.gradients)
         if window.is_open:
             if parameters is None:
-                self.window_loss.total = window.loss
+                added_numbers = iter(window.numbers)
+                for extension, own_numbers in zip(
+                    self.extensions, numbers, strict=True
+                ):
+                    extension.reduced([next(added_numbers) for _ in own_numbers])
             state = kit.joined(self.state, window.weight, window.overflow)
             self.state = self.at_rest(state)
             self.is_reduced = True
         self.update.is_broken = False
-        if has_non_finite_loss:
-            self.warn(NON_FINITE_LOSS.format(*self.workers.place))
         return window.is_open
+
+    def _numbers(self) -> list[list[float]]:
+        return [extension.numbers() for extension in self.extensions]
 
     def _decide(self, sums: Gradients, state: Any, options: Options) -> Decision:
         norm = float("nan")
@@ -630,7 +636,7 @@ class Window:
 
     def discard(self) -> None:
         """Forget the open window and the micro-batch under way."""
-        self.workers.abandon()
+        self.workers.abandon([*chain(*self._numbers())])
         self._forget_sum()
         self.state = self.at_rest(kit.discard(self.state))
         self.last_event = (False, False, False, self.last_event[3])

@@ -72,7 +72,7 @@ class ShardGroup(Workers):
         self,
         state: State,
         gradient_sum: GradientSum,
-        loss: float,
+        numbers: Sequence[float],
         guard: UpdateGuard,
         parameters: Sequence[Tensor] | None = None,
     ) -> ReducedWindow:
@@ -80,7 +80,7 @@ class ShardGroup(Workers):
             checks.require_reduced_units(self.units)
         guard.is_broken = True
         gradients = gradient_sum.gradients()
-        weight, overflow, loss = self.average(state, loss)
+        weight, overflow, averages = self.average(state, numbers)
         divisors: dict[int, float] = {}
         for unit in self.units:
             divisors.update(dict.fromkeys(map(id, unit.parameters), unit.divisor))
@@ -88,13 +88,15 @@ class ShardGroup(Workers):
         for parameter, total in gradients.items():
             multiply([total], divisors.get(id(parameter), 1) / divisor)
         if self.is_undivided:
-            loss *= self.divisor
+            averages = [average * self.divisor for average in averages]
         is_open = state.micro_step > 0
-        return ReducedWindow(gradients, weight, overflow, is_open, loss)
+        return ReducedWindow(gradients, weight, overflow, is_open, averages)
 
-    def average(self, state: State, loss: float) -> tuple[float, bool, float]:
-        """Return the average weight, whether a worker has an overflow, and the average
-        loss.
+    def average(
+        self, state: State, numbers: Sequence[float]
+    ) -> tuple[float, bool, list[float]]:
+        """Return the average weight, whether a worker has an overflow, and the averages
+        of `numbers`.
         """
         rates = learning_rates(self.optimizer)
         # The count of micro-batches differs after discard() on one worker.
@@ -104,13 +106,14 @@ class ShardGroup(Workers):
             is_sharded(parameter) and mesh_of(parameter).size() < size
             for parameter in parameters_of(self.optimizer)
         )
-        numbers = [loss, state.weight, state.overflow, has_smaller_mesh, *bits]
-        loss, weight, overflows, smaller_meshes, *added_bits = add_numbers(
-            numbers, self.groups, self.mesh.device_type, state
+        worker_numbers = [state.weight, state.overflow, has_smaller_mesh, *bits]
+        weight, overflows, smaller_meshes, *sums = add_numbers(
+            [*worker_numbers, *numbers], self.groups, self.mesh.device_type, state
         )
         self.norm_groups = self.groups if smaller_meshes else ()
-        require_same_rates(rates, added_bits, size, dist.get_rank())
-        return weight / size, overflows > 0, loss / size
+        require_same_rates(rates, sums[: len(bits)], size, dist.get_rank())
+        averages = [total / size for total in sums[len(bits) :]]
+        return weight / size, overflows > 0, averages
 
     def weightless_pass(self) -> AbstractContextManager[object] | None:
         if self.divisor == 1:

@@ -137,16 +137,16 @@ class WorkerGroup(Workers):
         self,
         state: State,
         gradient_sum: GradientSum,
-        loss: float,
+        numbers: Sequence[float],
         guard: UpdateGuard,
         parameters: Sequence[Tensor] | None = None,
     ) -> ReducedWindow:
         if self.size == 1:
             self.all_flush = self.is_flushing
-            return super().all_reduce(state, gradient_sum, loss, guard, parameters)
+            return super().all_reduce(state, gradient_sum, numbers, guard, parameters)
         guard.is_broken = True
         reduction = self.reduction or self.begin(gradient_sum, parameters)
-        window = self.finish(reduction, state, loss)
+        window = self.finish(reduction, state, numbers)
         if window.is_open and self.module is not None and parameters is None:
             names.send_buffers(self.module)
         return window
@@ -155,7 +155,7 @@ class WorkerGroup(Workers):
         self,
         reduction: BucketReduction,
         state: State,
-        loss: float,
+        numbers: Sequence[float],
         is_discarded: bool = False,
     ) -> ReducedWindow:
         self.reduction = None
@@ -165,8 +165,7 @@ class WorkerGroup(Workers):
         parameters = self.parameters()
         rates = names.learning_rates(self.optimizer)
         bits = kit.rate_bits(self.number, *rates)
-        numbers = [
-            loss,
+        worker_numbers = [
             state.weight,
             state.overflow,
             state.micro_step > 0,
@@ -174,31 +173,38 @@ class WorkerGroup(Workers):
             is_discarded,
             *bits,
             *[id(parameter) in reduction.contributions for parameter in parameters],
+            *numbers,
         ]
         self.device = parameters[0].device
-        loss, weight, overflows, opens, flushes, discards, *sums = add_numbers(
-            numbers, [self.group], self.device, state
+        weight, overflows, opens, flushes, discards, *sums = add_numbers(
+            worker_numbers, [self.group], self.device, state
         )
         reduction.wait()
         if discards:
             raise checks.discarded_error()
         if opens:
             kit.require_same_rates(rates, sums[: len(bits)], self.size, self.rank)
+        counts = sums[len(bits) : len(bits) + len(parameters)]
+        extension_sums = sums[len(bits) + len(parameters) :]
         self.all_flush = flushes == self.size
         gradient_sums = reduction.gradient_sum.gradients()
         gradients = {
             parameter: gradient_sums[parameter]
-            for parameter, count in zip(parameters, sums[len(bits) :], strict=True)
+            for parameter, count in zip(parameters, counts, strict=True)
             if parameter in gradient_sums and (count or names.is_sharded(parameter))
         }
-        return ReducedWindow(gradients, weight, overflows > 0, opens > 0, loss)
+        return ReducedWindow(
+            gradients, weight, overflows > 0, opens > 0, extension_sums
+        )
 
-    def abandon(self) -> None:
+    def abandon(self, numbers: Sequence[float]) -> None:
         reduction = self.reduction
         if reduction is not None and reduction.launch_count:
             # A worker that is gone cannot be waited for, and nothing is left to keep.
             with suppress(RuntimeError):
-                self.finish(reduction, kit.initial_state(1.0), 0.0, is_discarded=True)
+                self.finish(
+                    reduction, kit.initial_state(1.0), numbers, is_discarded=True
+                )
 
     def window_ended(self) -> None:
         if self.reduction is not None:

@@ -31,8 +31,8 @@ class ReducedWindow(NamedTuple):
     overflow: bool
     is_open: bool
     """Some worker has a micro-batch."""
-    loss: float
-    """The sum of the losses."""
+    numbers: Sequence[float]
+    """The extensions' numbers, added up."""
 
 
 class Workers:
@@ -65,7 +65,7 @@ class Workers:
         self,
         state: State,
         gradient_sum: GradientSum,
-        loss: float,
+        numbers: Sequence[float],
         guard: UpdateGuard,
         parameters: Sequence[Tensor] | None = None,
     ) -> ReducedWindow:
@@ -76,7 +76,7 @@ class Workers:
         """
         gradients = gradient_sum.gradients()
         is_open = state.micro_step > 0
-        return ReducedWindow(gradients, state.weight, state.overflow, is_open, loss)
+        return ReducedWindow(gradients, state.weight, state.overflow, is_open, numbers)
 
     def flush(
         self, close: Callable[[], None], between: Callable[[], None], is_open: bool
@@ -143,7 +143,7 @@ class Workers:
     def take_part(self) -> None:
         """Begin to share windows, once nothing can refuse the optimizer any more."""
 
-    def abandon(self) -> None:
+    def abandon(self, numbers: Sequence[float]) -> None:
         """Take part in the reduction that has begun, and let all workers raise, because
         this one has discarded its window.
         """
