@@ -1,4 +1,4 @@
-"""A subject of `gradaccum.verify` in pure Python, and losses whose gradients are
+"""A subject of `gradaccum.verify` without a framework, and losses whose gradients are
 written by hand.
 """
 
@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from gradaccum.kit import Conditions, Precision, Run
 
 X = (0.5, -1.25, 2.0, 0.75, 1.5, -0.625, 0.25, 3.0)
@@ -18,7 +20,7 @@ EPSILON = 2.0**-52
 
 
 class Vector(tuple[float, ...]):
-    """Enough of an array to be a gradient."""
+    """Enough of an array to be a gradient, without NumPy's warnings of infinities."""
 
     def __add__(self, other: Any) -> Vector:
         return Vector(a + b for a, b in zip(self, other, strict=True))
@@ -52,27 +54,6 @@ of each parameter. The losses below are such functions.
 """
 
 
-class Numbers(list[Any]):
-    """Enough of an array to be counted."""
-
-    @property
-    def ndim(self) -> int:
-        return 2 if any(isinstance(row, list) for row in self) else 1
-
-    def __getitem__(self, place: Any) -> Any:
-        rows, columns = place
-        return Numbers([row[columns] for row in list.__getitem__(self, rows)])
-
-    def __ne__(self, other: object) -> Any:
-        return Numbers([[v != other for v in row] for row in self._rows()])
-
-    def sum(self) -> float:
-        return math.fsum(value for row in self._rows() for value in row)
-
-    def _rows(self) -> list[list[float]]:
-        return [row if isinstance(row, list) else [row] for row in self]
-
-
 @dataclass
 class PlainSubject:
     """A loss in one variable; each parameter has the gradient (slope, 2 x slope)."""
@@ -90,17 +71,17 @@ class PlainSubject:
         self, parts: Sequence[Sequence[int]], conditions: Conditions
     ) -> list[Run]:
         self.windows.append(conditions)
-        state, runs = [0.0], []
+        weights = self.weights or [1.0] * self.items
+        state = [0.0]
+        runs = []
         for part in parts:
             state = state if conditions.carry_state else [0.0]
             before = list(state)
             own = random.Random(conditions.perturbation)
-            move = [
-                1.0
-                if conditions.perturbation is None
-                else 1 + own.choice((-EPSILON, EPSILON))
-                for _ in range(self.items + 1)
-            ]
+            factors = [1 - EPSILON, 1 + EPSILON]
+            if conditions.perturbation is None:
+                factors = [1.0]
+            move = [own.choice(factors) for _ in range(self.items + 1)]
             world = World(
                 1.5 * move[-1],
                 conditions.training,
@@ -118,11 +99,7 @@ class PlainSubject:
             gradients = {
                 name: Vector((slope, 2 * slope)) for name, slope in found.items()
             }
-            weight = (
-                float(len(part))
-                if self.weights is None
-                else sum(self.weights[item] for item in part)
-            )
+            weight = sum(weights[item] for item in part)
             runs.append(Run(gradients, weight, ("counter",) if state != before else ()))
         return runs
 
@@ -134,7 +111,7 @@ class PlainSubject:
 
     def arrays(self, part: Sequence[int]) -> list[tuple[str, Any]]:
         return [
-            (path, Numbers([rows[item] for item in part]))
+            (path, np.array([rows[item] for item in part]))
             for path, rows in self.readable.items()
         ]
 
@@ -154,8 +131,12 @@ def sound(x, counts, world):
     return {"w": mean([world.w * value**2 for value in x]), "v": mean(x)}
 
 
+def multiplied(slopes, factor):
+    return {name: slope * factor for name, slope in slopes.items()}
+
+
 def summed(x, counts, world):
-    return {name: slope * len(x) for name, slope in sound(x, counts, world).items()}
+    return multiplied(sound(x, counts, world), len(x))
 
 
 def by_count(x, counts, world):
@@ -197,10 +178,8 @@ def weakly_coupled(x, counts, world):
 
 def by_two_counts(x, counts, world):
     """A mean over items and a mean over tokens."""
-    items, tokens = (
-        sound(x, counts, world),
-        by_count([value**3 for value in x], counts, world),
-    )
+    items = sound(x, counts, world)
+    tokens = by_count([value**3 for value in x], counts, world)
     return {name: items[name] + tokens[name] for name in items}
 
 
@@ -211,7 +190,7 @@ def by_later_counts(x, counts, world):
 
 def hardly_maximal(x, counts, world):
     """Its gradients have norms below 1."""
-    return {name: slope / 100 for name, slope in maximal(x, counts, world).items()}
+    return multiplied(maximal(x, counts, world), 1 / 100)
 
 
 def coupled_in_order(x, counts, world):
@@ -229,10 +208,8 @@ def by_place(x, counts, world):
     """Each item times a number of a table that is read by its place in the
     micro-batch.
     """
-    return {
-        name: mean([value * (1.0 + 0.3 * place**2) for place, value in enumerate(x)])
-        for name in ("w", "v")
-    }
+    slope = mean([value * (1.0 + 0.3 * place**2) for place, value in enumerate(x)])
+    return {"w": slope, "v": slope}
 
 
 def maximal(x, counts, world):
@@ -267,9 +244,7 @@ def in_training(x, counts, world):
 
 def remembering(x, counts, world):
     world.state[0] += 1.0
-    return {
-        name: slope * world.state[0] for name, slope in sound(x, counts, world).items()
-    }
+    return multiplied(sound(x, counts, world), world.state[0])
 
 
 def branching(x, counts, world):
@@ -285,25 +260,25 @@ def root(x, counts, world):
     """A root of a mean square: its micro-batches' gradients span the large batch's, and
     their shares do not add up to one.
     """
-    return {
-        name: mean([value**power for value in x]) / math.sqrt(mean([v * v for v in x]))
-        for power, name in ((1, "w"), (1, "v"))
-    }
+    slope = mean(x) / math.sqrt(mean([value**2 for value in x]))
+    return {"w": slope, "v": slope}
+
+
+def noise(x, world):
+    return 1 + world.number + len(x) * 0.01
 
 
 def drawing(x, counts, world):
     """Random numbers that depend on the micro-batch, in training."""
     is_noisy = world.training and world.random_layers
-    noise = (world.number + len(x) * 0.01 if is_noisy else 0.0) + 1
-    return {name: slope * noise for name, slope in sound(x, counts, world).items()}
+    exact = sound(x, counts, world)
+    return multiplied(exact, noise(x, world)) if is_noisy else exact
 
 
 def drawing_always(x, counts, world):
-    noise = world.number + len(x) * 0.01 + 1
-    return {name: slope * noise for name, slope in sound(x, counts, world).items()}
+    return multiplied(sound(x, counts, world), noise(x, world))
 
 
 def drawing_and_counting(x, counts, world):
-    noise = world.number + len(x) * 0.01 if world.random_layers else 0.0
-    counted = by_count(x, counts, world)
-    return {name: slope * (1 + noise) for name, slope in counted.items()}
+    exact = by_count(x, counts, world)
+    return multiplied(exact, noise(x, world)) if world.random_layers else exact

@@ -118,10 +118,9 @@ def maker(name: str) -> Make:
     """Builds the optimizer for a net."""
     place, _, short = name.partition(".")
     kind = getattr(PLACES[place], short)
-    rate = {"learning_rate" if place == "nn" else "lr": 0.01}
     if name in AROUND:
         return lambda net: kind(nn.Momentum(net.trainable_params(), 0.01, 0.9))
-    return lambda net: kind(net.trainable_params(), **{**rate, **MORE.get(name, {})})
+    return make(kind, 0.01, **MORE.get(name, {}))
 
 
 @pytest.mark.parametrize("name", [*RUN, *VARIANTS])

@@ -135,6 +135,10 @@ def matrices_apart(net: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
+def lookahead(library: Any) -> tuple[str, Case]:
+    return "Lookahead", Case(lambda net: library.Lookahead(sgd(net), k=2))
+
+
 def of_pytorch_optimizer(library: Any) -> Iterator[tuple[str, Case]]:
     for name in sorted(set(library.get_supported_optimizers()) - UNFIT.keys()):
         kind = partial(library.load_optimizer(name), **OPTIONS.get(name, {}))
@@ -152,11 +156,11 @@ def of_pytorch_optimizer(library: Any) -> Iterator[tuple[str, Case]]:
                 dtype=torch.float32 if name == "fadam" else torch.float64,
             ),
         )
-    yield "Lookahead", Case(lambda net: library.Lookahead(sgd(net), k=2))
+    yield lookahead(library)
 
 
 def of_torch_optimizer(library: Any) -> Iterator[tuple[str, Case]]:
-    yield "Lookahead", Case(lambda net: library.Lookahead(sgd(net), k=2))
+    yield lookahead(library)
     for name in sorted(set(library.__all__) - {"get", "Lookahead"}):
         yield name, Case(of(getattr(library, name)), graph=name == "Adahessian")
 
@@ -177,9 +181,7 @@ def in_training(optimizer: Any) -> Any:
 
 
 def of_schedulefree(library: Any) -> Iterator[tuple[str, Case]]:
-    class Wrapper(library.ScheduleFreeWrapper, torch.optim.Optimizer):  # type: ignore[misc,name-defined]
-        """Its own is no `torch.optim.Optimizer`; two lines make it one."""
-
+    """The page's own program has the wrapper."""
     for name in (
         "AdamWScheduleFree",
         "AdamWScheduleFreePaper",
@@ -190,7 +192,6 @@ def of_schedulefree(library: Any) -> Iterator[tuple[str, Case]]:
     ):
         make = of(getattr(library, name), lr=0.01)
         yield name, Case(lambda net, make=make: in_training(make(net)))
-    yield "Wrapper", Case(lambda net: in_training(Wrapper(sgd(net), momentum=0.9)))
 
 
 LIBRARIES: dict[str, Callable[[Any], Iterable[tuple[str, Case]]]] = {

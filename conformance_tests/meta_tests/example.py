@@ -5,9 +5,9 @@ process of its own.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
+
+from conformance_tests.framework_tests.preloaded import Preloaded
 
 EXAMPLE = Path(__file__).parent / "example_backend"
 ENTRY_POINTS = """
@@ -42,26 +42,14 @@ def python_path(*folders: Path) -> str:
 
 
 def run_suite(
-    site: Path, *options: str, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    """``python -m gradaccum_conformance --backend plain`` with the example on the
-    path.
+    light: Preloaded, site: Path, *options: str, **environment: str
+) -> tuple[int, str]:
+    """``python -m gradaccum_conformance --backend plain`` with the example on the path,
+    in a process that has imported pytest already.
     """
-    command = [sys.executable, "-m", "gradaccum_conformance", *_arguments(options)]
-    variables = {
-        **os.environ,
-        "PYTHONPATH": python_path(*_folders(site)),
-        **environment,
-    }
-    return subprocess.run(
-        command, env=variables, capture_output=True, text=True, check=False
-    )
-
-
-def program_of(site: Path, *options: str, **environment: str) -> str:
-    """The same as a program, for a process that has imported pytest already."""
     variables = {"PYTHONPATH": python_path(*_folders(site)), **environment}
-    return f"""
+    program = site / "program.py"
+    text = f"""
 import os, sys
 from gradaccum_conformance.__main__ import main
 os.environ.update({variables!r})
@@ -69,6 +57,8 @@ sys.path[:0] = {list(map(str, _folders(site)))!r}
 sys.argv[1:] = {_arguments(options)!r}
 sys.exit(main())
 """
+    program.write_text(text, encoding="utf-8")
+    return light.run(program)
 
 
 def _arguments(options: tuple[str, ...]) -> list[str]:

@@ -24,16 +24,8 @@ from gradaccum_conformance import cli, selection
 from gradaccum_conformance.report import command as report_command
 from gradaccum_conformance.runner import Ended, Job
 
-TEST = {
-    "kind": "test",
-    "backend": "b",
-    "property": "weights",
-    "test": "t",
-    "outcome": "passed",
-    "reason": "",
-    "errors": [],
-    "seconds": 0.1,
-}
+from .test_report import ended, record
+
 Run = Callable[..., list[Job]]
 
 
@@ -63,15 +55,11 @@ def suite_ends_with(monkeypatch: pytest.MonkeyPatch) -> Run:
 
     def plan(outcome: str, exit_code: int) -> list[Job]:
         jobs_so_far: list[Job] = []
-        records = (
-            {"kind": "collected", "backend": "b", "tests": 1},
-            {**TEST, "outcome": outcome},
-            {"kind": "finished", "exit_status": exit_code},
-        )
+        process = ended(record(outcome), exit_code=exit_code)
 
         def run(jobs: Sequence[Job], *_: Any, **__: Any) -> list[Ended]:
             jobs_so_far.extend(jobs)
-            return [Ended(job.backend, exit_code, records, "") for job in jobs]
+            return [process._replace(backend=job.backend) for job in jobs]
 
         monkeypatch.setattr(report_command, "run_with_progress", run)
         return jobs_so_far

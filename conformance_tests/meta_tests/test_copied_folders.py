@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import gradaccum
-from conformance_tests.meta_tests.test_readme import EXAMPLES
+from conformance_tests.matrix import front_page
 from gradaccum_conformance.deep import deep_but
 
 ROOT = Path(__file__).parents[2]
@@ -46,34 +46,24 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def copy_of(tmp_path: Path, *folders: str) -> Path:
-    tree = tmp_path / "tree"
-    for folder in folders:
-        shutil.copytree(ROOT / folder, tree / Path(folder).name)
-    return tree
-
-
-def run(program: str, tree: Path, others: Path) -> subprocess.CompletedProcess[str]:
-    """Run a program without any site's packages but the `others` and the `tree`. It
-    comes from a file: MindSpore's compiler reads it.
+@pytest.mark.parametrize("name", deep_but(("torch",), ["torch", "jax", "mindspore"]))
+def test_front_page_s_program_runs(name: str, tmp_path: Path, others: Path) -> None:
+    """Without any site's packages but the `others` and the copy. The program comes from
+    a file: MindSpore's compiler reads it.
     """
-    file = tree.parent / "program.py"
-    file.write_text(program, encoding="utf-8")
-    path = os.pathsep.join(map(str, (tree, others)))
-    return subprocess.run(
-        [sys.executable, "-S", file.name],
-        cwd=tree.parent,
-        env={**os.environ, "PYTHONPATH": path},
+    pytest.importorskip(name, reason=f"{name} is not installed")
+    tree = tmp_path / "tree"
+    for folder in (ROOT / "gradaccum", ROOT / f"backends/gradaccum_{name}"):
+        shutil.copytree(folder, tree / folder.name)
+    facts = {"version": gradaccum.__version__, "tree": str(tree), "backends": (name,)}
+    program = tmp_path / "program.py"
+    program.write_text(NOT_INSTALLED.format(**facts) + front_page(name), "utf-8")
+    done = subprocess.run(
+        [sys.executable, "-S", program.name],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tree, others)))},
         capture_output=True,
         text=True,
         check=False,
     )
-
-
-@pytest.mark.parametrize("name", deep_but(("torch",), ["torch", "jax", "mindspore"]))
-def test_front_page_s_program_runs(name: str, tmp_path: Path, others: Path) -> None:
-    pytest.importorskip(name, reason=f"{name} is not installed")
-    tree = copy_of(tmp_path, "gradaccum", f"backends/gradaccum_{name}")
-    facts = {"version": gradaccum.__version__, "tree": str(tree), "backends": (name,)}
-    done = run(NOT_INSTALLED.format(**facts) + EXAMPLES[name], tree, others)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]

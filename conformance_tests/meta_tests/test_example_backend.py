@@ -8,7 +8,7 @@ import pytest
 
 from conformance_tests.framework_tests.preloaded import Preloaded
 
-from .example import install, program_of, run_suite
+from .example import install, run_suite
 
 
 @pytest.fixture
@@ -18,9 +18,9 @@ def site(tmp_path):
 
 
 @pytest.mark.deep
-def test_example_passes_the_suite(site) -> None:
-    done = run_suite(site)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+def test_example_passes_the_suite(site, light: Preloaded) -> None:
+    status, said = run_suite(light, site)
+    assert status == 0, said[-3000:]
 
 
 @pytest.mark.parametrize(
@@ -40,11 +40,7 @@ def test_bad_declaration_fails_the_run(
     site, light: Preloaded, line: str, options: tuple[str, ...], words: str
 ) -> None:
     (site / "gaps.txt").write_text(f"{line}\n", encoding="utf-8")
-    program = site / "declared.py"
-    program.write_text(
-        program_of(site, "--xfails-file", str(site / "gaps.txt"), *options),
-        encoding="utf-8",
-    )
-    status, said = light.run(program)
+    gaps = ("--xfails-file", str(site / "gaps.txt"))
+    status, said = run_suite(light, site, *gaps, *options)
     assert status != 0
     assert words in said

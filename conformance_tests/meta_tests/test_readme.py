@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import gradaccum
+from conformance_tests.matrix import front_page
 
 from .mutants import MUTANTS
 
@@ -35,12 +36,6 @@ FOUND_BY_NAME = (
     "SECURITY.md",
 )
 """Pages that hosts of repositories, and assistants, look for under these names."""
-EXAMPLES = {
-    name: code
-    for code in re.findall(r"(?<!-->\n)```python\n(.*?)```", README, re.DOTALL)
-    for name in ("torch", "jax", "mindspore")
-    if code.startswith(f"import {name}")
-}
 
 
 def quoted(page: str) -> list[tuple[str, str]]:
@@ -55,7 +50,7 @@ def quoted(page: str) -> list[tuple[str, str]]:
 def test_readme_example_runs(name: str, tmp_path) -> None:
     pytest.importorskip(name, reason=f"{name} is not installed")
     script = tmp_path / f"example_{name}.py"
-    script.write_text(EXAMPLES[name], encoding="utf-8")
+    script.write_text(front_page(name), encoding="utf-8")
     done = subprocess.run(
         [sys.executable, script.name],
         cwd=tmp_path,

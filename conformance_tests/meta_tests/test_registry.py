@@ -34,18 +34,14 @@ from gradaccum_conformance.reference import Sgd
 print(type(gradaccum.wrap(plain.Optimizer(Sgd({"w": numpy.ones(2)}, 0.1)), steps=2)).__module__)
 print(sorted({"torch", "jax", "mindspore", "gradaccum_torch", "gradaccum_jax", "gradaccum_mindspore"} & set(sys.modules)))
 """
-    assert python(code, tmp_path).split("\n")[:2] == ["plain_backend", "[]"]
-
-
-def python(code: str, site) -> str:
-    environment = {**os.environ, "PYTHONPATH": python_path(site, EXAMPLE)}
-    return subprocess.run(
+    printed = subprocess.run(
         [sys.executable, "-c", code],
-        env=environment,
+        env={**os.environ, "PYTHONPATH": python_path(tmp_path, EXAMPLE)},
         capture_output=True,
         text=True,
         check=True,
     ).stdout
+    assert printed.split("\n")[:2] == ["plain_backend", "[]"]
 
 
 # A missing framework is normal: the error shows the pip command, and everything else

@@ -112,14 +112,6 @@ def test_worst_error_is_nearest_its_bound() -> None:
     assert Measurement("x", math.nan, 1.0).ratio == math.inf
 
 
-def test_table_and_page_of_a_clean_run() -> None:
-    run = run_of(ended(record("passed", ("x", 1.2e-8, 4e-8)), record("xfailed")))
-    assert "conformance: passed" in render_page(run)
-    table = printed_table(run)
-    assert "1.2e-08 (0.3)" in table
-    assert "FAILED" not in table
-
-
 def test_table_and_page_show_failures() -> None:
     """Declared gaps, reasons for skips and missing backends too."""
     process = ended(

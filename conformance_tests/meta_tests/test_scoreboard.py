@@ -1,5 +1,5 @@
 """The scoreboard's page shows what was measured, and each verdict is the one that the
-rows have a cause for.
+rows have a cause for. Its table of scores is of the vectors that there are.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import pytest
 from benchmarks.scoreboard.__main__ import PAGE, RESULTS, as_recorded, table
 from benchmarks.scoreboard.measuring import Gradients, compared
 from benchmarks.scoreboard.rows import CAUSES, ROWS
+from benchmarks.vectors import __main__ as vectors
+from gradaccum_conformance.vectors.run import KINDS, read
 
 MEASURED = json.loads(RESULTS.read_text(encoding="utf-8"))
 
@@ -47,3 +49,14 @@ def test_distance_of_two_gradients() -> None:
     assert result["worst"] == "weight"
     with pytest.raises(AssertionError, match="did not move"):
         compared(lambda **_: {"weight": np.zeros(2)}, even=True)
+
+
+def test_page_shows_the_scores_of_these_vectors() -> None:
+    scores = json.loads(vectors.RESULTS.read_text(encoding="utf-8"))
+    assert scores.keys() == vectors.CONTESTANTS.keys()
+    assert vectors.table(scores) in vectors.PAGE.read_text(encoding="utf-8")
+    number = sum(len(read(kind)) for kind in KINDS)
+    for name, score in scores.items():
+        total = vectors.total(score)
+        assert sum(total.values()) == number
+        assert (set(total) == {"passes"}) == name.startswith("gradaccum")

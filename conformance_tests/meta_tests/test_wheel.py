@@ -4,7 +4,7 @@ points, and nothing else.
 
 from __future__ import annotations
 
-import importlib.util
+import runpy
 import subprocess
 import sys
 import zipfile
@@ -62,14 +62,9 @@ def test_citation_names_this_version() -> None:
 
 def test_front_page_of_the_package_leads_to_the_repository() -> None:
     """Once there is one: pictures as they are, other files as pages."""
-    file = ROOT / ".docs/package.py"
-    spec = importlib.util.spec_from_file_location("package", file)
-    assert spec is not None
-    assert spec.loader is not None
-    package = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(package)
+    absolute = runpy.run_path(str(ROOT / ".docs/package.py"))["absolute"]
     page = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert package.absolute(page, "") == page
-    linked = package.absolute(page, "https://h/p")
+    assert absolute(page, "") == page
+    linked = absolute(page, "https://h/p")
     assert "(https://h/p/raw/HEAD/benchmarks/figures/scoreboard.svg)" in linked
     assert "(https://h/p/blob/HEAD/gradaccum/CONCEPTS.md)" in linked

@@ -9,148 +9,75 @@ UNUSED = "it stands where nothing is divided"
 SYMMETRIC = "a distance, and a sum of two pairs, are symmetric"
 EDGE = "no measured number is the limit itself"
 
-EQUIVALENT: dict[tuple[str, str], str] = {
-    (
-        "gradaccum/transitions.py",
-        "(micro_step, optimizer_step + applied, skipped_windows + 1 - applied, overflow, weight, loss_scale, growth_tracker)",
-    ): "discard forgets both",
-    (
-        "gradaccum/nests.py",
-        "PLAIN = (str, bool, bytes, int, float, complex, type(None))",
-    ): KINDS,
-    (
-        "gradaccum/nests.py",
-        "PLAIN = (str, bytes, bool, int, float, type(None), complex)",
-    ): KINDS,
-    (
-        "gradaccum/nests.py",
-        "PLAIN = (str, bytes, int, bool, float, complex, type(None))",
-    ): KINDS,
-    (
-        "gradaccum/transitions.py",
-        "clipping = divides * where(apply & ((excess >= 1)), excess, one)",
-    ): "an excess of 1 divides by 1",
-    ("gradaccum/statistics.py", "one = 0 * weight + 2"): UNUSED,
-    (
-        "gradaccum/nests.py",
-        "(type(v), getattr(v, 'ndim', None), str(getattr(v, 'dtype', None)))",
-    ): KINDS,
-    (
-        "gradaccum/transitions.py",
-        "smaller_scale > rule.min_scale, smaller_scale, rule.min_scale + (0 / scale)",
-    ): "both are 0",
-    (
-        "gradaccum/verification/examination.py",
-        "return is_exact and (abs(math.fsum(fit.best) - 1) <= room)",
-    ): EDGE,
-    (
-        "gradaccum/verification/comparison.py",
-        "return moved_names(self.in_units(b, a))",
-    ): SYMMETRIC,
-    (
-        "gradaccum/verification/examination.py",
-        "distances = comparison.distances(comparison.large.gradients, again)",
-    ): SYMMETRIC,
-    (
-        "gradaccum/verification/examination.py",
-        "by_neighbour = comparison.differing(swapped_gradients, gradients)",
-    ): SYMMETRIC,
-    (
-        "gradaccum/verification/examination.py",
-        "by_place = comparison.differing(turned_gradients, gradients)",
-    ): SYMMETRIC,
-    (
-        "gradaccum/verification/examination.py",
-        "if (sizes[name] >= room) and rest <= min(room, sizes[name] / 4):",
-    ): EDGE,
-    (
-        "gradaccum/verification/examination.py",
-        "for share, norm in zip(fit.best, fit.norms, strict=False):",
-    ): "each micro-batch has a coefficient and a norm",
-    (
-        "gradaccum/verification/subject.py",
-        "terms: int = 2",
-    ): "one number or two have one addition at most",
-    (
-        "gradaccum/window_loop.py",
-        "by_name = dict(zip(self.count, totals[1:], strict=False))",
-    ): "a reduction of another length was refused",
-    (
-        "gradaccum/watching.py",
-        "pass  # self._last_end = 0.0",
-    ): "to add a listener sets it, and without one no window is noted",
-    (
-        "backends/gradaccum_jax/gradient_sum.py",
-        "return jnp.promote_types(jnp.complex64, chosen_dtype)",
-    ): "promotion is symmetric",
-    (
-        "backends/gradaccum_jax/gradient_sum.py",
-        'return jnp.dtype("float32") if (leaf_dtype.itemsize <= 4) else leaf_dtype',
-    ): "the floating dtype of 4 bytes is float32 itself",
-    (
-        "backends/gradaccum_jax/gradient_sum.py",
-        "leaf.dtype == wider(divisor.dtype, leaf.dtype)",
-    ): "promotion is symmetric",
-    (
-        "backends/gradaccum_jax/gradient_sum.py",
-        "quotient_dtype = wider(jnp.float32, total_dtype)",
-    ): "promotion is symmetric",
-    (
-        "backends/gradaccum_jax/gradient_sum.py",
-        "norm = jnp.minimum(float(limits.max), _square_root(again) / factor)",
-    ): "the smaller of two",
-    (
-        "backends/gradaccum_jax/state.py",
-        "return [vary(new, axes_of(old)) for new, old in zip(arrays, olds, strict=False)]",
-    ): "each old value has a new one",
-    (
-        "backends/gradaccum_mindspore/gradient_sum.py",
-        "HALF = (ms.bfloat16, ms.float16)",
-    ): KINDS,
-    (
-        "backends/gradaccum_mindspore/window/pynative.py",
-        "for total, gradient in zip(self.storage.sums, gradients, strict=False):",
-    ): "another number of gradients was refused before",
-    (
-        "backends/gradaccum_mindspore/window/compiled.py",
-        "return False",
-    ): "nobody reads what stands for None in compiled code",
-    (
-        "backends/gradaccum_mindspore/gradient_sum.py",
-        "CHUNK = 2**21",
-    ): "chunks of any length have one norm",
-    (
-        "backends/gradaccum_mindspore/gradient_sum.py",
-        "flat = array.reshape(-2)",
-    ): "NumPy takes any negative number for the length that is left",
-    (
-        "backends/gradaccum_mindspore/gradient_sum.py",
-        "if (squares.size >= ROW):",
-    ): "a row is summed in one step or in two",
-    (
-        "backends/gradaccum_mindspore/window/compiled.py",
-        "LARGEST_WEIGHT = 2.0**41",
-    ): "a sum of such weights is finite too, in any window that ends",
-    (
-        "backends/gradaccum_mindspore/window/compiled.py",
-        "never = after[MICRO_STEP] < 1",
-    ): "the micro-batch was counted",
-    (
-        "backends/gradaccum_mindspore/state.py",
-        "return UntilWeight(-code) if (code <= 0) else code",
-    ): "an open window has a size",
-    (
-        "backends/gradaccum_mindspore/state.py",
-        "return UntilWeight(-code) if code < 1 else code",
-    ): "an open window has a size",
-    (
-        "backends/gradaccum_mindspore/window/pynative.py",
-        "if (norm < FLOAT16_MAX * divisor):",
-    ): "at the limit the elements tell the same",
+EQUIVALENT: dict[str, dict[str, str]] = {
+    "gradaccum/transitions.py": {
+        "(micro_step, optimizer_step + applied, skipped_windows + 1 - applied, overflow, weight, loss_scale, growth_tracker)": "discard forgets both",
+        "clipping = divides * where(apply & ((excess >= 1)), excess, one)": "an excess of 1 divides by 1",
+        "smaller_scale > rule.min_scale, smaller_scale, rule.min_scale + (0 / scale)": "both are 0",
+    },
+    "gradaccum/nests.py": {
+        "PLAIN = (str, bool, bytes, int, float, complex, type(None))": KINDS,
+        "PLAIN = (str, bytes, bool, int, float, type(None), complex)": KINDS,
+        "PLAIN = (str, bytes, int, bool, float, complex, type(None))": KINDS,
+        "(type(v), getattr(v, 'ndim', None), str(getattr(v, 'dtype', None)))": KINDS,
+    },
+    "gradaccum/statistics.py": {
+        "one = 0 * weight + 2": UNUSED,
+    },
+    "gradaccum/verification/examination.py": {
+        "return is_exact and (abs(math.fsum(fit.best) - 1) <= room)": EDGE,
+        "distances = comparison.distances(comparison.large.gradients, again)": SYMMETRIC,
+        "by_neighbour = comparison.differing(swapped_gradients, gradients)": SYMMETRIC,
+        "by_place = comparison.differing(turned_gradients, gradients)": SYMMETRIC,
+        "if (sizes[name] >= room) and rest <= min(room, sizes[name] / 4):": EDGE,
+        "for share, norm in zip(fit.best, fit.norms, strict=False):": "each micro-batch has a coefficient and a norm",
+    },
+    "gradaccum/verification/comparison.py": {
+        "return moved_names(self.in_units(b, a))": SYMMETRIC,
+    },
+    "gradaccum/verification/subject.py": {
+        "terms: int = 2": "one number or two have one addition at most",
+    },
+    "gradaccum/window_loop.py": {
+        "by_name = dict(zip(self.count, totals[1:], strict=False))": "a reduction of another length was refused",
+    },
+    "gradaccum/watching.py": {
+        "pass  # self._last_end = 0.0": "to add a listener sets it, and without one no window is noted",
+    },
+    "backends/gradaccum_jax/gradient_sum.py": {
+        "return jnp.promote_types(jnp.complex64, chosen_dtype)": "promotion is symmetric",
+        'return jnp.dtype("float32") if (leaf_dtype.itemsize <= 4) else leaf_dtype': "the floating dtype of 4 bytes is float32 itself",
+        "leaf.dtype == wider(divisor.dtype, leaf.dtype)": "promotion is symmetric",
+        "quotient_dtype = wider(jnp.float32, total_dtype)": "promotion is symmetric",
+        "norm = jnp.minimum(float(limits.max), _square_root(again) / factor)": "the smaller of two",
+    },
+    "backends/gradaccum_jax/state.py": {
+        "return [vary(new, axes_of(old)) for new, old in zip(arrays, olds, strict=False)]": "each old value has a new one",
+    },
+    "backends/gradaccum_mindspore/gradient_sum.py": {
+        "HALF = (ms.bfloat16, ms.float16)": KINDS,
+        "CHUNK = 2**21": "chunks of any length have one norm",
+        "flat = array.reshape(-2)": "NumPy takes any negative number for the length that is left",
+        "if (squares.size >= ROW):": "a row is summed in one step or in two",
+    },
+    "backends/gradaccum_mindspore/window/pynative.py": {
+        "for total, gradient in zip(self.storage.sums, gradients, strict=False):": "another number of gradients was refused before",
+        "if (norm < FLOAT16_MAX * divisor):": "at the limit the elements tell the same",
+    },
+    "backends/gradaccum_mindspore/window/compiled.py": {
+        "return False": "nobody reads what stands for None in compiled code",
+        "LARGEST_WEIGHT = 2.0**41": "a sum of such weights is finite too, in any window that ends",
+        "never = after[MICRO_STEP] < 1": "the micro-batch was counted",
+    },
+    "backends/gradaccum_mindspore/state.py": {
+        "return UntilWeight(-code) if (code <= 0) else code": "an open window has a size",
+        "return UntilWeight(-code) if code < 1 else code": "an open window has a size",
+    },
 }
 """By the file and the changed line."""
 
 
 def why_equivalent(mutant: Mutant) -> str:
     """Return the reason why the mutant does what the package does, or an empty text."""
-    return EQUIVALENT.get((str(mutant.file), mutant.mutation.becomes), "")
+    of_file = EQUIVALENT.get(str(mutant.file), {})
+    return of_file.get(mutant.mutation.becomes, "")

@@ -13,28 +13,21 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
+PAIRS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
     ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
     ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
     ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
     ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
     ast.Mult: ast.Div,
-    ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.Mult,
-    ast.Pow: ast.Mult,
     ast.BitAnd: ast.BitOr,
-    ast.BitOr: ast.BitAnd,
     ast.And: ast.Or,
-    ast.Or: ast.And,
+}
+OPERATORS = {
+    **PAIRS,
+    **{second: first for first, second in PAIRS.items()},
+    **dict.fromkeys((ast.FloorDiv, ast.Mod, ast.Pow), ast.Mult),
 }
 """Each operator, and the operator that takes its place."""
 SILENT = (ast.Raise, ast.Assert, ast.Import, ast.ImportFrom)

@@ -30,32 +30,21 @@ class Package(NamedTuple):
 
     def environment(self, folder: Path) -> dict[str, str]:
         """The environment of the tests; what they compile is kept in `folder`."""
-        cache = {
+        return {
+            "GLOG_v": "4",
             "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        }
-        python = {
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
             "PYTHONDONTWRITEBYTECODE": "",
             "PYTHONPYCACHEPREFIX": str(folder / "bytecode"),
         }
-        return {
-            "GLOG_v": "4",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-            **cache,
-            **python,
-        }
 
     def files(self) -> list[Path]:
-        found = [self.folder / part for part in self.parts]
-        return [
-            file
-            for part in found
-            for file in (
-                sorted((ROOT / part).rglob("*.py"))
-                if not part.suffix
-                else [ROOT / part]
-            )
-        ]
+        found = []
+        for part in self.parts:
+            place = ROOT / self.folder / part
+            found += [place] if place.suffix else sorted(place.rglob("*.py"))
+        return found
 
 
 CORE = Package(
@@ -103,16 +92,11 @@ def _adapter(name: str, parts: tuple[str, ...], topics: tuple[str, ...]) -> Pack
         for file in suite
         if not file.name[5:].startswith(BESIDE)
     ]
+    own = [f"framework_tests/test_{name}_{topic}.py" for topic in (*TOPICS, *topics)]
     return Package(
         Path("backends") / f"gradaccum_{name}",
         parts,
-        (
-            *about_windows,
-            *(
-                f"framework_tests/test_{name}_{topic}.py"
-                for topic in (*TOPICS, *topics)
-            ),
-        ),
+        (*about_windows, *own),
         name,
         ("pytest", name, "hypothesis.strategies"),
     )
@@ -122,22 +106,18 @@ TORCH = _adapter(
     "torch",
     ("window.py", "gradient_sum.py", "gradient_watch.py", "arithmetic.py"),
     (
-        *(
-            "loop",
-            "loss_scale",
-            "tampering",
-            "hostile_autograd",
-            "separate_sums",
-            "gradients",
-        ),
-        *(
-            "window_loss",
-            "weigh",
-            "scheduler",
-            "static_memory",
-            "interrupted",
-            "mirror",
-        ),
+        "loop",
+        "loss_scale",
+        "tampering",
+        "hostile_autograd",
+        "separate_sums",
+        "gradients",
+        "window_loss",
+        "weigh",
+        "scheduler",
+        "static_memory",
+        "interrupted",
+        "mirror",
     ),
 )
 TORCH = TORCH._replace(
