@@ -50,13 +50,3 @@ def test_each_loop_after_is_compared(framework: str) -> None:
             program.blocks[1],
             flags=re.MULTILINE,
         ), program.title
-
-
-def test_wrong_loop_is_seen() -> None:
-    """The plain loop before, told to be the large batch."""
-    pytest.importorskip("torch", reason="torch is not installed")
-    plain = programs_of("torch")[0]
-    with pytest.raises(AssertionError):
-        plain._replace(
-            blocks=(plain.blocks[0].replace("> 1e-2", "< 1e-12"),)
-        ).run_here()
