@@ -69,8 +69,8 @@ MUTANTS = (
     ),
     Mutant(
         "leave_the_sum_at_discard",
-        "        self.workers.abandon()\n        self._forget_sum()\n",
-        "        self.workers.abandon()\n",
+        "        self.workers.abandon([*chain(*self._numbers())])\n        self._forget_sum()\n",
+        "        self.workers.abandon([*chain(*self._numbers())])\n",
         SUITE + "test_windows.py::test_discard_forgets_the_window",
     ),
     Mutant(
