@@ -156,7 +156,7 @@ GROWING = [(0, 1), (3, 4)]
         (9, 4, {"micro_step": 3}, 3),
         (8, 4, {"micro_step": 2}, 3),
         (0, 4, {"micro_step": 1, "epochs": 2}, 1),
-        (4, 4, {"micro_step": 4}, 2),
+        (5, 4, {"micro_step": 4}, 3),
     ],
 )
 def test_updates_are_counted_with_the_short_windows(
