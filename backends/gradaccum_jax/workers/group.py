@@ -146,7 +146,7 @@ def require_own(name: str, tree: Tree, axes: tuple[str, ...]) -> None:
             raise explain(
                 UsageError,
                 f"{name}{jax.tree_util.keystr(path)}",
-                expected="that of this device's own micro-batch",
+                expected="what this device's own micro-batch gives",
                 found=f"one that is reduced over {axes} already, as its type says",
                 fix="Differentiate by copies of the parameters, as"
                 " gradaccum_jax.data_parallel(step, mesh, axis_name) makes them, or"

@@ -115,7 +115,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     "average loss of a shared window": (
         lambda: alone(value=lambda x: lax.pmean(x.mean(), "data")),
-        "value: expected that of this device's own micro-batch",
+        "value: expected what this device's own micro-batch gives",
         "pmean",
     ),
     "types not checked": (

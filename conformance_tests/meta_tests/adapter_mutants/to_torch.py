@@ -149,14 +149,14 @@ MUTANTS = (
     ),
     Mutant(
         "forget_a_worker_s_overflow",
-        "        return ReducedWindow(gradients, weight, overflows > 0, opens > 0, loss)\n",
-        "        return ReducedWindow(gradients, weight, False, opens > 0, loss)\n",
+        "            gradients, weight, overflows > 0, opens > 0, extension_sums\n",
+        "            gradients, weight, False, opens > 0, extension_sums\n",
         SUITE + "test_workers_limits.py::test_one_worker_drops_a_micro_batch",
     ),
     Mutant(
         "weigh_all_workers_as_one_item",
-        "        return ReducedWindow(gradients, weight, overflows > 0, opens > 0, loss)\n",
-        "        return ReducedWindow(gradients, 1.0, overflows > 0, opens > 0, loss)\n",
+        "            gradients, weight, overflows > 0, opens > 0, extension_sums\n",
+        "            gradients, 1.0, overflows > 0, opens > 0, extension_sums\n",
         SUITE + "test_workers.py::test_gradient_is_that_of_all_workers",
     ),
     Mutant(
