@@ -42,11 +42,6 @@ REFUSED = {
         ArgumentValueError,
         "grad_position: expected None",
     ),
-    "one weight for all": (
-        lambda: made(weight=3.0)(*tensors(X)),
-        ArgumentValueError,
-        "weight: expected 5 finite numbers",
-    ),
     "aux in compiled code": (
         lambda: compiled(has_aux=True),
         UsageError,
