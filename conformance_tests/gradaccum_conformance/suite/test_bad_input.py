@@ -15,6 +15,7 @@ from gradaccum_conformance.scenarios import (
     start,
 )
 from gradaccum_conformance.specs import LINEAR
+from gradaccum_conformance.workers import Crews, WorkerError
 
 VALUE, TYPE = gradaccum.ArgumentValueError, gradaccum.ArgumentTypeError
 
@@ -169,3 +170,11 @@ def test_foreign_object_lists_backends(
 ) -> None:
     with pytest.raises(TYPE, match=f"{backend.name}.*{words}"):
         gradaccum.wrap(given, steps=4)
+
+
+def test_window_by_weight_is_refused(crews: Crews) -> None:
+    """Each worker sees its own weight only, so that the ends would differ."""
+    with pytest.raises(WorkerError, match="until_weight") as caught:
+        crews(steps=gradaccum.until_weight(8))
+    assert len(caught.value.failures) == crews.workers
+    assert all("flush()" in failure for failure in caught.value.failures.values())

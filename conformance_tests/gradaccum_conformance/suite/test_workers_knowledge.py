@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import gradaccum
 from gradaccum_conformance import oracle
 from gradaccum_conformance.bounds import gamma
 from gradaccum_conformance.measuring import Errors
@@ -16,7 +15,7 @@ from gradaccum_conformance.scenarios import (
     micro_loss,
 )
 from gradaccum_conformance.specs import MLP, Arrays, Batch, make_batch, make_weights
-from gradaccum_conformance.workers import Crew, Crews, WorkerError
+from gradaccum_conformance.workers import Crew, Crews
 from gradaccum_conformance.workers.shares import require_equal
 
 
@@ -71,11 +70,3 @@ def test_listeners_hear_the_window_of_all(crews: Crews, errors: Errors) -> None:
         if listening:
             assert window.weight == batch.items
             assert window.micro_batches == 1 + (rank == crew.workers - 1)
-
-
-def test_window_by_weight_is_refused(crews: Crews) -> None:
-    """Each worker sees its own weight only, so that the ends would differ."""
-    with pytest.raises(WorkerError, match="until_weight") as caught:
-        crews(steps=gradaccum.until_weight(8))
-    assert len(caught.value.failures) == crews.workers
-    assert all("flush()" in failure for failure in caught.value.failures.values())
