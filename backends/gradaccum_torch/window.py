@@ -510,10 +510,10 @@ class Window:
         if window.is_open:
             if parameters is None:
                 added_numbers = iter(window.numbers)
-                for extension, own_numbers in zip(
+                for extension, worker_numbers in zip(
                     self.extensions, numbers, strict=True
                 ):
-                    extension.reduced([next(added_numbers) for _ in own_numbers])
+                    extension.reduced([next(added_numbers) for _ in worker_numbers])
             state = kit.joined(self.state, window.weight, window.overflow)
             self.state = self.at_rest(state)
             self.is_reduced = True

@@ -4,6 +4,7 @@ all of it, in float64.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -188,8 +189,13 @@ def test_arrays_by_keyword_are_cut(steps: int) -> None:
         step = gradaccum_jax.value_and_grad(loss_fn, steps=steps, weight=weight)
         loss, gradient = step(ONE, batch={"x": x}, mask=mask, train=True)
         assert float(loss) == float(gradient) == pytest.approx(11.5 / 4.5)
+
+    def outputs_fn(params: Any, *, x: Any) -> Any:
+        assert x.shape in {(1, math.ceil(6 / steps)), (1, 6 % math.ceil(6 / steps))}
+        return params * x.T
+
     coupled = gradaccum_jax.coupled_value_and_grad(
-        lambda p, *, x: p * x.T, lambda p, z: z.sum() ** 2, steps=steps, axes=1
+        outputs_fn, lambda p, z: z.sum() ** 2, steps=steps, axes=1
     )
     assert coupled(ONE, x=x[None]) == (225, 450)
 

@@ -187,7 +187,7 @@ def read_batch(
     """Return the batch as one micro-batch of all items."""
     named_arrays = {name: tree for name, tree in keywords.items() if is_batch(tree)}
     flags = {name: keywords[name] for name in keywords if name not in named_arrays}
-    axis_of_named = splitting.axes if isinstance(splitting.axes, int) else 0
+    axis_of_named_arrays = splitting.axes if isinstance(splitting.axes, int) else 0
     leaves: list[Array] = []
     leaf_axes: list[Axis] = []
     constants: list[tuple[int, type, Any]] = []
@@ -197,7 +197,7 @@ def read_batch(
     )
     axes = [
         *_axes_of_leaves(arguments, splitting.axes),
-        *_axes_of_leaves(named_arrays, axis_of_named),
+        *_axes_of_leaves(named_arrays, axis_of_named_arrays),
     ]
     nodes = [
         node
@@ -226,7 +226,7 @@ def read_batch(
             sizes.append((name, np.shape(leaf)[axis]))
     lists = [
         *kit.lists_of_one_kind(arguments, splitting.axes),
-        *kit.lists_of_one_kind(named_arrays, axis_of_named),
+        *kit.lists_of_one_kind(named_arrays, axis_of_named_arrays),
     ]
     items = kit.require_one_size(sizes, lists)
     kit.require_items(items)
