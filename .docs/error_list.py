@@ -1,5 +1,5 @@
-"""The page on errors: every call of `gradaccum.kit.explain` in the sources, so that a
-search for a message finds what to do.
+"""The page on errors: every message in the sources, so that a search for a message finds
+what to do.
 
 The sources are read, not run. Words that a message takes from its call stand as ``…``.
 """
@@ -7,6 +7,7 @@ The sources are read, not run. Words that a message takes from its call stand as
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +20,7 @@ FOLDERS: Mapping[str, str] = {
     "MindSpore": "backends/gradaccum_mindspore",
 }
 UNKNOWN = "…"
+MESSAGE = re.compile(r"(.+?): expected (.+?); got (.+?)(?:\. (.+))?", re.DOTALL)
 _HEADER = """# Every error
 
 Each message has one shape: `argument: expected ...; got .... What to write instead.`
@@ -41,13 +43,13 @@ class Entry(NamedTuple):
 def entries_in(folder: str) -> list[Entry]:
     """The errors of a folder, each once, by what they are about."""
     files = sorted((ROOT / folder).rglob("*.py"))
-    found = {
+    entries = {
         entry
         for file in files
         for entry in _entries_of(ast.parse(file.read_text(encoding="utf-8")))
     }
     return sorted(
-        (entry for entry in found if entry.expected != UNKNOWN),
+        (entry for entry in entries if entry.expected != UNKNOWN),
         key=lambda entry: (entry.argument == UNKNOWN, entry),
     )
 
@@ -85,29 +87,17 @@ def _entries_of(tree: ast.Module) -> Iterator[Entry]:
     ):
         names = outer | _assigned(list(ast.walk(scope)))
         for node in ast.walk(scope):
-            if (
-                isinstance(node, ast.Call)
-                and ast.unparse(node.func) in ("explain", "kit.explain")
-                and len(node.args) == 2
-            ):
-                yield _entry(node, names)
+            if isinstance(node, ast.Call) and len(node.args) == 1:
+                message = MESSAGE.fullmatch(_words(node.args[0], names))
+                kind = ast.unparse(node.func)
+                if message and (kind == "kind" or kind.endswith("Error")):
+                    yield Entry(
+                        kind.replace("kind", "GradAccumError"), *_parts(message)
+                    )
 
 
-def _entry(call: ast.Call, names: Mapping[str, ast.expr]) -> Entry:
-    said = {keyword.arg: _words(keyword.value, names) for keyword in call.keywords}
-    kind = (
-        call.args[0].id
-        if isinstance(call.args[0], ast.Name) and call.args[0].id[0].isupper()
-        else "GradAccumError"
-    )
-    found = said.get("found", UNKNOWN)
-    return Entry(
-        kind,
-        _words(call.args[1], names),
-        said.get("expected", UNKNOWN),
-        found,
-        said.get("fix", UNKNOWN),
-    )
+def _parts(message: re.Match[str]) -> list[str]:
+    return [part or UNKNOWN for part in message.groups()]
 
 
 def _words(node: ast.expr, names: Mapping[str, ast.expr]) -> str:
@@ -134,25 +124,12 @@ def _words(node: ast.expr, names: Mapping[str, ast.expr]) -> str:
 
 def _assigned(nodes: list[ast.stmt] | list[ast.AST]) -> dict[str, ast.expr]:
     """The names that are assigned once, and what to."""
-    found: list[tuple[str, ast.expr]] = []
-    for node in nodes:
-        if isinstance(node, ast.Assign) and len(node.targets) == 1:
-            found += _pairs(node.targets[0], node.value)
+    found = [
+        (node.targets[0].id, node.value)
+        for node in nodes
+        if isinstance(node, ast.Assign)
+        and len(node.targets) == 1
+        and isinstance(node.targets[0], ast.Name)
+    ]
     names = [name for name, _ in found]
     return {name: value for name, value in found if names.count(name) == 1}
-
-
-def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[str, ast.expr]]:
-    if isinstance(target, ast.Name):
-        return [(target.id, value)]
-    if (
-        isinstance(target, ast.Tuple)
-        and isinstance(value, ast.Tuple)
-        and len(target.elts) == len(value.elts)
-    ):
-        return [
-            pair
-            for one, its in zip(target.elts, value.elts, strict=True)
-            for pair in _pairs(one, its)
-        ]
-    return []

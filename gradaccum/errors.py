@@ -87,12 +87,11 @@ def require_int(
             number = operator.index(cast(SupportsIndex, value))
     if number is not None and number >= at_least:
         return int(number)
-    raise explain(
-        ArgumentTypeError if number is None else ArgumentValueError,
-        argument,
-        expected=f"an int >= {at_least}",
-        got=value,
-        fix=fix or f"Write for example {argument}={max(at_least, 4)}.",
+    kind = ArgumentTypeError if number is None else ArgumentValueError
+    fix = fix or f"Write for example {argument}={max(at_least, 4)}."
+    raise kind(
+        f"{argument}: expected an int >= {at_least}; got {value!r}"
+        f" ({type(value).__name__}). {fix}"
     )
 
 
@@ -117,13 +116,12 @@ def require_number(
         above < number < math.inf or (or_equal and number == above)
     ):
         return number
+    kind = ArgumentTypeError if number is None else ArgumentValueError
     sign = ">=" if or_equal else ">"
-    raise explain(
-        ArgumentTypeError if number is None else ArgumentValueError,
-        argument,
-        expected=f"a finite number {sign} {above:g}",
-        got=value,
-        fix=fix or f"Write for example {argument}={above + 1:g}.",
+    fix = fix or f"Write for example {argument}={above + 1:g}."
+    raise kind(
+        f"{argument}: expected a finite number {sign} {above:g}; got {value!r}"
+        f" ({type(value).__name__}). {fix}"
     )
 
 
@@ -131,12 +129,9 @@ def require_bool(argument: str, value: object) -> bool:
     """Raise unless `value` is True or False (`ArgumentTypeError`); return it."""
     if isinstance(value, bool):
         return value
-    raise explain(
-        ArgumentTypeError,
-        argument,
-        expected="True or False",
-        got=value,
-        fix=f"Write {argument}=True.",
+    raise ArgumentTypeError(
+        f"{argument}: expected True or False; got {value!r} ({type(value).__name__})."
+        f" Write {argument}=True."
     )
 
 
@@ -144,12 +139,10 @@ def require_choice(argument: str, value: object, choices: Collection[str]) -> st
     """Raise unless `value` is one of `choices`."""
     if isinstance(value, str) and value in choices:
         return value
-    raise explain(
-        ArgumentValueError if isinstance(value, str) else ArgumentTypeError,
-        argument,
-        expected=f"one of {', '.join(map(repr, choices))}",
-        got=value,
-        fix=f"Write {argument}={next(iter(choices))!r}.",
+    kind = ArgumentValueError if isinstance(value, str) else ArgumentTypeError
+    raise kind(
+        f"{argument}: expected one of {', '.join(map(repr, choices))}; got {value!r}"
+        f" ({type(value).__name__}). Write {argument}={next(iter(choices))!r}."
     )
 
 

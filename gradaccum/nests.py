@@ -17,7 +17,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
-from gradaccum.errors import ArgumentValueError, explain
+from gradaccum.errors import ArgumentValueError
 
 Nest: TypeAlias = object
 """Containers around leaves of any kind."""
@@ -105,12 +105,11 @@ def spread(prefix: Nest, nest: Nest, argument: str) -> list[object]:
     below = children_of(nest)
     if below is None or [step for step, _ in given] != [step for step, _ in below]:
         steps = ", ".join(step for step, _ in below or ())
-        raise explain(
-            ArgumentValueError,
-            argument,
-            expected=f"a prefix of a nest like {type(nest).__name__}({steps})",
-            got=prefix,
-            fix="Give one value for all, or a nest with the keys and lengths of the batch.",
+        raise ArgumentValueError(
+            f"{argument}: expected a prefix of a nest like"
+            f" {type(nest).__name__}({steps}); got {prefix!r}"
+            f" ({type(prefix).__name__}). Give one value for all, or a nest with the"
+            " keys and lengths of the batch."
         )
     return [
         value

@@ -14,7 +14,6 @@ from gradaccum.errors import (
     ArgumentTypeError,
     ArgumentValueError,
     UsageError,
-    explain,
     require_bool,
     require_choice,
     require_int,
@@ -127,12 +126,9 @@ def _make_sizes(name: str, sizes: object) -> Sizes:
     )
     starts = [first for first, _ in pairs]
     if starts != sorted({0, *starts}):
-        raise explain(
-            ArgumentValueError,
-            name,
-            expected="pairs that begin at optimizer_step 0 and go up",
-            got=pairs,
-            fix=fix,
+        raise ArgumentValueError(
+            f"{name}: expected pairs that begin at optimizer_step 0 and go up; got"
+            f" {pairs!r} ({type(pairs).__name__}). {fix}"
         )
     return pairs
 
@@ -185,12 +181,10 @@ class DynamicLossScale:
             and 0 < self.backoff_factor < 1 < self.growth_factor
             and self.growth_interval >= 1
         ):
-            raise explain(
-                ArgumentValueError,
-                "loss_scale",
-                expected="numbers in the ranges that DynamicLossScale names",
-                got=self,
-                fix="Write for example DynamicLossScale(init_scale=2.0**16).",
+            raise ArgumentValueError(
+                "loss_scale: expected numbers in the ranges that DynamicLossScale"
+                f" names; got {self!r} ({type(self).__name__}). Write for example"
+                " DynamicLossScale(init_scale=2.0**16)."
             )
 
     def rule(self) -> ScaleRule:
@@ -240,12 +234,10 @@ def scale_rule(
         if rule is not None:
             return rule, loss_scale
         kinds += f" or {driver.scaler_kind}"
-    raise explain(
-        ArgumentTypeError,
-        "loss_scale",
-        expected=f"None, a number > 0 or {kinds}",
-        got=loss_scale,
-        fix="Write loss_scale=gradaccum.DynamicLossScale().",
+    raise ArgumentTypeError(
+        f"loss_scale: expected None, a number > 0 or {kinds}; got {loss_scale!r}"
+        f" ({type(loss_scale).__name__}). Write"
+        " loss_scale=gradaccum.DynamicLossScale()."
     )
 
 
@@ -304,15 +296,10 @@ def make_options(
             require_number(name, norm, above=0, fix=_NO_LIMIT)
     # A disabled torch.amp.GradScaler passes: its scale is 1.
     if on_overflow == "ignore" and rule.backoff_factor != 1:
-        raise explain(
-            ArgumentValueError,
-            "loss_scale",
-            expected=(
-                'one that does not move, as on_overflow="ignore" looks for no overflow that'
-                " it could back off from"
-            ),
-            got=loss_scale,
-            fix="Give a number, or leave on_overflow out.",
+        raise ArgumentValueError(
+            'loss_scale: expected one that does not move, as on_overflow="ignore" looks'
+            f" for no overflow that it could back off from; got {loss_scale!r}"
+            f" ({type(loss_scale).__name__}). Give a number, or leave on_overflow out."
         )
     return Options(
         steps=make_schedule(steps),
@@ -356,12 +343,10 @@ def given_weight(weight: Scalar | None, use: str | None) -> Scalar:
         ArgumentTypeError: None was given, and an option uses the weights.
     """
     if weight is None and use is not None:
-        raise explain(
-            ArgumentTypeError,
-            "weight",
-            expected=f"the number of items (tokens) in the micro-batch, for {use}",
-            got=weight,
-            fix=f"Pass weight=n with each micro-batch, or leave {use} out.",
+        raise ArgumentTypeError(
+            "weight: expected the number of items (tokens) in the micro-batch, for"
+            f" {use}; got {weight!r} ({type(weight).__name__}). Pass weight=n with each"
+            f" micro-batch, or leave {use} out."
         )
     return 1.0 if weight is None else weight
 
@@ -371,14 +356,11 @@ def require_denominator_allowed(options: Options, *, several: bool = False) -> N
     every window.
     """
     if several or options.steps is not None:
-        raise explain(
-            UsageError,
-            "denominator",
-            expected="to be left out beside steps=, which closes windows by itself, and"
-            " where several workers share the window",
-            found="one",
-            fix="Write steps=None, and call flush(denominator=n) where a window ends; on"
-            " several workers give each micro-batch its weight.",
+        raise UsageError(
+            "denominator: expected to be left out beside steps=, which closes windows"
+            " by itself, and where several workers share the window; got one. Write"
+            " steps=None, and call flush(denominator=n) where a window ends; on several"
+            " workers give each micro-batch its weight."
         )
 
 

@@ -12,7 +12,6 @@ from gradaccum.errors import (
     ArgumentValueError,
     GradAccumError,
     UsageError,
-    explain,
 )
 from gradaccum.state import State
 
@@ -21,38 +20,27 @@ def optimizer_error(expected: str, got: object, fix: str) -> GradAccumError:
     """Return the error for an object that is no optimizer of the framework; `expected`
     and `fix` name the framework's own.
     """
-    return explain(
-        ArgumentTypeError,
-        "optimizer",
-        expected=expected,
-        found=f"an object of type {type(got).__name__}",
-        fix=fix,
+    return ArgumentTypeError(
+        f"optimizer: expected {expected}; got an object of type {type(got).__name__}."
+        f" {fix}"
     )
 
 
 def wrapped_twice_error(got: object) -> GradAccumError:
     """Return the error for an optimizer that is wrapped already."""
-    return explain(
-        ArgumentTypeError,
-        "optimizer",
-        expected="one that is not wrapped",
-        found=f"a wrapped one: {type(got).__name__}",
-        fix=(
-            "Wrap it once: steps multiply, so that one wrap with their product does the"
-            " same."
-        ),
+    return ArgumentTypeError(
+        "optimizer: expected one that is not wrapped; got a wrapped one:"
+        f" {type(got).__name__}. Wrap it once: steps multiply, so that one wrap with"
+        " their product does the same."
     )
 
 
 def accumulate_dtype_error(got: object) -> GradAccumError:
     """Return the error for an ``accumulate_dtype`` that is no floating dtype."""
     kind = ArgumentValueError if isinstance(got, str) else ArgumentTypeError
-    return explain(
-        kind,
-        "accumulate_dtype",
-        expected="a floating dtype of the framework or its name",
-        got=got,
-        fix="Write accumulate_dtype='float32'.",
+    return kind(
+        "accumulate_dtype: expected a floating dtype of the framework or its name; got"
+        f" {got!r} ({type(got).__name__}). Write accumulate_dtype='float32'."
     )
 
 
@@ -60,18 +48,11 @@ def half_made_error() -> UsageError:
     """Return the error for going on after an exception in the middle of an update or of
     an addition.
     """
-    return explain(
-        UsageError,
-        "optimizer",
-        expected="an update that was made or was not",
-        found=(
-            "an exception in the last one, which may have written a part of the parameters,"
-            " of the optimizer's state or of the sum"
-        ),
-        fix=(
-            "Load the last checkpoint. To go on from what is there, which holds a part of"
-            " the update, call discard()."
-        ),
+    return UsageError(
+        "optimizer: expected an update that was made or was not; got an exception in"
+        " the last one, which may have written a part of the parameters, of the"
+        " optimizer's state or of the sum. Load the last checkpoint. To go on from what"
+        " is there, which holds a part of the update, call discard()."
     )
 
 
@@ -83,15 +64,13 @@ def missing_worker_error(state: State, rank: int, more_time: str = "") -> UsageE
         "Call flush() on every worker when its data end: it takes part in the windows"
         " of the others until they flush too."
     )
-    return explain(
-        UsageError,
-        f"the end of a window on rank {rank}",
-        expected="every worker to end its window too, by a micro-batch or by flush()",
-        found=(
-            f"a reduction that failed or timed out, with {state.micro_step} micro-batches"
-            f" of update {state.optimizer_step + 1} here"
-        ),
-        fix=f"{fix} {more_time}".rstrip(),
+    if more_time:
+        fix = f"{fix} {more_time}"
+    return UsageError(
+        f"the end of a window on rank {rank}: expected every worker to end its window"
+        " too, by a micro-batch or by flush(); got a reduction that failed or timed"
+        f" out, with {state.micro_step} micro-batches of update"
+        f" {state.optimizer_step + 1} here. {fix}"
     )
 
 
@@ -99,15 +78,10 @@ def update_due_error(call: str) -> UsageError:
     """Return the error for a `call` that needs this worker's own sum after all sums
     were added up and the update raised.
     """
-    return explain(
-        UsageError,
-        call,
-        expected="to be called before the window's end",
-        found="a window that is added up over all workers, whose update raised",
-        fix=(
-            "Call flush() on every worker to make the update that is due, or discard() on"
-            " every worker."
-        ),
+    return UsageError(
+        f"{call}: expected to be called before the window's end; got a window that is"
+        " added up over all workers, whose update raised. Call flush() on every worker"
+        " to make the update that is due, or discard() on every worker."
     )
 
 
@@ -115,18 +89,12 @@ def shared_until_weight_error(steps: object) -> UsageError:
     """Return the error for windows that end by weight where each worker sees only its
     own weight.
     """
-    return explain(
-        UsageError,
-        "steps",
-        expected=(
-            "a number of micro-batches, or None, where several workers share the window, so"
-            " that they end it together"
-        ),
-        got=steps,
-        fix=(
-            "Write steps=None, take windows from gradaccum.windows(loader,"
-            " until_weight(...), reduce=...), and call flush() after each."
-        ),
+    return UsageError(
+        "steps: expected a number of micro-batches, or None, where several workers"
+        f" share the window, so that they end it together; got {steps!r}"
+        f" ({type(steps).__name__}). Write steps=None, take windows from"
+        " gradaccum.windows(loader, until_weight(...), reduce=...), and call flush()"
+        " after each."
     )
 
 
@@ -134,15 +102,10 @@ def moving_weight_error(fix: str) -> ArgumentValueError:
     """Return the error for a callable weight that depends on the parameters: the large
     batch's gradient has no such term.
     """
-    return explain(
-        ArgumentValueError,
-        "weight",
-        expected=(
-            "a weight that stays as it is where its arguments and parameters move, as its"
-            " derivative is left out"
-        ),
-        found="one with a derivative",
-        fix=fix,
+    return ArgumentValueError(
+        "weight: expected a weight that stays as it is where its arguments and"
+        " parameters move, as its derivative is left out; got one with a derivative."
+        f" {fix}"
     )
 
 
@@ -179,14 +142,11 @@ def require_same_rates(
             are at windows of different optimizers; every worker raises it.
     """
     if not {0, workers}.issuperset(added):
-        raise explain(
-            UsageError,
-            f"learning rates on rank {rank}",
-            expected="the same rates, parameters and optimizer on every worker",
-            found=f"{list(rates)} here, and others or another window elsewhere",
-            fix=(
-                "Let a listener move the schedule, as one flush() may close several"
-                " windows. Give two optimizers of one process group as many micro-batches"
-                " on every worker, or a group each. Add parameters in one order everywhere."
-            ),
+        raise UsageError(
+            f"learning rates on rank {rank}: expected the same rates, parameters and"
+            f" optimizer on every worker; got {list(rates)} here, and others or another"
+            " window elsewhere. Let a listener move the schedule, as one flush() may"
+            " close several windows. Give two optimizers of one process group as many"
+            " micro-batches on every worker, or a group each. Add parameters in one"
+            " order everywhere."
         )

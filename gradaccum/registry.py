@@ -23,7 +23,6 @@ from typing import Any, Protocol, TypedDict, cast, runtime_checkable
 from gradaccum.errors import (
     ArgumentTypeError,
     BackendNotFoundError,
-    explain,
 )
 from gradaccum.options import (
     OnOverflow,
@@ -166,12 +165,9 @@ def _not_an_optimizer(candidate: object) -> ArgumentTypeError:
         kind = f"{candidate.__name__}, which was not called"
         fix = f"Call it: gradaccum.wrap({candidate.__name__}(...), steps=4)."
     names = ", ".join(map(_describe, registered_backends()))
-    return explain(
-        ArgumentTypeError,
-        "optimizer",
-        expected=f"an optimizer of {names or 'a backend, of which none is installed'}",
-        found=kind,
-        fix=fix,
+    return ArgumentTypeError(
+        "optimizer: expected an optimizer of"
+        f" {names or 'a backend, of which none is installed'}; got {kind}. {fix}"
     )
 
 
@@ -228,12 +224,9 @@ def wrap_with(
         return backend.gate(optimizer)
     shared = {name: options.pop(name) for name in _SHARED if name in options}
     if steps is NOT_GIVEN:
-        raise explain(
-            ArgumentTypeError,
-            "steps",
-            expected="the number of micro-batches per window",
-            found="nothing at all",
-            fix="Write gradaccum.wrap(optimizer, steps=4).",
+        raise ArgumentTypeError(
+            "steps: expected the number of micro-batches per window; got nothing at"
+            " all. Write gradaccum.wrap(optimizer, steps=4)."
         )
     driver = backend if isinstance(backend, ScalerDriver) else None
     return backend.wrap(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, SupportsInt, cast
 
-from gradaccum.errors import CheckpointError, explain
+from gradaccum.errors import CheckpointError
 from gradaccum.options import (
     ON_OVERFLOW,
     REDUCTIONS,
@@ -60,12 +60,9 @@ def require_format(number: object) -> None:
     (`CheckpointError`).
     """
     if number != FORMAT:
-        raise explain(
-            CheckpointError,
-            "format",
-            expected=f"a window's state in format {FORMAT}",
-            found=f"format {number}",
-            fix="Load it with the gradaccum that saved it.",
+        raise CheckpointError(
+            f"format: expected a window's state in format {FORMAT}; got format"
+            f" {number}. Load it with the gradaccum that saved it."
         )
 
 
@@ -147,12 +144,10 @@ def redistributed(states: Sequence[State], workers: int) -> list[State]:
     for name in ("optimizer_step", "skipped_windows", "loss_scale", "growth_tracker"):
         values = [getattr(state, name) for state in states]
         if any(value != values[0] for value in values):
-            raise explain(
-                CheckpointError,
-                name,
-                expected="one value on every worker",
-                got=values,
-                fix="Load what the workers saved between the same two updates.",
+            raise CheckpointError(
+                f"{name}: expected one value on every worker; got {values!r}"
+                f" ({type(values).__name__}). Load what the workers saved between the"
+                " same two updates."
             )
     nothing = states[0]._replace(
         micro_step=max(state.micro_step for state in states), weight=0.0, overflow=False
@@ -182,13 +177,12 @@ def _require_same_window(fields: State, saved: Terms, options: Options) -> None:
         values["loss_scale"] = round_to_float32(options.scale_rule.init_scale)
     for name, value in values.items():
         if saved_values[name] != value:
-            raise explain(
-                CheckpointError,
-                "loss_scale" if name == "scale" else name,
-                expected=f"an open window under {name}={value!r}",
-                found=f"one that was saved under {name}={saved_values[name]!r}",
-                fix="Wrap with the options it was saved with, or save between two"
-                " windows, where the options may change.",
+            argument = "loss_scale" if name == "scale" else name
+            raise CheckpointError(
+                f"{argument}: expected an open window under {name}={value!r}; got one"
+                f" that was saved under {name}={saved_values[name]!r}. Wrap with the"
+                " options it was saved with, or save between two windows, where the"
+                " options may change."
             )
 
 

@@ -15,7 +15,6 @@ from gradaccum.errors import (
     ArgumentValueError,
     GradAccumError,
     UsageError,
-    explain,
     require_int,
 )
 from gradaccum.nests import ListOfOneKind
@@ -104,27 +103,20 @@ def unknown_limit_error(device: str) -> GradAccumError:
     """Return the error for an automatic size on a `device` that states no memory
     limit.
     """
-    return explain(
-        ArgumentValueError,
-        "micro_batch_size",
-        expected="a device with a known limit",
-        found=f"auto on {device}",
-        fix=(
-            "Write micro_batch_size=AutoMicroBatchSize(memory_limit=2 * 1024**3), the bytes"
-            " that the call may use, or a number of items."
-        ),
+    return ArgumentValueError(
+        f"micro_batch_size: expected a device with a known limit; got auto on {device}."
+        " Write micro_batch_size=AutoMicroBatchSize(memory_limit=2 * 1024**3), the"
+        " bytes that the call may use, or a number of items."
     )
 
 
 def too_small_error(limit: int | None) -> UsageError:
     """Return the error for a micro-batch of one item that does not fit."""
     known = "" if limit is None else f" into {limit} bytes"
-    return explain(
-        UsageError,
-        "micro_batch_size",
-        expected="a micro-batch of one item to fit",
-        found=f"one that does not fit{known}",
-        fix="Recompute activations, shorten the item, or use a smaller model.",
+    return UsageError(
+        "micro_batch_size: expected a micro-batch of one item to fit; got one that does"
+        f" not fit{known}. Recompute activations, shorten the item, or use a smaller"
+        " model."
     )
 
 
@@ -160,12 +152,10 @@ def make_division(steps: object = None, micro_batch_size: object = None) -> Divi
             given is not as above.
     """
     if (steps is None) == (micro_batch_size is None):
-        raise explain(
-            ArgumentValueError,
-            "steps",
-            expected="one of steps and micro_batch_size",
-            found=("neither" if steps is None else "both"),
-            fix="Write steps=4, or micro_batch_size=8, or micro_batch_size='auto'.",
+        count = "neither" if steps is None else "both"
+        raise ArgumentValueError(
+            f"steps: expected one of steps and micro_batch_size; got {count}. Write"
+            " steps=4, or micro_batch_size=8, or micro_batch_size='auto'."
         )
     if steps is not None:
         return Division(require_int("steps", steps, at_least=1), None)
@@ -217,12 +207,9 @@ def require_one_size(
     """
     sizes = list(sizes)
     if not sizes:
-        raise explain(
-            ArgumentValueError,
-            "batch",
-            expected="an array to split",
-            found="none: every leaf is passed whole",
-            fix="Give at least one array with a batch axis.",
+        raise ArgumentValueError(
+            "batch: expected an array to split; got none: every leaf is passed whole."
+            " Give at least one array with a batch axis."
         )
     items = sizes[0][1]
     for one_list in lists:
@@ -232,41 +219,29 @@ def require_one_size(
             raise _list_error(one_list)
     for path, size in sizes:
         if size != items:
-            raise explain(
-                ArgumentValueError,
-                path,
-                expected=f"{items} items, as {sizes[0][0]} has",
-                found=f"{size}",
-                fix=(
-                    "Write axes= the batch axis of this leaf, or None to pass it whole; if"
-                    " a list has one element per item, stack them into one array."
-                ),
+            raise ArgumentValueError(
+                f"{path}: expected {items} items, as {sizes[0][0]} has; got {size}."
+                " Write axes= the batch axis of this leaf, or None to pass it whole; if"
+                " a list has one element per item, stack them into one array."
             )
     return items
 
 
 def _list_error(one_list: ListOfOneKind) -> GradAccumError:
-    return explain(
-        ArgumentValueError,
-        one_list.path,
-        expected="a list whose elements each hold all items",
-        found=f"{one_list.length} elements of one kind, which may be the items",
-        fix=(
-            "Stack the elements into one array if they are the items. Otherwise write an"
-            " axis for each element in axes=, as [0, 0], or None to pass the list whole."
-        ),
+    return ArgumentValueError(
+        f"{one_list.path}: expected a list whose elements each hold all items; got"
+        f" {one_list.length} elements of one kind, which may be the items. Stack the"
+        " elements into one array if they are the items. Otherwise write an axis for"
+        " each element in axes=, as [0, 0], or None to pass the list whole."
     )
 
 
 def require_items(items: int) -> None:
     """Raise unless the batch has an item (`ArgumentValueError`)."""
     if items == 0:
-        raise explain(
-            ArgumentValueError,
-            "batch",
-            expected="at least one item",
-            found="0 items",
-            fix="Skip a batch that holds nothing: it has no gradient and no mean.",
+        raise ArgumentValueError(
+            "batch: expected at least one item; got 0 items. Skip a batch that holds"
+            " nothing: it has no gradient and no mean."
         )
 
 
@@ -282,29 +257,19 @@ def require_item_weights(weights: Iterable[SupportsFloat], items: int) -> list[f
 
 def item_weights_error(expected: int, found: str) -> GradAccumError:
     """Return the error for weights that are not one finite number >= 0 per item."""
-    return explain(
-        ArgumentValueError,
-        "weight",
-        expected=f"{expected} finite numbers >= 0, one per item",
-        found=found,
-        fix=(
-            "Give one number per item, or a callable of the micro-batch that returns its"
-            " weight."
-        ),
+    return ArgumentValueError(
+        f"weight: expected {expected} finite numbers >= 0, one per item; got {found}."
+        " Give one number per item, or a callable of the micro-batch that returns its"
+        " weight."
     )
 
 
 def scalar_loss_error(found: str) -> GradAccumError:
     """Return the error for a loss that is no scalar; `found` describes it in words."""
-    return explain(
-        ArgumentValueError,
-        "loss_fn",
-        expected="a function that returns a scalar loss",
-        found=found,
-        fix=(
-            "Reduce it in the loss: loss.mean() goes with reduction='mean', loss.sum() with"
-            " 'sum' or 'sum_per_item'."
-        ),
+    return ArgumentValueError(
+        f"loss_fn: expected a function that returns a scalar loss; got {found}. Reduce"
+        " it in the loss: loss.mean() goes with reduction='mean', loss.sum() with 'sum'"
+        " or 'sum_per_item'."
     )
 
 
@@ -312,10 +277,8 @@ def missing_aux_error(got: object) -> GradAccumError:
     """Return the error for a loss function that returns `got` alone, though ``has_aux``
     announces an aux. Two losses in an array could be unpacked as a pair.
     """
-    return explain(
-        ArgumentTypeError,
-        "loss_fn",
-        expected="a function that returns (loss, aux), because of has_aux=True",
-        found=f"an object of type {type(got).__name__}",
-        fix="Return both, or leave has_aux out.",
+    return ArgumentTypeError(
+        "loss_fn: expected a function that returns (loss, aux), because of"
+        f" has_aux=True; got an object of type {type(got).__name__}. Return both, or"
+        " leave has_aux out."
     )

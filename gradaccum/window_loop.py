@@ -21,7 +21,6 @@ from gradaccum.errors import (
     ArgumentValueError,
     GradAccumWarning,
     UsageError,
-    explain,
     require_number,
 )
 from gradaccum.nests import leaves_of
@@ -250,12 +249,10 @@ class Window(Generic[M]):
 
     def _at(self, index: int) -> M:
         if self._micro_batches is None:
-            raise explain(
-                UsageError,
-                f"window {self.number}",
-                expected="to be iterated over before the next window is asked for",
-                found="one whose micro-batches are gone",
-                fix="Use a window in the body of its loop.",
+            raise UsageError(
+                f"window {self.number}: expected to be iterated over before the next"
+                " window is asked for; got one whose micro-batches are gone. Use a"
+                " window in the body of its loop."
             )
         return self._micro_batches[index]
 
@@ -330,13 +327,11 @@ class Windows(Generic[M]):
             for value, total in zip(values, totals, strict=False)
         ]
         if len(totals) != len(values) or any(is_below) or math.inf in totals:
-            raise explain(
-                ArgumentValueError,
-                "reduce",
-                expected=f"a function that returns {len(values)} finite numbers, none"
-                f" below this worker's {values}",
-                got=totals,
-                fix="Return the sums over all workers, in the same order, as floats.",
+            raise ArgumentValueError(
+                f"reduce: expected a function that returns {len(values)} finite"
+                f" numbers, none below this worker's {values}; got {totals!r}"
+                f" ({type(totals).__name__}). Return the sums over all workers, in the"
+                " same order, as floats."
             )
         return totals
 

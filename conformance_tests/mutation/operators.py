@@ -105,7 +105,8 @@ def _is_for_types(node: ast.AST) -> bool:
     if isinstance(node, ast.ClassDef):
         return any(ast.unparse(base) == "Protocol" for base in node.bases)
     if isinstance(node, ast.Call):
-        return ast.unparse(node.func) in ("isinstance", "cast", "TypeVar", "explain")
+        name = ast.unparse(node.func)
+        return name in ("isinstance", "cast", "TypeVar") or name.endswith("Error")
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 

@@ -46,18 +46,21 @@ def _counted(found: list[str]) -> list[str]:
 
 def refusals(code: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.Call) and _name(node.func) == "explain":
-            given = {keyword.arg: keyword.value for keyword in node.keywords}
-            yield (
-                f"{_name(node.args[0])} | {_text(node.args[1])}: expected"
-                f" {_text(given['expected'])}"
-            )
+        if isinstance(node, ast.Call) and _requirement(node):
+            yield f"{_name(node.func)} | {_requirement(node)}"
         elif (
             isinstance(node, ast.Raise)
             and isinstance(node.exc, ast.Call)
-            and _name(node.exc.func) != "explain"
+            and not _requirement(node.exc)
         ):
             yield _name(node.exc.func).lstrip("_")
+
+
+def _requirement(call: ast.Call) -> str:
+    """Return what an error's message says before "; got"; "" for other calls."""
+    text = _text(call.args[0]) if len(call.args) == 1 else ""
+    requirement, got, _ = text.partition("; got ")
+    return requirement if got and ": expected " in requirement else ""
 
 
 def _name(node: ast.expr) -> str:
@@ -71,6 +74,4 @@ def _text(node: ast.expr) -> str:
             return text
         case ast.JoinedStr(values=parts):
             return "".join(map(_text, parts))
-        case ast.IfExp(body=body, orelse=other):
-            return f"{_text(body)} or {_text(other)}"
     return "{}"

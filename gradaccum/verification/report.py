@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from gradaccum.errors import ArgumentTypeError, BackendNotFoundError, explain
+from gradaccum.errors import ArgumentTypeError, BackendNotFoundError
 from gradaccum.registry import Backend, available_backends, backend_of, load_backend
 from gradaccum.verification.comparison import ROUNDING_LIMIT, Coefficients, moved_names
 
@@ -158,15 +158,11 @@ def verify(
     for backend in _backends(model_or_params):
         if isinstance(backend, VerifyingBackend) and backend.verifies(model_or_params):
             return backend.verify(model_or_params, loss_fn, batch, steps, **options)
-    raise explain(
-        ArgumentTypeError,
-        "model_or_params",
-        expected=(
-            "a torch.nn.Module, a mindspore.nn.Cell or a nest of JAX arrays, of a framework"
-            " that is installed"
-        ),
-        found=f"an object of type {type(model_or_params).__name__}",
-        fix=f"Frameworks installed here: {', '.join(available_backends()) or 'none'}.",
+    raise ArgumentTypeError(
+        "model_or_params: expected a torch.nn.Module, a mindspore.nn.Cell or a nest of"
+        " JAX arrays, of a framework that is installed; got an object of type"
+        f" {type(model_or_params).__name__}. Frameworks installed here:"
+        f" {', '.join(available_backends()) or 'none'}."
     )
 
 

@@ -18,7 +18,6 @@ import gradaccum
 from gradaccum import GradientError, StepResult
 from gradaccum.kit import (
     State,
-    explain,
     require_weight,
     resumed,
     terms_of,
@@ -345,12 +344,9 @@ def _checked(name: str, gradient: Array, parameters: Arrays) -> Array:
             else f"one of {list(parameters)}"
         )
         found = f"{given.dtype} of shape {given.shape}"
-        raise explain(
-            GradientError,
-            f"gradients[{name!r}]",
-            expected=expected,
-            found=found,
-            fix="Pass the gradient of this parameter.",
+        raise GradientError(
+            f"gradients[{name!r}]: expected {expected}; got {found}. Pass the gradient"
+            " of this parameter."
         )
     return given.astype(p.dtype)
 
@@ -361,12 +357,9 @@ def _require_same_shapes(loaded: Arrays, own: Arrays) -> None:
         for tree in (loaded, own)
     )
     if theirs != ours:
-        raise explain(
-            gradaccum.CheckpointError,
-            "directory",
-            expected=f"parameters {ours}",
-            found=f"parameters {theirs}",
-            fix="Load into the same model.",
+        raise gradaccum.CheckpointError(
+            f"directory: expected parameters {ours}; got parameters {theirs}. Load into"
+            " the same model."
         )
 
 

@@ -65,23 +65,17 @@ def pieces(
 def length_along(value: Any, axis: Any, path: str) -> int | None:
     """The items of a leaf; None where it has none: it is given whole."""
     if not isinstance(axis, int):
-        raise kit.explain(
-            ArgumentTypeError,
-            "axes",
-            expected="an int or None for each leaf",
-            got=axis,
-            fix="Write axes=0.",
+        raise ArgumentTypeError(
+            f"axes: expected an int or None for each leaf; got {axis!r}"
+            f" ({type(axis).__name__}). Write axes=0."
         )
     if not hasattr(value, "dtype"):
         return len(value) if isinstance(value, Sized) else None
     if not -value.ndim <= axis < value.ndim:
         fix = "Write axes=None for a leaf that is given whole."
-        raise kit.explain(
-            ArgumentValueError,
-            path,
-            expected=f"an array with an axis {axis}",
-            found=f"shape {value.shape}",
-            fix=fix,
+        raise ArgumentValueError(
+            f"{path}: expected an array with an axis {axis}; got shape {value.shape}."
+            f" {fix}"
         )
     return int(value.shape[axis])
 
@@ -183,12 +177,9 @@ def require_closed_by_caller(options: kit.Options) -> None:
     """Raise unless the window ends when the caller says so."""
     if options.steps is not None:
         found = f"steps={options.steps}"
-        raise kit.explain(
-            ArgumentValueError,
-            "optimizer",
-            expected="one wrapped with steps=None",
-            found=found,
-            fix="Write steps=None.",
+        raise ArgumentValueError(
+            f"optimizer: expected one wrapped with steps=None; got {found}. Write"
+            " steps=None."
         )
 
 

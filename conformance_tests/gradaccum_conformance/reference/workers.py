@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gradaccum import UsageError
-from gradaccum.kit import explain
 
 TIMEOUT_SECONDS = 60.0
 
@@ -80,10 +79,6 @@ def _receive(link: Connection, rank: int) -> Any:
         "every worker to end its window too",
         "Call flush() on every worker when its data end.",
     )
-    raise explain(
-        UsageError,
-        f"the end of a window on rank {rank}",
-        expected=expected,
-        found=found,
-        fix=fix,
+    raise UsageError(
+        f"the end of a window on rank {rank}: expected {expected}; got {found}. {fix}"
     )
