@@ -225,7 +225,12 @@ def _steps(cell: Cell, python: Path, folder: Path) -> dict[str, list[str]]:
         "front page": [str(python), str(program)],
         "bits": [*module, "gradaccum_conformance.bits", *backend],
         "suite": [*pytest, str(ROOT / "conformance_tests/gradaccum_conformance")],
-        "own tests": [*pytest, str(ROOT / "conformance_tests/framework_tests")],
+        "own tests": [
+            *pytest,
+            "-m",
+            "",
+            str(ROOT / "conformance_tests/framework_tests"),
+        ],
     }
 
 

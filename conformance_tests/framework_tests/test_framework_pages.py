@@ -108,6 +108,7 @@ def warnings_in(said: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["pynative", "graph"])
 def test_program_from_a_file(mode: str, tmp_path: Path) -> None:
     """MindSpore's compiler reads the source of what it compiles from a file. It prints
@@ -149,6 +150,7 @@ def test_recipe_of_two_workers_in_chinese(mode: str, tmp_path: Path) -> None:
     run_recipe(recipe, tmp_path, GLOG_v="3")
 
 
+@pytest.mark.slow
 def test_compiled_code_warns_of_nothing(tmp_path: Path) -> None:
     """MindSpore warns of each value that code with side effects leaves unused, and
     names the code.

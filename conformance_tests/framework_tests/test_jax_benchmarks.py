@@ -45,6 +45,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KERAS_BACKEND", os.environ.get("KERAS_BACKEND", "jax"))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.parametrize(
     "case",
@@ -68,6 +69,7 @@ def test_all_contestants_agree(case: Any) -> None:
             assert np.abs(own - np.asarray(before)).max() > 1e-4
 
 
+@pytest.mark.slow
 def test_clipping_case_clips() -> None:
     tx = gradaccum.wrap(optax.sgd(1.0), steps=1)
     gradients = jax_streaming.gradient(make_params(256), jax_streaming.batches(256)[0])

@@ -140,6 +140,7 @@ def test_numbers_of_the_usual_window(case: str) -> None:
     assert gradaccum_jax.result(made[1]).optimizer_step == 2
 
 
+@pytest.mark.slow
 @pytest.mark.every_mode
 def test_masters_by_layer() -> None:
     """XLA rounds half precision where it likes. A short last micro-batch."""
@@ -150,6 +151,7 @@ def test_masters_by_layer() -> None:
     require_close(made, two_windows(usual(tx), params, tx.init(params), *batch), 1e-2)
 
 
+@pytest.mark.slow
 def test_open_window_belongs_to_the_update() -> None:
     """What it holds counts in the window that the call closes."""
     params, x, key = autoencoder(), drawn(12, 3), jax.random.key(0)
@@ -169,6 +171,7 @@ def test_open_window_belongs_to_the_update() -> None:
     assert gradaccum_jax.result(state).applied
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_a_layer() -> None:
     """The usual window's sums grow with the layers; here the activations at the borders
     do.

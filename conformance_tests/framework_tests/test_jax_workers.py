@@ -87,6 +87,7 @@ def test_four_devices(name: str, folder: Path, request: pytest.FixtureRequest) -
     assert said == "passed", said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BATCH_SHARDS)
 def test_eight_devices(name: str, folder: Path, request: pytest.FixtureRequest) -> None:
     said = run_checks(8, chosen_for(request), folder)[name]

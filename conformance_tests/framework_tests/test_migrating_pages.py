@@ -35,6 +35,7 @@ def test_program_of_the_page(framework: str, program: Program) -> None:
     program.run_here()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", FROM_FILES, ids=lambda program: program.title)
 def test_program_from_a_file(program: Program, tmp_path: Path) -> None:
     """MindSpore's compiler reads the source of what it compiles from a file."""

@@ -65,6 +65,7 @@ def test_two_optimizers_need_two_names():
         assert (first.asnumpy()[0], second.asnumpy()[0]) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_overflow", ["skip_window", "drop_micro_batch"])
 def test_length_of_a_dynamic_axis(on_overflow):
     """It is no constant while MindSpore compiles: windows of 4 and 3 items, and of 2

@@ -108,6 +108,7 @@ def test_unequal_sizes_without_weights_are_said_once(mode, weighed):
     assert ["3 and 2 items" in text for text in texts] == [True] * (not weighed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["pynative", "graph"])
 def test_unequal_sizes_in_model_train_are_said_once(mode):
     """``Model(net, loss_fn, optimizer)`` gives no weights; the training cell does,

@@ -131,6 +131,7 @@ run()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "lost"), [("ends", [1, 3]), ("raises", [])])
 def test_program_ends_in_an_open_window(how, lost, tmp_path):
     """Of nine optimizers two lose micro-batches: three of them, and one after a window

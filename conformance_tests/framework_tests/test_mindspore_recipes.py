@@ -18,7 +18,7 @@ from conformance_tests.framework_tests.recipes import (
 )
 
 RECIPES = recipes_of(gradaccum_mindspore)
-pytestmark = pytest.mark.xdist_group("mindspore recipes")
+pytestmark = [pytest.mark.xdist_group("mindspore recipes"), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from conformance_tests.framework_tests import mindspore_workers
 from conformance_tests.framework_tests.mindspore_workers.common import WORLD
 from conformance_tests.framework_tests.recipes import Recipe, run_recipe
 
-pytestmark = pytest.mark.xdist_group("mindspore_workers")
+pytestmark = [pytest.mark.xdist_group("mindspore_workers"), pytest.mark.slow]
 PROGRAM = Path(mindspore_workers.__file__).with_name("__main__.py").read_text()
 COMMAND = (
     f"msrun --worker_num={WORLD} --local_worker_num={WORLD} --master_port=8118"

@@ -36,7 +36,9 @@ def training(
     return model, opt, train
 
 
-@pytest.mark.parametrize("place", ["half precision", "separate"])
+@pytest.mark.parametrize(
+    "place", [pytest.param("half precision", marks=pytest.mark.slow), "separate"]
+)
 @pytest.mark.parametrize("what", ["the step", "the backward pass"])
 def test_compiled_training_equals_eager(place: str, what: str) -> None:
     """The batches change in size, so Dynamo makes their shapes symbolic."""

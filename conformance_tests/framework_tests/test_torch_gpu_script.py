@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks.gpu import stages
 from benchmarks.gpu.page import PAGE, RESULTS, page_of
 from benchmarks.gpu.records import (
@@ -29,6 +31,7 @@ WITH_TORCH_ALONE = {each.name for each in STAGES} - {"speed", "jax_windows"}
 SMALL = Setting("cpu", is_small=True)
 
 
+@pytest.mark.slow
 def test_checks_pass_on_a_cpu(tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
     command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--small"]

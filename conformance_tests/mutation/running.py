@@ -257,6 +257,8 @@ def pytest_program(
         "-rf",
         "-p",
         "no:cacheprovider",
+        "-m",
+        "",
     ]
     selected = [str(ROOT / "conformance_tests" / test) for test in tests]
     return f"""
