@@ -26,8 +26,8 @@ PAIRS = [
 @pytest.mark.parametrize(("adapter", "mutant"), PAIRS)
 def test_mutant_can_be_planted(adapter: str, mutant: Mutant) -> None:
     assert len(places(adapter, mutant)) == 1, (
-        "the text must stand once in the adapter: adapt the mutant to the code as it"
-        " is now"
+        f"{mutant.old!r} must stand once in the adapter: in meta_tests/adapter_mutants,"
+        f" write the text of {mutant.name} as the code is now"
     )
     ast.parse(planted(adapter, mutant)[1])
 
