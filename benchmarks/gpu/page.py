@@ -20,14 +20,14 @@ python -m benchmarks.gpu --device cpu --small  # the same code on a CPU, 3 minut
 python -m benchmarks.gpu --page FILE           # this page, from a file of results
 ```
 
-Run it from the root of a clone, beside torch 2.6 or newer; nothing has to be installed.
-JAX, optax, Accelerate, Lightning and transformers are looked at where they are
-installed. Each check appends its line to `benchmark-results/gpu.jsonl` at once, so a run
-that is ended leaves what it had.
+Run it from the root of a clone, with torch 2.6 or newer; gradaccum itself does not have
+to be installed. JAX, optax, Accelerate, Lightning and transformers are included if they
+are installed. Each check appends its line to `benchmark-results/gpu.jsonl` at once, so
+an interrupted run keeps the results that it has.
 
 """
 NOTHING = """\
-Nothing was run on a GPU yet. These stages are waiting for one:
+Nothing has been run on a GPU yet. A run has these stages:
 
 """
 ON_CPU = """\

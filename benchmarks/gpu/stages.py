@@ -48,7 +48,7 @@ class Stage(NamedTuple):
 
 
 STAGES = (
-    Stage("ceilings", "Versions, card and its ceilings", 30),
+    Stage("ceilings", "Versions, the GPU and its measured limits", 30),
     Stage("exact", "Exact in float64", 50),
     Stage("graphs", "CUDA graphs", 75),
     Stage("half_precision", "Half precision", 40),

@@ -66,7 +66,7 @@ def cases(quick: bool) -> Iterator[Case]:
     with mirror(WORKERS):
         for case in built(QUICK if quick else QUICK + MORE):
             yield Case(
-                f"{case.name}, CPU of one",
+                f"{case.name}, CPU time of one worker",
                 BASELINE,
                 case.windows,
                 counts=case.counts,

@@ -84,24 +84,30 @@ COUPLED, REPEATED, COUNTED, CLIPPED = (
 )
 EARLY, WEAKENED = "early update", "weakened term"
 CAUSES = {
-    MEANS: "micro-batches weigh the same, however many items they have",
+    MEANS: "all micro-batches count the same, however many items they have",
     WINDOW: (
-        "the epoch's last window, of fewer micro-batches, is divided by the full number"
+        "the last window of an epoch has fewer micro-batches, but is divided by the"
+        " full number"
     ),
-    CARRIED: "the next epoch completes it",
+    CARRIED: "the short window is completed in the next epoch",
     UNDIVIDED: (
-        "the loop leaves the window's division to the loss, which divides by its"
-        " micro-batch"
+        "the loop expects the loss to divide by the whole window, but the loss divides"
+        " by its micro-batch only"
     ),
-    COUPLED: "pairs meet only their micro-batch's negatives",
-    REPEATED: "the scale's gradient is added once per micro-batch",
-    COUNTED: "each item's first label is counted, which nothing predicts",
-    CLIPPED: "micro-batches are clipped, not their sum",
+    COUPLED: "each pair sees only the negatives in its own micro-batch",
+    REPEATED: (
+        "the gradient of the logit scale is added once per micro-batch, not once per"
+        " window"
+    ),
+    COUNTED: "the first label of each item is counted, although nothing predicts it",
+    CLIPPED: "each micro-batch's gradient is clipped, not their sum",
     EARLY: (
-        "the epoch's last window, of three micro-batches, is applied after two and"
-        " again after three (compared here)"
+        "the last window of an epoch has three micro-batches; an update is made after"
+        " the second one and another after the third (compared here)"
     ),
-    WEAKENED: "a second loss, a mean already, is divided by the number of tokens too",
+    WEAKENED: (
+        "a second loss, which is already a mean, is divided by the number of tokens too"
+    ),
 }
 
 

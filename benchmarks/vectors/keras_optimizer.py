@@ -37,7 +37,7 @@ class KerasOptimizer:
         if not isinstance(steps, int):
             raise NotOffered("windows of another size")
         if isinstance(scale, Mapping):
-            raise NotOffered("a dynamic scale of these constants")
+            raise NotOffered("a dynamic loss scale with these constants")
         if options["skip_norm"] is not None:
             raise NotOffered("a window skipped by its norm")
         self.steps = steps
