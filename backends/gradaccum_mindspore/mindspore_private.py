@@ -1,4 +1,4 @@
-"""Private names of MindSpore: its mode, traces, recorded operators, saving, random
+"""Private names of MindSpore: its mode, recorded operators, saving, random
 counters.
 
 MindSpore keeps recording operators after a function raised inside
@@ -14,15 +14,12 @@ from importlib import import_module
 from typing import Any
 
 import mindspore as ms
-from mindspore import Parameter, Tensor
-
-from gradaccum import UsageError
-from gradaccum.kit import explain
+from mindspore import Parameter
 
 try:
-    from mindspore.graph import api, jit_trace
-except ImportError:  # their places before MindSpore 2.9
-    from mindspore.common import api, jit_trace
+    from mindspore.graph import api
+except ImportError:  # its place before MindSpore 2.9
+    from mindspore.common import api
 
 pynative_executor = api._pynative_executor
 
@@ -32,12 +29,14 @@ def forget_recorded() -> None:
 
 
 @contextmanager
-def forgotten_on_error() -> Iterator[None]:
+def context(**settings: Any) -> Iterator[None]:
+    """Change `mindspore.set_context`'s settings inside the block."""
+    before = {name: ms.get_context(name) for name in settings}
+    ms.set_context(**settings)
     try:
         yield
-    except BaseException:
-        forget_recorded()
-        raise
+    finally:
+        ms.set_context(**before)
 
 
 _mode = getattr(ms.context, "_get_mode", partial(ms.get_context, "mode"))
@@ -48,26 +47,6 @@ operators.
 
 def is_graph_mode() -> bool:
     return bool(_mode() == ms.GRAPH_MODE)
-
-
-def refuse_trace() -> None:
-    """Raise inside ``mindspore.jit(capture_mode="trace")``, which repeats the operators
-    of its first call: no later micro-batch would end a window.
-    """
-    if not jit_trace._using_trace:
-        return
-    # MindSpore 2.10 goes on recording if the recorded function raises, and then the
-    # next operator crashes.
-    phase = jit_trace._trace_jit_context.phase
-    jit_trace._jit_trace_end(Tensor(0.0))
-    jit_trace._trace_compile_cache.discard(phase)
-    raise explain(
-        UsageError,
-        "capture_mode",
-        expected="'ast', because a trace repeats the operators of the first call",
-        found="'trace'",
-        fix="Write @mindspore.jit.",
-    )
 
 
 def call_when_saved(parameter: Parameter, function: Callable[[], None]) -> None:

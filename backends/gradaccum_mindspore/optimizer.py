@@ -27,10 +27,10 @@ from gradaccum.kit import (
 from gradaccum_mindspore import checks
 from gradaccum_mindspore.checks import Loss, Weight
 from gradaccum_mindspore.extensions import ChangedRateWarning
-from gradaccum_mindspore.gradient_sum import Gradients, Number
+from gradaccum_mindspore.gradient_sum import Gradients
 from gradaccum_mindspore.loss_scale import note_read, require_read
 from gradaccum_mindspore.master_weights import Optimizer, put_masters_into
-from gradaccum_mindspore.mindspore_private import is_graph_mode, refuse_trace
+from gradaccum_mindspore.mindspore_private import is_graph_mode
 from gradaccum_mindspore.state import Storage
 from gradaccum_mindspore.update import (
     Update,
@@ -85,7 +85,6 @@ class Flush(WindowCall):
                 0, or windows close by themselves.
             UsageError: `denominator` where several workers share the window.
         """
-        refuse_trace()
         storage = self.pynative_window.storage
         storage.pull()
         has_workers = storage.has_workers
@@ -101,8 +100,8 @@ class Flush(WindowCall):
         was_open: bool | Tensor = storage.listener_calls.around(0, flush)
         return was_open
 
-    def construct(self, denominator: Weight = None) -> Tensor:
-        if denominator is not None or self.compiled_window.workers is not None:
+    def construct(self) -> Tensor:
+        if self.compiled_window.workers is not None:
             refuse_compiled_flush()
         return self.compiled_window.flush()
 
@@ -111,7 +110,6 @@ class Discard(WindowCall):
     """``optimizer.discard()``: forget the open window."""
 
     def __call__(self) -> None:
-        refuse_trace()
         self.pynative_window.discard()
 
     def construct(self) -> bool:
@@ -250,7 +248,9 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
     def __call__(
         self,
         gradients: Gradients,
-        *weight_and_loss: Number | None,
+        positional_weight: Weight = None,
+        positional_loss: Loss = None,
+        *,
         weight: Weight = None,
         loss: Loss = None,
     ) -> bool | Tensor:
@@ -261,8 +261,9 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
             gradients: a tuple or list in the order of ``self.parameters``; None for a
                 parameter that took no part. Multiplied by the loss scale, if there is
                 one.
-            weight_and_loss: both without their names, or the weight. A floating Tensor
-                or array alone needs its name: it may be the loss.
+            positional_weight: `weight` without its name. A floating Tensor or array
+                alone needs its name, because it may be the loss.
+            positional_loss: `loss` without its name, behind the weight.
             weight: number or Tensor of one element, >= 0: how many items the
                 micro-batch has; 1 if left out.
             loss: its loss, not scaled, a number or Tensor of one element; if all are
@@ -272,22 +273,19 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
             GradientError: another number, shape or dtype than the parameters'.
             ArgumentTypeError, ArgumentValueError: `weight` is no finite number >= 0;
                 ``steps`` gave no int >= 1.
-            UsageError: nobody has asked for the loss scale yet;
-                ``jit(capture_mode="trace")`` is recording; or an exception left the
-                window, or its update, written in part.
+            UsageError: nobody has asked for the loss scale yet; or an exception left
+                the window, or its update, written in part.
         """
-        refuse_trace()
         for extension in self.storage.extensions:
             extension.micro_batch_given()
         require_read(self.storage.scale_key)
-        dtype = getattr(weight_and_loss[0], "dtype", None) if weight_and_loss else None
-        checks.require_named(
-            len(weight_and_loss), dtype, weight is not None, loss is not None
-        )
-        if weight_and_loss:
-            weight = weight_and_loss[0]
-        if len(weight_and_loss) > 1:
-            loss = weight_and_loss[1]
+        if positional_weight is not None:
+            if positional_loss is None and loss is None:
+                dtype = getattr(positional_weight, "dtype", None)
+                checks.require_certain_weight(dtype)
+            weight = positional_weight
+        if positional_loss is not None:
+            loss = positional_loss
         self.storage.sizes.weighed = weight is not None
         is_full: bool | Tensor = self.storage.listener_calls.around(
             1, partial(self._add, gradients, weight, loss)
@@ -310,7 +308,7 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
                 None if loss is None else Tensor(loss_number, dtype),
             )
         size = self.pynative_window.size()
-        state = self.pynative_window.add(gradients, weight_number, size, loss_number)
+        state = self.pynative_window.add(gradients, weight_number, loss_number)
         is_full = bool(kit.ends(state, size, kit.select))
         if is_full:
             self.pynative_window.close(state)
@@ -463,20 +461,19 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
     def construct(
         self,
         gradients: Gradients,
-        *weight_and_loss: Any,
+        positional_weight: Weight = None,
+        positional_loss: Loss = None,
+        *,
         weight: Weight = None,
         loss: Loss = None,
     ) -> Tensor:
-        dtype = None
-        if len(weight_and_loss) > 0 and isinstance(weight_and_loss[0], Tensor):
-            dtype = weight_and_loss[0].dtype
-        checks.check_compiled_named(
-            len(weight_and_loss), dtype, weight is not None, loss is not None
-        )
-        if len(weight_and_loss) > 0:
-            weight = weight_and_loss[0]
-        if len(weight_and_loss) > 1:
-            loss = weight_and_loss[1]
+        if positional_weight is not None:
+            is_alone = positional_loss is None and loss is None
+            if is_alone and isinstance(positional_weight, Tensor):
+                checks.require_certain_weight(positional_weight.dtype)
+            weight = positional_weight
+        if positional_loss is not None:
+            loss = positional_loss
         return self.micro_batch(gradients, weight, loss)
 
 

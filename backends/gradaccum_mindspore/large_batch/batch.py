@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Tensor
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, kit
+from gradaccum import ArgumentValueError, kit
 from gradaccum.kit import Cut, Division, Nest, Options, explain
 from gradaccum_mindspore.checks import item_weights, weight_as_number
 from gradaccum_mindspore.mindspore_private import is_graph_mode
@@ -51,28 +50,6 @@ class CallOptions(NamedTuple):
     def divisor(self, total_weight: float) -> float:
         state = kit.initial_state(1.0)._replace(weight=total_weight)
         return float(kit.divisor(state, self.reduction, kit.select))
-
-
-def positional(fn: Callable[..., Any], batch: Batch, keywords: dict[str, Any]) -> Batch:
-    """Return the arguments of a call in the order of the parameters of `fn`.
-
-    Raises:
-        ArgumentTypeError: `fn` takes one of `keywords` by keyword alone.
-    """
-    if not keywords:
-        return batch
-    function = fn.construct if isinstance(fn, nn.Cell) else fn
-    call = inspect.signature(function).bind(*batch, **keywords)
-    call.apply_defaults()
-    if call.kwargs:
-        raise explain(
-            ArgumentTypeError,
-            ", ".join(call.kwargs),
-            expected="arguments that the function also takes by position",
-            found="a parameter that is passed by keyword alone",
-            fix="Wrap it: lambda x, mask: forward(x, mask=mask).",
-        )
-    return call.args
 
 
 class MicroBatch(NamedTuple):

@@ -11,8 +11,7 @@ All of this runs in PyNative, in graph mode too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import mindspore as ms
@@ -34,19 +33,18 @@ from gradaccum_mindspore.large_batch.batch import (
     Batch,
     CallOptions,
     micro_batches,
-    positional,
 )
 from gradaccum_mindspore.large_batch.gradients import (
     Function,
     TensorSum,
-    check_loss,
+    require_scalar,
 )
 from gradaccum_mindspore.large_batch.replay import (
     RandomReplay,
+    SavedState,
     modules_of,
-    restored_on_error,
 )
-from gradaccum_mindspore.mindspore_private import refuse_trace
+from gradaccum_mindspore.mindspore_private import context
 
 
 class CoupledGradient(nn.Cell):  # type: ignore[misc]
@@ -75,13 +73,11 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
             # A Cell would list their parameters as its own.
             object.__setattr__(self, name, value)
 
-    def __call__(self, *batch: Nest, **keywords: Nest) -> tuple[Tensor, Any]:
-        refuse_trace()
-        batch = positional(self.outputs_fn, batch, keywords)
+    def __call__(self, *batch: Nest) -> tuple[Tensor, Any]:
         total = TensorSum(self.accumulate_dtype)
         with (
-            pynative_mode(),
-            restored_on_error(self.modules) as state,
+            context(mode=ms.PYNATIVE_MODE),
+            SavedState(self.modules) as state,
             RandomReplay(self.modules) as replay,
         ):
             arguments = [part.arguments for part in micro_batches(batch, self.options)]
@@ -114,7 +110,7 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
 
         def loss_of_leaves(*leaves: Tensor) -> Tensor:
             loss = self.loss_fn(with_leaves(outputs[0], iter(leaves)))
-            check_loss(loss)
+            require_scalar(loss.shape)
             return loss
 
         parts_of_leaves = list(zip(*map(tensors_of, outputs), strict=True))
@@ -234,16 +230,6 @@ def coupled_value_and_grad(
     return CoupledGradient(
         outputs_fn, loss_fn, weights, options, accumulate_dtype, known_modules
     )
-
-
-@contextmanager
-def pynative_mode() -> Iterator[None]:
-    mode = ms.get_context("mode")
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    try:
-        yield
-    finally:
-        ms.set_context(mode=mode)
 
 
 def tensors_of(outputs: Nest) -> list[Any]:

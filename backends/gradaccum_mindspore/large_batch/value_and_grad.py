@@ -9,12 +9,11 @@ from typing import Any
 
 from mindspore import Parameter, Tensor, nn
 
-from gradaccum import ArgumentValueError, kit
+from gradaccum import kit
 from gradaccum.kit import Nest
 from gradaccum_mindspore.large_batch.batch import (
     CallOptions,
     Weight,
-    positional,
 )
 from gradaccum_mindspore.large_batch.compiled import CompiledLoop
 from gradaccum_mindspore.large_batch.gradients import (
@@ -24,8 +23,7 @@ from gradaccum_mindspore.large_batch.gradients import (
     identity,
     run_micro_batches,
 )
-from gradaccum_mindspore.large_batch.replay import modules_of, restored_on_error
-from gradaccum_mindspore.mindspore_private import refuse_trace
+from gradaccum_mindspore.large_batch.replay import SavedState, modules_of
 
 
 class LargeBatchGradient(nn.Cell):  # type: ignore[misc]
@@ -49,20 +47,17 @@ class LargeBatchGradient(nn.Cell):  # type: ignore[misc]
         self.options = options
         self.accumulate_dtype = accumulate_dtype
         # A Cell would list their parameters as its own.
-        object.__setattr__(self, "fn", fn)
         object.__setattr__(self, "backward", backward)
         object.__setattr__(self, "modules", modules_of(fn, modules))
         self.loop = CompiledLoop(backward, parameters, options, accumulate_dtype)
 
-    def __call__(self, *batch: Nest, **keywords: Nest) -> tuple[Any, Any]:
-        refuse_trace()
-        batch = positional(self.fn, batch, keywords)
+    def __call__(self, *batch: Nest) -> tuple[Any, Any]:
         total = TensorSum(self.accumulate_dtype)
 
         def add(gradients: tuple[Tensor, ...], weight: float, loss: Tensor) -> None:
             total.add(gradients, self.options.factor(weight))
 
-        with restored_on_error(self.modules):
+        with SavedState(self.modules):
             value, total_weight = run_micro_batches(
                 self.backward, batch, self.options, add
             )
@@ -99,7 +94,7 @@ def value_and_grad(
     Args:
         fn: a function or Cell of the batch that returns a scalar loss; with `has_aux`
             ``(loss, aux)``.
-        grad_position: None.
+        grad_position: None, as for `mindspore.value_and_grad`: it is not read.
         weights: the Parameters to differentiate by.
         has_aux: `fn` returns an aux too, a nest of Tensors. ``value`` is then
             ``(loss, aux)``. From Python only.
@@ -127,15 +122,14 @@ def value_and_grad(
             or the Cell whose method it is.
 
     Returns:
-        A Cell to call with the batch, from Python by keyword too. Called from Python,
-        it returns the loss in its own dtype; compiled code, in float32, or in float64
-        if a sum is float64. After `mindspore.set_seed` micro-batches of two sizes can
-        begin with the same random numbers, as in a loop by hand.
+        A Cell to call with the batch. Called from Python, it returns the loss in its
+        own dtype; compiled code, in float32, or in float64 if a sum is float64. After
+        `mindspore.set_seed` micro-batches of two sizes can begin with the same random
+        numbers, as in a loop by hand.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an option is wrong; on a call, the batch
             is empty or has leaves of unequal size, or the loss is no scalar.
-        UsageError: compiled code calls with `has_aux`.
 
     Examples:
         >>> import mindspore as ms
@@ -148,14 +142,6 @@ def value_and_grad(
         >>> float(loss), weight.asnumpy().tolist()
         (7.0, [[3.0, 4.0]])
     """
-    if grad_position is not None:
-        raise kit.explain(
-            ArgumentValueError,
-            "grad_position",
-            expected="None, because the call differentiates by weights alone",
-            got=grad_position,
-            fix="Write value_and_grad(fn, None, weights, steps=4).",
-        )
     options = CallOptions(
         kit.make_division(steps, micro_batch_size),
         kit.make_options(None, reduction=reduction),

@@ -12,8 +12,8 @@ import math
 import mindspore as ms
 from mindspore import Tensor
 
-from gradaccum import UsageError, kit
-from gradaccum.kit import Decision, Options, Schedule, State, explain
+from gradaccum import kit
+from gradaccum.kit import Decision, Options, Schedule, State
 from gradaccum_mindspore import gradient_sum
 from gradaccum_mindspore.extensions import Losses
 from gradaccum_mindspore.gradient_sum import Gradients
@@ -48,17 +48,12 @@ class PyNativeWindow:
         return size
 
     def add(
-        self,
-        gradients: Gradients,
-        weight: float,
-        size: Schedule,
-        loss: float | None = None,
+        self, gradients: Gradients, weight: float, loss: float | None = None
     ) -> State:
         """Add one micro-batch of checked gradients, and its `loss` if it is known;
         return the state after it, which is written.
         """
         state = self.storage.pull()
-        require_room(state, size)
         factor = kit.contribution(weight, self.options)
         is_finite = self.is_finite(gradients, weight, factor)
         is_added = bool(kit.usable(state, weight, is_finite))
@@ -105,7 +100,6 @@ class PyNativeWindow:
         losses = self.storage.window_loss.after_window(state, ending, options)
         gradients: tuple[Tensor, ...] = ()
         if decision.apply:
-            self.update.require_effect()
             gradients = ms.mutable(self.gradients(decision.divisor))
         with self.storage.writing():
             if decision.apply:
@@ -181,17 +175,3 @@ class PyNativeWindow:
             # A window that was marked as invalid has no number of micro-batches.
             storage.push(kit.discard(state._replace(micro_step=0)), state)
             storage.push_event()
-
-
-def require_room(state: State, size: Schedule) -> None:
-    """Raise unless the window takes one more micro-batch: it is full if its update
-    raised.
-    """
-    if state.micro_step and kit.ends(state, size, kit.select):
-        raise explain(
-            UsageError,
-            "gradients",
-            expected="flush() or discard() first, because the window's update raised",
-            found=f"a window of {size} that holds {state.micro_step} micro-batches",
-            fix="Write optimizer.flush() to make the update that is due.",
-        )

@@ -17,9 +17,8 @@ from conformance_tests.framework_tests.mindspore_workers.common import (
     WORLD,
     require_same_everywhere,
 )
-from conformance_tests.framework_tests.mindspore_workers.refusals import files
 from conformance_tests.framework_tests.refusing import refused
-from gradaccum_mindspore import load_checkpoint_into, redistributed
+from gradaccum_mindspore import load_checkpoint_into
 
 CLASSES = (5, 3)
 """Of each worker."""
@@ -83,19 +82,9 @@ def sharded_head_loads_its_own_file(rank: int) -> None:
 
 
 @check
-def sharded_head_is_not_redistributed(rank: int) -> None:
-    opt = optimizer_of(rank)
-    learn(opt, 1.0, 1.0)
-    states = files(rank, opt)
-    with refused(gradaccum.CheckpointError, "head", "(5,), (3,)", "its own file"):
-        redistributed(states, 1)
-
-
-@check
-def sharded_head_is_refused(rank: int) -> None:
-    for name, value in (("reduction", "mean"), ("on_overflow", "drop_micro_batch")):
-        with refused(gradaccum.ArgumentValueError, f"{name}: ", "layerwise_parallel"):
-            optimizer_of(rank, **{name: value})
+def mean_over_a_sharded_head_is_refused(rank: int) -> None:
+    with refused(gradaccum.ArgumentValueError, "reduction: ", "layerwise_parallel"):
+        optimizer_of(rank, reduction="mean")
 
 
 @check
