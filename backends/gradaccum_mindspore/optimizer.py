@@ -177,12 +177,12 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
             # The inner optimizer's parameters will be the masters; users go on
             # differentiating by the model's.
             self.parameters = ParameterTuple(inner.parameters)
-        if data_parallel and isinstance(options.steps, UntilWeight):
-            raise kit.shared_until_weight_error(options.steps)
         parameters = inner.parameters
         this_place = None
         sharded_places: tuple[int, ...] = ()
         if data_parallel:
+            if isinstance(options.steps, UntilWeight):
+                raise kit.shared_until_weight_error(options.steps)
             require_same_everywhere(parameters, options, name)
             sharded_places = places_of_shards(parameters, options)
             this_place = place()
@@ -194,18 +194,13 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
         if options.master_weights:
             put_masters_into(inner, self.storage.masters)
         update = Update(inner, self.storage.masters)
-        self.pynative_window: PyNativeWindow
-        if data_parallel:
-            workers = WorkerGroup(self.storage, inner)
-            self.compiled_window = CompiledWindow(
-                self.storage, options, update, workers
-            )
+        workers = WorkerGroup(self.storage, inner) if data_parallel else None
+        self.compiled_window = CompiledWindow(self.storage, options, update, workers)
+        self.pynative_window = PyNativeWindow(self.storage, options, update)
+        if workers is not None:
             self.pynative_window = SharedWindow(
                 self.storage, options, update, self.compiled_window, workers
             )
-        else:
-            self.compiled_window = CompiledWindow(self.storage, options, update)
-            self.pynative_window = PyNativeWindow(self.storage, options, update)
         self.micro_batch = MicroBatch(self.compiled_window)
         self.flush = Flush(self.compiled_window, self.pynative_window)
         self.discard = Discard(self.compiled_window, self.pynative_window)
