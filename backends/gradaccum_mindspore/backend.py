@@ -83,8 +83,8 @@ class MindSporeBackend:
                 already.
             ArgumentValueError: `optimizer` divides by a loss scale of its own; with
                 ``data_parallel=True`` other workers have other options or other
-                parameters; or the reduction is "mean" beside ``layerwise_parallel``
-                Parameters.
+                parameters; beside ``layerwise_parallel`` Parameters
+                the reduction is "mean", or ``on_overflow="drop_micro_batch"`` is given.
             UsageError: there are several workers, and `data_parallel` was not given.
         """
         if isinstance(optimizer, AccumulatingOptimizer):

@@ -1,4 +1,4 @@
-"""Private names of MindSpore: its mode, recorded operators, saving, random
+"""Private names of MindSpore: its mode, traces, recorded operators, saving, random
 counters.
 
 MindSpore keeps recording operators after a function raised inside
@@ -14,12 +14,14 @@ from importlib import import_module
 from typing import Any
 
 import mindspore as ms
-from mindspore import Parameter
+from mindspore import Parameter, Tensor
+
+from gradaccum import UsageError
 
 try:
-    from mindspore.graph import api
-except ImportError:  # its place before MindSpore 2.9
-    from mindspore.common import api
+    from mindspore.graph import api, jit_trace
+except ImportError:  # their places before MindSpore 2.9
+    from mindspore.common import api, jit_trace
 
 pynative_executor = api._pynative_executor
 
@@ -47,6 +49,23 @@ operators.
 
 def is_graph_mode() -> bool:
     return bool(_mode() == ms.GRAPH_MODE)
+
+
+def refuse_trace() -> None:
+    """Raise inside ``mindspore.jit(capture_mode="trace")``, which repeats the operators
+    of its first call: no later micro-batch would end a window.
+    """
+    if not jit_trace._using_trace:
+        return
+    # MindSpore 2.10 goes on recording if the recorded function raises, and then the
+    # next operator crashes.
+    phase = jit_trace._trace_jit_context.phase
+    jit_trace._jit_trace_end(Tensor(0.0))
+    jit_trace._trace_compile_cache.discard(phase)
+    raise UsageError(
+        "capture_mode: expected 'ast'; got 'trace', which repeats the operators of the"
+        " first call and makes no update. Write @mindspore.jit."
+    )
 
 
 def call_when_saved(parameter: Parameter, function: Callable[[], None]) -> None:

@@ -30,7 +30,7 @@ from gradaccum_mindspore.extensions import ChangedRateWarning
 from gradaccum_mindspore.gradient_sum import Gradients
 from gradaccum_mindspore.loss_scale import note_read, require_read
 from gradaccum_mindspore.master_weights import Optimizer, put_masters_into
-from gradaccum_mindspore.mindspore_private import is_graph_mode
+from gradaccum_mindspore.mindspore_private import is_graph_mode, refuse_trace
 from gradaccum_mindspore.state import Storage
 from gradaccum_mindspore.update import (
     Update,
@@ -85,6 +85,7 @@ class Flush(WindowCall):
                 0, or windows close by themselves.
             UsageError: `denominator` where several workers share the window.
         """
+        refuse_trace()
         storage = self.pynative_window.storage
         storage.pull()
         has_workers = storage.has_workers
@@ -110,6 +111,7 @@ class Discard(WindowCall):
     """``optimizer.discard()``: forget the open window."""
 
     def __call__(self) -> None:
+        refuse_trace()
         self.pynative_window.discard()
 
     def construct(self) -> bool:
@@ -268,9 +270,12 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
             GradientError: another number, shape or dtype than the parameters'.
             ArgumentTypeError, ArgumentValueError: `weight` is no finite number >= 0;
                 ``steps`` gave no int >= 1.
-            UsageError: nobody has asked for the loss scale yet; or an exception left
-                the window, or its update, written in part.
+            UsageError: nobody has asked for the loss scale yet;
+                ``jit(capture_mode="trace")`` is recording; the window is full, because
+                its update raised; or an exception left the window, or its update,
+                written in part.
         """
+        refuse_trace()
         for extension in self.storage.extensions:
             extension.micro_batch_given()
         require_read(self.storage.scale_key)
@@ -303,7 +308,7 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
                 None if loss is None else Tensor(loss_number, dtype),
             )
         size = self.pynative_window.size()
-        state = self.pynative_window.add(gradients, weight_number, loss_number)
+        state = self.pynative_window.add(gradients, weight_number, size, loss_number)
         is_full = bool(kit.ends(state, size, kit.select))
         if is_full:
             self.pynative_window.close(state)

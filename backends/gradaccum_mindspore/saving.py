@@ -31,14 +31,22 @@ def load_checkpoint_into(cell: nn.Cell, parameter_dict: Checkpoint) -> None:
             `cell`. Other entries (such as ``epoch_num``) are left alone.
 
     Raises:
-        CheckpointError: a value is missing, of another shape or dtype; or its open
-            window was saved under another reduction, overflow policy, loss scale or
-            number of steps, or by another worker or number of workers. Nothing was
-            written then.
+        CheckpointError: a value is missing, of another shape or dtype; its open window
+            was saved under another reduction, overflow policy, loss scale or number of
+            steps, or by another worker or number of workers; or two Parameters of
+            `cell` have one name. Nothing was written then.
     """
     cells = [part for _, part in nn.Cell.cells_and_names(cell)]
     storages = [part for part in cells if isinstance(part, Storage)]
-    parameters = {each.name: each for each in cell.get_parameters()}
+    parameters: dict[str, Parameter] = {}
+    for parameter in cell.get_parameters():
+        name = parameter.name
+        if parameters.setdefault(name, parameter) is not parameter:
+            raise CheckpointError(
+                f"cell: expected Parameters of different names, because a checkpoint has"
+                f" one value for each name; got two Parameters called {name!r}. Name"
+                f" one of two optimizers: gradaccum.wrap(..., name='generator')."
+            )
     # A checkpoint of one worker has no entry of its place.
     optional = {storage.saved_place.name for storage in storages if storage.has_workers}
     for name, parameter in parameters.items():

@@ -107,11 +107,7 @@ def suffixes(prefix: str) -> tuple[str, str]:
 def prefixes_in(checkpoint: Checkpoint) -> list[str]:
     """Return the prefix of each wrapped optimizer in a checkpoint."""
     ending = ".micro_step"
-    return [
-        name.removesuffix(ending)
-        for name in checkpoint
-        if name.endswith(PACKAGE + ending)
-    ]
+    return [name.removesuffix(ending) for name in checkpoint if name.endswith(ending)]
 
 
 # The Parameters.

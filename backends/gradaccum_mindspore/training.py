@@ -13,9 +13,9 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 from mindspore.ops import constexpr
-from mindspore.train import Callback, RunContext
+from mindspore.train import Callback, ModelCheckpoint, RunContext
 
-from gradaccum import ArgumentValueError
+from gradaccum import ArgumentValueError, UsageError
 from gradaccum.kit import Sizes, explain
 from gradaccum_mindspore.checks import Weight
 from gradaccum_mindspore.gradient_sum import write_numbers
@@ -138,6 +138,20 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
         """In this epoch. Workers that share windows each flush once in an epoch,
         whatever they hold.
         """
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        """Raise `UsageError` if a `mindspore.train.ModelCheckpoint` stands before this
+        callback.
+        """
+        callbacks = run_context.original_args().list_callback
+        before = callbacks[: callbacks.index(self)]
+        if any(isinstance(callback, ModelCheckpoint) for callback in before):
+            raise UsageError(
+                "callbacks: expected FlushAtEpochEnd before ModelCheckpoint, because"
+                " both work at the end of a step; got FlushAtEpochEnd after it, so that"
+                " the saved file lacks the epoch's last update. Write"
+                " callbacks=[FlushAtEpochEnd(optimizer), ...]."
+            )
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
         self.has_flushed = False

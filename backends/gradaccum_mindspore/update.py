@@ -13,6 +13,7 @@ from types import MethodType
 from typing import Any
 from weakref import finalize
 
+import mindspore as ms
 from mindspore import nn
 from mindspore.ops import constexpr
 
@@ -20,6 +21,11 @@ from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import explain
 from gradaccum_mindspore.gradient_sum import Gradients
 from gradaccum_mindspore.master_weights import MasterWeights, Optimizer
+
+IN_PLACE = ("mindspore.mint.optim.sgd", "mindspore.mint.optim.adam")
+"""The modules whose optimizers write parameters by ``Parameter.add_``, which changes
+nothing in PyNative on a CPU in MindSpore 2.10.
+"""
 
 
 class Update(nn.Cell):  # type: ignore[misc]
@@ -61,6 +67,17 @@ class Update(nn.Cell):  # type: ignore[misc]
         if self.has_masters:
             self.masters()
         return True
+
+    def require_effect(self) -> None:
+        """Raise unless the inner optimizer changes parameters in PyNative."""
+        kind = type(self.inner)
+        if kind.__module__ in IN_PLACE and ms.get_context("device_target") == "CPU":
+            raise UsageError(
+                f"optimizer: expected an optimizer that changes parameters in PyNative"
+                f" on a CPU; got mint.optim.{kind.__name__}, which changes nothing"
+                f" there. Compile the step by @mindspore.jit, or use an optimizer of"
+                f" mindspore.nn."
+            )
 
 
 # The guard.

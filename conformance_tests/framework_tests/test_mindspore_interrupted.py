@@ -54,7 +54,9 @@ def saved_and_loaded(optimizer, into, folder):
 
 @pytest.mark.parametrize("steps", [2, gradaccum.until_weight(4)], ids=str)
 def test_missed_update_is_made_by_flush(steps, tmp_path):
-    """Also after a resume."""
+    """Until then a further micro-batch is refused: it may be the one that raised, and
+    would count twice. Also after a resume.
+    """
     optimizer, resumed = wrapped(steps=steps), wrapped(steps=steps)
     optimizer(gradients(2.0), 2)
     with stopped(optimizer.pynative_window, "gradients"):
@@ -62,6 +64,8 @@ def test_missed_update_is_made_by_flush(steps, tmp_path):
     assert (values(optimizer), counted(optimizer)) == ([1.0, 1.0], (2, 0))
     saved_and_loaded(optimizer, resumed, tmp_path)
     for each in (optimizer, resumed):
+        with pytest.raises(gradaccum.UsageError, match="flush"):
+            each(gradients(4.0), 2)
         assert each.flush()
         assert (values(each), counted(each)) == ([-2.0, -2.0], (0, 1))
 

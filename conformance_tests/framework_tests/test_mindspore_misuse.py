@@ -2,6 +2,9 @@
 result.
 """
 
+import subprocess
+import sys
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ from conformance_tests.framework_tests.mindspore_common import (
 from gradaccum import (
     ArgumentTypeError,
     ArgumentValueError,
+    CheckpointError,
     GradientError,
     UsageError,
 )
@@ -43,6 +47,14 @@ def of_one(parameter, **options):
     return gradaccum.wrap(inner, steps=2, **options)
 
 
+def of_two_equal_names():
+    optimizer = wrapped()
+    cell = nn.CellList([optimizer], auto_prefix=False)
+    cell.twin = Parameter(Tensor([0.0]), name="a")
+    entries = {p.name: Tensor(p.asnumpy()) for p in optimizer.get_parameters()}
+    load_checkpoint_into(cell, entries)
+
+
 REFUSED = {
     "steps that change": (
         lambda: setattr(wrapped(), "steps", 3),
@@ -64,6 +76,7 @@ REFUSED = {
         ArgumentTypeError,
         "loss_scale: .*DynamicLossScale",
     ),
+    "a name that stands twice": (of_two_equal_names, CheckpointError, "cell: .*a"),
 }
 
 
@@ -71,6 +84,57 @@ REFUSED = {
 def test_refused(call, kind, words):
     with pytest.raises(kind, match=f"^{words}"):
         call()
+
+
+TRACE = """
+import mindspore as ms
+from mindspore import Parameter, Tensor, nn
+import gradaccum
+from gradaccum_mindspore import coupled_value_and_grad, value_and_grad, value_and_update
+
+x = Tensor([2.0, 2.0])
+p, q = (Parameter(Tensor([1.0, 1.0]), name=name) for name in "pq")
+optimizer = gradaccum.wrap(nn.SGD([p], 1.0), steps=2)
+other = gradaccum.wrap(nn.SGD([q], 1.0), steps=None, name="other")
+calls = (
+    lambda: optimizer((x,)),
+    optimizer.flush,
+    optimizer.discard,
+    lambda: value_and_grad(abs, None, [p], steps=2)(x),
+    lambda: value_and_update(abs, other, steps=2)(x),
+    lambda: coupled_value_and_grad(abs, abs, [p], steps=2, modules=())(x),
+)
+for call in calls:
+    @ms.jit(capture_mode="trace")
+    def step(x):
+        call()
+        return x
+
+    for _ in range(2):
+        try:
+            step(x)
+        except gradaccum.UsageError as error:
+            print(str(error).split(":")[0])
+for _ in range(2):
+    optimizer((x + 0,))
+print(p.asnumpy()[0])
+"""
+
+
+def test_tracing_is_refused(tmp_path):
+    """A trace would repeat its first micro-batch's work and never update. MindSpore
+    crashes if the refusal leaves it tracing. It also reads the source of every caller,
+    which pytest has not.
+    """
+    (tmp_path / "trace.py").write_text(TRACE)
+    ran = subprocess.run(
+        [sys.executable, str(tmp_path / "trace.py")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    found = ran.stdout.split()
+    assert found == ["capture_mode"] * 12 + ["-1.0"], ran.stderr[-2000:]
 
 
 BAD_GRADIENTS = {

@@ -129,3 +129,12 @@ def test_stopped_epoch_is_flushed():
     model.train(2, data(), callbacks=[FlushAtEpochEnd(optimizer), stopping])
     assert optimizer.result.optimizer_step == 1
     assert (optimizer.result.micro_step, optimizer.result.applied) == (0, True)
+
+
+def test_flush_after_the_saver_is_refused(tmp_path):
+    model, _, optimizer = make("pynative")
+    callbacks = [saver(tmp_path), FlushAtEpochEnd(optimizer)]
+    with pytest.raises(
+        gradaccum.UsageError, match=r"callbacks.*before ModelCheckpoint"
+    ):
+        model.train(1, data(), callbacks=callbacks)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor
+from mindspore import Tensor, nn
 
-from gradaccum import ArgumentValueError, kit
+from gradaccum import ArgumentTypeError, ArgumentValueError, kit
 from gradaccum.kit import Cut, Division, Nest, Options, explain
 from gradaccum_mindspore.checks import item_weights, weight_as_number
 from gradaccum_mindspore.mindspore_private import is_graph_mode
@@ -50,6 +51,27 @@ class CallOptions(NamedTuple):
     def divisor(self, total_weight: float) -> float:
         state = kit.initial_state(1.0)._replace(weight=total_weight)
         return float(kit.divisor(state, self.reduction, kit.select))
+
+
+def positional(fn: Callable[..., Any], batch: Batch, keywords: dict[str, Any]) -> Batch:
+    """Return the arguments of a call in the order of the parameters of `fn`.
+
+    Raises:
+        ArgumentTypeError: `fn` takes one of `keywords` by keyword alone.
+    """
+    if not keywords:
+        return batch
+    function = fn.construct if isinstance(fn, nn.Cell) else fn
+    call = inspect.signature(function).bind(*batch, **keywords)
+    call.apply_defaults()
+    if call.kwargs:
+        name = next(iter(call.kwargs))
+        raise ArgumentTypeError(
+            f"{name}: expected a parameter that the function also takes by position;"
+            f" got a parameter that it takes by keyword alone. Wrap the function:"
+            f" lambda x, {name}: forward(x, {name}={name})."
+        )
+    return call.args
 
 
 class MicroBatch(NamedTuple):

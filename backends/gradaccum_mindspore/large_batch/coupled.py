@@ -33,6 +33,7 @@ from gradaccum_mindspore.large_batch.batch import (
     Batch,
     CallOptions,
     micro_batches,
+    positional,
 )
 from gradaccum_mindspore.large_batch.gradients import (
     Function,
@@ -44,7 +45,7 @@ from gradaccum_mindspore.large_batch.replay import (
     SavedState,
     modules_of,
 )
-from gradaccum_mindspore.mindspore_private import context
+from gradaccum_mindspore.mindspore_private import context, refuse_trace
 
 
 class CoupledGradient(nn.Cell):  # type: ignore[misc]
@@ -73,7 +74,9 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
             # A Cell would list their parameters as its own.
             object.__setattr__(self, name, value)
 
-    def __call__(self, *batch: Nest) -> tuple[Tensor, Any]:
+    def __call__(self, *batch: Nest, **keywords: Nest) -> tuple[Tensor, Any]:
+        refuse_trace()
+        batch = positional(self.outputs_fn, batch, keywords)
         total = TensorSum(self.accumulate_dtype)
         with (
             context(mode=ms.PYNATIVE_MODE),

@@ -9,11 +9,12 @@ from typing import Any
 
 from mindspore import Parameter, Tensor, nn
 
-from gradaccum import kit
+from gradaccum import ArgumentValueError, kit
 from gradaccum.kit import Nest
 from gradaccum_mindspore.large_batch.batch import (
     CallOptions,
     Weight,
+    positional,
 )
 from gradaccum_mindspore.large_batch.compiled import CompiledLoop
 from gradaccum_mindspore.large_batch.gradients import (
@@ -24,6 +25,7 @@ from gradaccum_mindspore.large_batch.gradients import (
     run_micro_batches,
 )
 from gradaccum_mindspore.large_batch.replay import SavedState, modules_of
+from gradaccum_mindspore.mindspore_private import refuse_trace
 
 
 class LargeBatchGradient(nn.Cell):  # type: ignore[misc]
@@ -47,11 +49,14 @@ class LargeBatchGradient(nn.Cell):  # type: ignore[misc]
         self.options = options
         self.accumulate_dtype = accumulate_dtype
         # A Cell would list their parameters as its own.
+        object.__setattr__(self, "fn", fn)
         object.__setattr__(self, "backward", backward)
         object.__setattr__(self, "modules", modules_of(fn, modules))
         self.loop = CompiledLoop(backward, parameters, options, accumulate_dtype)
 
-    def __call__(self, *batch: Nest) -> tuple[Any, Any]:
+    def __call__(self, *batch: Nest, **keywords: Nest) -> tuple[Any, Any]:
+        refuse_trace()
+        batch = positional(self.fn, batch, keywords)
         total = TensorSum(self.accumulate_dtype)
 
         def add(gradients: tuple[Tensor, ...], weight: float, loss: Tensor) -> None:
@@ -94,7 +99,7 @@ def value_and_grad(
     Args:
         fn: a function or Cell of the batch that returns a scalar loss; with `has_aux`
             ``(loss, aux)``.
-        grad_position: None, as for `mindspore.value_and_grad`: it is not read.
+        grad_position: None.
         weights: the Parameters to differentiate by.
         has_aux: `fn` returns an aux too, a nest of Tensors. ``value`` is then
             ``(loss, aux)``. From Python only.
@@ -122,10 +127,10 @@ def value_and_grad(
             or the Cell whose method it is.
 
     Returns:
-        A Cell to call with the batch. Called from Python, it returns the loss in its
-        own dtype; compiled code, in float32, or in float64 if a sum is float64. After
-        `mindspore.set_seed` micro-batches of two sizes can begin with the same random
-        numbers, as in a loop by hand.
+        A Cell to call with the batch, from Python by keyword too. Called from Python,
+        it returns the loss in its own dtype; compiled code, in float32, or in float64
+        if a sum is float64. After `mindspore.set_seed` micro-batches of two sizes can
+        begin with the same random numbers, as in a loop by hand.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an option is wrong; on a call, the batch
@@ -142,6 +147,12 @@ def value_and_grad(
         >>> float(loss), weight.asnumpy().tolist()
         (7.0, [[3.0, 4.0]])
     """
+    if grad_position is not None:
+        raise ArgumentValueError(
+            f"grad_position: expected None, because the call differentiates by weights"
+            f" alone; got {grad_position!r}. Write value_and_grad(fn, None, weights,"
+            f" steps=4)."
+        )
     options = CallOptions(
         kit.make_division(steps, micro_batch_size),
         kit.make_options(None, reduction=reduction),

@@ -9,11 +9,13 @@ from typing import Any
 
 from mindspore import Tensor, nn, ops
 
-from gradaccum import ArgumentValueError
+from gradaccum import ArgumentValueError, UsageError
 from gradaccum.kit import Nest, explain, make_division
+from gradaccum_mindspore.gradient_sum import where
 from gradaccum_mindspore.large_batch.batch import (
     CallOptions,
     Weight,
+    positional,
 )
 from gradaccum_mindspore.large_batch.compiled import CompiledLoop
 from gradaccum_mindspore.large_batch.gradients import (
@@ -22,6 +24,7 @@ from gradaccum_mindspore.large_batch.gradients import (
     run_micro_batches,
 )
 from gradaccum_mindspore.large_batch.replay import SavedState, modules_of
+from gradaccum_mindspore.mindspore_private import refuse_trace
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer
 
 
@@ -41,13 +44,23 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
         self.optimizer = optimizer
         self.options = options
         # A Cell would list their parameters as its own.
+        object.__setattr__(self, "fn", fn)
         object.__setattr__(self, "backward", backward)
         object.__setattr__(self, "modules", modules_of(fn, modules))
         self.loop = CompiledUpdateLoop(backward, optimizer, options)
 
-    def __call__(self, *batch: Nest) -> Any:
+    def __call__(self, *batch: Nest, **keywords: Nest) -> Any:
+        refuse_trace()
+        batch = positional(self.fn, batch, keywords)
         optimizer = self.optimizer
         storage = optimizer.storage
+        micro_step = storage.micro_step.item()
+        if micro_step > 0:
+            raise UsageError(
+                f"optimizer: expected no open window, because the call is a window; got"
+                f" a window that holds {micro_step} micro-batches. Call"
+                f" optimizer.flush() or optimizer.discard() first."
+            )
         last_event = storage.last_event.value().copy()
         with SavedState(self.modules):
             try:
@@ -66,8 +79,11 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
 
 
 class CompiledUpdateLoop(CompiledLoop):
-    """The loop in which the optimizer takes in the gradients of each micro-batch; it
-    carries a number in place of sums.
+    """The loop in which the optimizer takes in the gradients of each micro-batch.
+
+    What it carries in place of sums is added to each weight: 0, or NaN if a window was
+    open, because compiled code cannot raise. A NaN makes an overflow, so that there is
+    no update.
     """
 
     def __init__(
@@ -77,15 +93,16 @@ class CompiledUpdateLoop(CompiledLoop):
         self.optimizer = optimizer
 
     def first_sums(self, zero: Tensor) -> Tensor:
-        return zero
+        is_open = self.optimizer.storage.micro_step > 0
+        return where(is_open, self.nan * 1, zero)
 
     def add_gradients(
         self, sums: Any, gradients: Any, weight: Tensor, factor: Tensor, loss: Tensor
     ) -> Any:
-        return ops.depend(sums, self.optimizer(gradients, weight, loss))
+        return ops.depend(sums, self.optimizer(gradients, weight + sums, loss))
 
     def results(self, loss: Tensor, sums: Any, divisor: Tensor) -> Tensor:
-        return ops.depend(loss, self.optimizer.flush())
+        return ops.depend(loss + sums, self.optimizer.flush())
 
 
 def value_and_update(
@@ -124,12 +141,13 @@ def value_and_update(
 
     Returns:
         A Cell to call with the batch. It returns the loss, or ``(loss, aux)``, of all
-        micro-batches: a dropped one's too. Micro-batches of an open window take part in
-        the update. If `fn` raises, the window is discarded.
+        micro-batches: a dropped one's too. If `fn` raises, the optimizer is as before.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: as for `value_and_grad`; or `optimizer`
             is not wrapped with ``steps=None``.
+        UsageError: on a call from Python, `optimizer` has an open window. Compiled code
+            cannot raise: there the loss is NaN then, and the window is an overflow.
 
     Examples:
         >>> import gradaccum

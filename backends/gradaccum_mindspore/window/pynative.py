@@ -12,7 +12,7 @@ import math
 import mindspore as ms
 from mindspore import Tensor
 
-from gradaccum import kit
+from gradaccum import UsageError, kit
 from gradaccum.kit import Decision, Options, Schedule, State
 from gradaccum_mindspore import gradient_sum
 from gradaccum_mindspore.extensions import Losses
@@ -48,12 +48,22 @@ class PyNativeWindow:
         return size
 
     def add(
-        self, gradients: Gradients, weight: float, loss: float | None = None
+        self,
+        gradients: Gradients,
+        weight: float,
+        size: Schedule,
+        loss: float | None = None,
     ) -> State:
         """Add one micro-batch of checked gradients, and its `loss` if it is known;
         return the state after it, which is written.
         """
         state = self.storage.pull()
+        if state.micro_step and kit.ends(state, size, kit.select):
+            raise UsageError(
+                "gradients: expected flush() or discard() first, because the update of"
+                " the open window raised; got a further micro-batch. Call"
+                " optimizer.flush() to make the update."
+            )
         factor = kit.contribution(weight, self.options)
         is_finite = self.is_finite(gradients, weight, factor)
         is_added = bool(kit.usable(state, weight, is_finite))
@@ -100,6 +110,7 @@ class PyNativeWindow:
         losses = self.storage.window_loss.after_window(state, ending, options)
         gradients: tuple[Tensor, ...] = ()
         if decision.apply:
+            self.update.require_effect()
             gradients = ms.mutable(self.gradients(decision.divisor))
         with self.storage.writing():
             if decision.apply:

@@ -22,6 +22,10 @@ from mindspore.communication import GlobalComm, get_group_size, get_rank
 from gradaccum import ArgumentValueError, UsageError
 from gradaccum.kit import Options, explain
 
+PLAIN_MODES = ("stand_alone", "data_parallel")
+"""The parallel modes in which MindSpore's compiler does not reduce gradients by itself.
+"""
+
 
 def workers_here() -> int:
     if GlobalComm.INITED:
@@ -31,8 +35,8 @@ def workers_here() -> int:
 
 def shares_windows(data_parallel: object) -> bool:
     """Return the option ``data_parallel``, checked."""
+    mode = ms.get_auto_parallel_context("parallel_mode")
     if data_parallel is None:
-        mode = ms.get_auto_parallel_context("parallel_mode")
         is_unknown = mode == "data_parallel" and not GlobalComm.INITED
         if is_unknown or workers_here() > 1:
             raise explain(
@@ -55,6 +59,12 @@ def shares_windows(data_parallel: object) -> bool:
             expected="communication that is initialised",
             found="none in this process",
             fix="Call mindspore.communication.init() first.",
+        )
+    if mode not in PLAIN_MODES:
+        raise UsageError(
+            f"data_parallel: expected False in the mode {mode}, in which MindSpore"
+            f" reduces the gradients of each micro-batch itself; got True. Write"
+            f" data_parallel=False."
         )
     return True
 
@@ -117,6 +127,12 @@ def places_of_shards(
             " layerwise_parallel, whose loss is one of the items of all workers",
             got="mean",
             fix='Sum the loss, and write reduction="sum_per_item".',
+        )
+    if places and options.on_overflow == "drop_micro_batch":
+        raise ArgumentValueError(
+            "on_overflow: expected no 'drop_micro_batch' beside parameters marked as"
+            " layerwise_parallel, because one worker alone would drop its part of a"
+            " micro-batch; got 'drop_micro_batch'. Leave on_overflow out."
         )
     return tuple(places)
 

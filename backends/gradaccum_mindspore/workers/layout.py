@@ -38,7 +38,6 @@ def redistributed(states: Sequence[Checkpoint], workers: int) -> list[dict[str, 
         states: the dict that `mindspore.load_checkpoint` returned of each worker's
             file, by rank: of a wrapped optimizer with ``data_parallel=True`` or of a
             cell that holds it; one such dict, of an optimizer without it, is right too.
-            Not of sharded parameters, which resume on as many workers alone.
         workers: the number of workers that load, >= 1.
 
     Returns:
@@ -47,7 +46,9 @@ def redistributed(states: Sequence[Checkpoint], workers: int) -> list[dict[str, 
         of `states`.
 
     Raises:
-        CheckpointError: one of them is missing, or they are not of one moment.
+        CheckpointError: one of them is missing, or they are not of one moment; a
+            parameter's value differs between them, as shards do, which resume on as
+            many workers alone.
     """
     new_states: list[dict[str, Entry]] = [dict(states[0]) for _ in range(workers)]
     for prefix in prefixes_in(states[0]):
@@ -88,6 +89,9 @@ def redistribute_window(
     losses = sum_of(saved_states, loss_name)
     last_loss = first[loss_name].asnumpy()[2]
     sum_suffix, _ = suffixes(prefix)
+    for name in first:
+        if name + sum_suffix in first:
+            require_one_value(saved_states, name)
     sums = {
         name: sum_of(saved_states, name) for name in first if name.endswith(sum_suffix)
     }
@@ -106,6 +110,16 @@ def redistribute_window(
         entries[f"{prefix}.{WORKERS}"] = Tensor([rank, len(new_states)], ms.int32)
         for name, entry in entries.items():
             new_states[rank][name] = hidden_parameter(entry, name)
+
+
+def require_one_value(states: Sequence[Checkpoint], name: str) -> None:
+    arrays = [state[name].astype(ms.float64).asnumpy() for state in states]
+    if not all(np.array_equal(arrays[0], each, equal_nan=True) for each in arrays):
+        raise CheckpointError(
+            f"{name}: expected one value in the files of all workers; got different"
+            f" values. Let as many workers as before each load its own file if the"
+            f" parameter is sharded; otherwise save between the same two updates."
+        )
 
 
 def fields_of(state: Checkpoint, prefix: str) -> State:

@@ -46,6 +46,13 @@ def each_mistake_is_refused(rank: int) -> None:
     def wrapped(steps: int = 2, **parameter: Any) -> None:
         gradaccum.wrap(sgd(**parameter), steps=steps, data_parallel=True)
 
+    def wrapped_where_the_compiler_reduces() -> None:
+        ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel")
+        try:
+            wrapped()
+        finally:
+            ms.reset_auto_parallel_context()
+
     usage, value = gradaccum.UsageError, gradaccum.ArgumentValueError
     mistakes: tuple[tuple[Callable[[], object], type[Exception], str], ...] = (
         (lambda: gradaccum.wrap(sgd(), steps=2), usage, "data_parallel=True"),
@@ -53,6 +60,7 @@ def each_mistake_is_refused(rank: int) -> None:
         (lambda: wrapped(value=1.0 + rank), value, "parameters"),
         (lambda: wrapped(shape=3 + rank), value, "parameters"),
         (closed_by_other_denominators, usage, "several workers"),
+        (wrapped_where_the_compiler_reduces, usage, "semi_auto_parallel"),
     )
     for call, kind, word in mistakes:
         with refused(kind, word):

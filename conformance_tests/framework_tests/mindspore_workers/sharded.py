@@ -17,8 +17,9 @@ from conformance_tests.framework_tests.mindspore_workers.common import (
     WORLD,
     require_same_everywhere,
 )
+from conformance_tests.framework_tests.mindspore_workers.refusals import files
 from conformance_tests.framework_tests.refusing import refused
-from gradaccum_mindspore import load_checkpoint_into
+from gradaccum_mindspore import load_checkpoint_into, redistributed
 
 CLASSES = (5, 3)
 """Of each worker."""
@@ -82,9 +83,19 @@ def sharded_head_loads_its_own_file(rank: int) -> None:
 
 
 @check
-def mean_over_a_sharded_head_is_refused(rank: int) -> None:
-    with refused(gradaccum.ArgumentValueError, "reduction: ", "layerwise_parallel"):
-        optimizer_of(rank, reduction="mean")
+def sharded_head_is_not_redistributed(rank: int) -> None:
+    opt = optimizer_of(rank)
+    learn(opt, 1.0, 1.0)
+    states = files(rank, opt)
+    with refused(gradaccum.CheckpointError, "head", "its own file"):
+        redistributed(states, 1)
+
+
+@check
+def sharded_head_is_refused(rank: int) -> None:
+    for name, value in (("reduction", "mean"), ("on_overflow", "drop_micro_batch")):
+        with refused(gradaccum.ArgumentValueError, f"{name}: ", "layerwise_parallel"):
+            optimizer_of(rank, **{name: value})
 
 
 @check
