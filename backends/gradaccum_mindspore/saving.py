@@ -43,9 +43,9 @@ def load_checkpoint_into(cell: nn.Cell, parameter_dict: Checkpoint) -> None:
         name = parameter.name
         if parameters.setdefault(name, parameter) is not parameter:
             raise CheckpointError(
-                f"cell: expected Parameters of different names, because a checkpoint has"
+                "cell: expected Parameters of different names, because a checkpoint has"
                 f" one value for each name; got two Parameters called {name!r}. Name"
-                f" one of two optimizers: gradaccum.wrap(..., name='generator')."
+                " one of two optimizers: gradaccum.wrap(..., name='generator')."
             )
     # A checkpoint of one worker has no entry of its place.
     optional = {storage.saved_place.name for storage in storages if storage.has_workers}

@@ -73,10 +73,10 @@ class Update(nn.Cell):  # type: ignore[misc]
         kind = type(self.inner)
         if kind.__module__ in IN_PLACE and ms.get_context("device_target") == "CPU":
             raise UsageError(
-                f"optimizer: expected an optimizer that changes parameters in PyNative"
+                "optimizer: expected an optimizer that changes parameters in PyNative"
                 f" on a CPU; got mint.optim.{kind.__name__}, which changes nothing"
-                f" there. Compile the step by @mindspore.jit, or use an optimizer of"
-                f" mindspore.nn."
+                " there. Compile the step by @mindspore.jit, or use an optimizer of"
+                " mindspore.nn."
             )
 
 

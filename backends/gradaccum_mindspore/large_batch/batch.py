@@ -68,7 +68,7 @@ def positional(fn: Callable[..., Any], batch: Batch, keywords: dict[str, Any]) -
         name = next(iter(call.kwargs))
         raise ArgumentTypeError(
             f"{name}: expected a parameter that the function also takes by position;"
-            f" got a parameter that it takes by keyword alone. Wrap the function:"
+            " got a parameter that it takes by keyword alone. Wrap the function:"
             f" lambda x, {name}: forward(x, {name}={name})."
         )
     return call.args

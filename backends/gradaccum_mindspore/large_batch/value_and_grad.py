@@ -149,9 +149,9 @@ def value_and_grad(
     """
     if grad_position is not None:
         raise ArgumentValueError(
-            f"grad_position: expected None, because the call differentiates by weights"
+            "grad_position: expected None, because the call differentiates by weights"
             f" alone; got {grad_position!r}. Write value_and_grad(fn, None, weights,"
-            f" steps=4)."
+            " steps=4)."
         )
     options = CallOptions(
         kit.make_division(steps, micro_batch_size),

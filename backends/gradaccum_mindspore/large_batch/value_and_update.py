@@ -57,9 +57,9 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
         micro_step = storage.micro_step.item()
         if micro_step > 0:
             raise UsageError(
-                f"optimizer: expected no open window, because the call is a window; got"
+                "optimizer: expected no open window, because the call is a window; got"
                 f" a window that holds {micro_step} micro-batches. Call"
-                f" optimizer.flush() or optimizer.discard() first."
+                " optimizer.flush() or optimizer.discard() first."
             )
         last_event = storage.last_event.value().copy()
         with SavedState(self.modules):

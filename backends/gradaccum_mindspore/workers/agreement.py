@@ -63,8 +63,8 @@ def shares_windows(data_parallel: object) -> bool:
     if mode not in PLAIN_MODES:
         raise UsageError(
             f"data_parallel: expected False in the mode {mode}, in which MindSpore"
-            f" reduces the gradients of each micro-batch itself; got True. Write"
-            f" data_parallel=False."
+            " reduces the gradients of each micro-batch itself; got True. Write"
+            " data_parallel=False."
         )
     return True
 

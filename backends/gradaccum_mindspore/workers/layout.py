@@ -117,8 +117,8 @@ def require_one_value(states: Sequence[Checkpoint], name: str) -> None:
     if not all(np.array_equal(arrays[0], each, equal_nan=True) for each in arrays):
         raise CheckpointError(
             f"{name}: expected one value in the files of all workers; got different"
-            f" values. Let as many workers as before each load its own file if the"
-            f" parameter is sharded; otherwise save between the same two updates."
+            " values. Let as many workers as before each load its own file if the"
+            " parameter is sharded; otherwise save between the same two updates."
         )
 
 
