@@ -93,23 +93,15 @@ def gradient_error(argument: str, expected: str, found: str) -> GradientError:
 # Its weight and its loss.
 
 
-def require_named(
-    positional: int, dtype: object, has_weight: bool, has_loss: bool
-) -> None:
-    """Raise unless weight and loss are given once each, and by name where a floating
-    Tensor or array alone may be either.
-
-    `positional`: how many have no name; `dtype`: the first one's, if it has one.
-    """
-    is_twice = positional > 2 - has_loss or (positional > 0 and has_weight)
-    is_floating = "float" in str(dtype).lower()
-    if is_twice or (positional == 1 and not has_loss and is_floating):
+@constexpr  # type: ignore[untyped-decorator]
+def require_certain_weight(dtype: object) -> None:
+    """Raise if a weight that stands alone, without its name, may be the loss."""
+    if "float" in str(dtype).lower():
         raise explain(
             ArgumentTypeError,
             "weight",
-            expected="weight and loss once each, named where a floating Tensor stands"
-            " alone, because it may be the loss",
-            found=f"{positional} without a name",
+            expected="a name, because a floating Tensor alone may be the loss",
+            found=f"a value of dtype {dtype} without a name",
             fix="Write optimizer(gradients, weight=n), optimizer(gradients, loss=loss),"
             " or optimizer(gradients, n, loss).",
         )
@@ -140,9 +132,6 @@ def loss_as_number(loss: Any) -> float:
 # is unused, so some return True.
 
 
-check_compiled_named: Callable[[int, DType | None, bool, bool], None] = constexpr(
-    require_named
-)
 check_compiled_gradients: Callable[..., bool] = constexpr(require_gradients)
 
 

@@ -38,7 +38,6 @@ class MasterWeights(nn.Cell):  # type: ignore[misc]
 
     def __init__(self, parameters: Sequence[Parameter], suffix: str) -> None:
         super().__init__(auto_prefix=False)
-        self.suffix = suffix
         halves = [parameter for parameter in parameters if parameter.dtype in HALF]
         self.halves = ParameterTuple(halves)
         self.masters = ParameterTuple(

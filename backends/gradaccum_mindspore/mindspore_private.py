@@ -17,7 +17,6 @@ import mindspore as ms
 from mindspore import Parameter, Tensor
 
 from gradaccum import UsageError
-from gradaccum.kit import explain
 
 try:
     from mindspore.graph import api, jit_trace
@@ -32,12 +31,14 @@ def forget_recorded() -> None:
 
 
 @contextmanager
-def forgotten_on_error() -> Iterator[None]:
+def context(**settings: Any) -> Iterator[None]:
+    """Change `mindspore.set_context`'s settings inside the block."""
+    before = {name: ms.get_context(name) for name in settings}
+    ms.set_context(**settings)
     try:
         yield
-    except BaseException:
-        forget_recorded()
-        raise
+    finally:
+        ms.set_context(**before)
 
 
 _mode = getattr(ms.context, "_get_mode", partial(ms.get_context, "mode"))
@@ -61,12 +62,9 @@ def refuse_trace() -> None:
     phase = jit_trace._trace_jit_context.phase
     jit_trace._jit_trace_end(Tensor(0.0))
     jit_trace._trace_compile_cache.discard(phase)
-    raise explain(
-        UsageError,
-        "capture_mode",
-        expected="'ast', because a trace repeats the operators of the first call",
-        found="'trace'",
-        fix="Write @mindspore.jit.",
+    raise UsageError(
+        "capture_mode: expected 'ast'; got 'trace', which repeats the operators of the"
+        " first call and makes no update. Write @mindspore.jit."
     )
 
 

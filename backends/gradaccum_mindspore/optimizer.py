@@ -27,7 +27,7 @@ from gradaccum.kit import (
 from gradaccum_mindspore import checks
 from gradaccum_mindspore.checks import Loss, Weight
 from gradaccum_mindspore.extensions import ChangedRateWarning
-from gradaccum_mindspore.gradient_sum import Gradients, Number
+from gradaccum_mindspore.gradient_sum import Gradients
 from gradaccum_mindspore.loss_scale import note_read, require_read
 from gradaccum_mindspore.master_weights import Optimizer, put_masters_into
 from gradaccum_mindspore.mindspore_private import is_graph_mode, refuse_trace
@@ -101,8 +101,8 @@ class Flush(WindowCall):
         was_open: bool | Tensor = storage.listener_calls.around(0, flush)
         return was_open
 
-    def construct(self, denominator: Weight = None) -> Tensor:
-        if denominator is not None or self.compiled_window.workers is not None:
+    def construct(self) -> Tensor:
+        if self.compiled_window.workers is not None:
             refuse_compiled_flush()
         return self.compiled_window.flush()
 
@@ -179,12 +179,12 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
             # The inner optimizer's parameters will be the masters; users go on
             # differentiating by the model's.
             self.parameters = ParameterTuple(inner.parameters)
-        if data_parallel and isinstance(options.steps, UntilWeight):
-            raise kit.shared_until_weight_error(options.steps)
         parameters = inner.parameters
         this_place = None
         sharded_places: tuple[int, ...] = ()
         if data_parallel:
+            if isinstance(options.steps, UntilWeight):
+                raise kit.shared_until_weight_error(options.steps)
             require_same_everywhere(parameters, options, name)
             sharded_places = places_of_shards(parameters, options)
             this_place = place()
@@ -196,18 +196,13 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
         if options.master_weights:
             put_masters_into(inner, self.storage.masters)
         update = Update(inner, self.storage.masters)
-        self.pynative_window: PyNativeWindow
-        if data_parallel:
-            workers = WorkerGroup(self.storage, inner)
-            self.compiled_window = CompiledWindow(
-                self.storage, options, update, workers
-            )
+        workers = WorkerGroup(self.storage, inner) if data_parallel else None
+        self.compiled_window = CompiledWindow(self.storage, options, update, workers)
+        self.pynative_window = PyNativeWindow(self.storage, options, update)
+        if workers is not None:
             self.pynative_window = SharedWindow(
                 self.storage, options, update, self.compiled_window, workers
             )
-        else:
-            self.compiled_window = CompiledWindow(self.storage, options, update)
-            self.pynative_window = PyNativeWindow(self.storage, options, update)
         self.micro_batch = MicroBatch(self.compiled_window)
         self.flush = Flush(self.compiled_window, self.pynative_window)
         self.discard = Discard(self.compiled_window, self.pynative_window)
@@ -250,7 +245,9 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
     def __call__(
         self,
         gradients: Gradients,
-        *weight_and_loss: Number | None,
+        positional_weight: Weight = None,
+        positional_loss: Loss = None,
+        *,
         weight: Weight = None,
         loss: Loss = None,
     ) -> bool | Tensor:
@@ -261,8 +258,9 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
             gradients: a tuple or list in the order of ``self.parameters``; None for a
                 parameter that took no part. Multiplied by the loss scale, if there is
                 one.
-            weight_and_loss: both without their names, or the weight. A floating Tensor
-                or array alone needs its name: it may be the loss.
+            positional_weight: `weight` without its name. A floating Tensor or array
+                alone needs its name, because it may be the loss.
+            positional_loss: `loss` without its name, behind the weight.
             weight: number or Tensor of one element, >= 0: how many items the
                 micro-batch has; 1 if left out.
             loss: its loss, not scaled, a number or Tensor of one element; if all are
@@ -273,21 +271,21 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
             ArgumentTypeError, ArgumentValueError: `weight` is no finite number >= 0;
                 ``steps`` gave no int >= 1.
             UsageError: nobody has asked for the loss scale yet;
-                ``jit(capture_mode="trace")`` is recording; or an exception left the
-                window, or its update, written in part.
+                ``jit(capture_mode="trace")`` is recording; the window is full, because
+                its update raised; or an exception left the window, or its update,
+                written in part.
         """
         refuse_trace()
         for extension in self.storage.extensions:
             extension.micro_batch_given()
         require_read(self.storage.scale_key)
-        dtype = getattr(weight_and_loss[0], "dtype", None) if weight_and_loss else None
-        checks.require_named(
-            len(weight_and_loss), dtype, weight is not None, loss is not None
-        )
-        if weight_and_loss:
-            weight = weight_and_loss[0]
-        if len(weight_and_loss) > 1:
-            loss = weight_and_loss[1]
+        if positional_weight is not None:
+            if positional_loss is None and loss is None:
+                dtype = getattr(positional_weight, "dtype", None)
+                checks.require_certain_weight(dtype)
+            weight = positional_weight
+        if positional_loss is not None:
+            loss = positional_loss
         self.storage.sizes.weighed = weight is not None
         is_full: bool | Tensor = self.storage.listener_calls.around(
             1, partial(self._add, gradients, weight, loss)
@@ -463,20 +461,19 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
     def construct(
         self,
         gradients: Gradients,
-        *weight_and_loss: Any,
+        positional_weight: Weight = None,
+        positional_loss: Loss = None,
+        *,
         weight: Weight = None,
         loss: Loss = None,
     ) -> Tensor:
-        dtype = None
-        if len(weight_and_loss) > 0 and isinstance(weight_and_loss[0], Tensor):
-            dtype = weight_and_loss[0].dtype
-        checks.check_compiled_named(
-            len(weight_and_loss), dtype, weight is not None, loss is not None
-        )
-        if len(weight_and_loss) > 0:
-            weight = weight_and_loss[0]
-        if len(weight_and_loss) > 1:
-            loss = weight_and_loss[1]
+        if positional_weight is not None:
+            is_alone = positional_loss is None and loss is None
+            if is_alone and isinstance(positional_weight, Tensor):
+                checks.require_certain_weight(positional_weight.dtype)
+            weight = positional_weight
+        if positional_loss is not None:
+            loss = positional_loss
         return self.micro_batch(gradients, weight, loss)
 
 

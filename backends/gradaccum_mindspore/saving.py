@@ -7,8 +7,6 @@ window, and a function that was compiled before ignores what it writes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from mindspore import Parameter, Tensor, nn
 
 from gradaccum import CheckpointError, kit
@@ -33,15 +31,22 @@ def load_checkpoint_into(cell: nn.Cell, parameter_dict: Checkpoint) -> None:
             `cell`. Other entries (such as ``epoch_num``) are left alone.
 
     Raises:
-        CheckpointError: a value is missing, of another shape or dtype; the checkpoint
-            has a sum or a master that `cell` has not; its open window was saved under
-            another reduction, overflow policy, loss scale or number of steps, or by
-            another worker or number of workers; or two Parameters of `cell` have one
-            name. Nothing was written then.
+        CheckpointError: a value is missing, of another shape or dtype; its open window
+            was saved under another reduction, overflow policy, loss scale or number of
+            steps, or by another worker or number of workers; or two Parameters of
+            `cell` have one name. Nothing was written then.
     """
     cells = [part for _, part in nn.Cell.cells_and_names(cell)]
     storages = [part for part in cells if isinstance(part, Storage)]
-    parameters = parameters_by_name(cell)
+    parameters: dict[str, Parameter] = {}
+    for parameter in cell.get_parameters():
+        name = parameter.name
+        if parameters.setdefault(name, parameter) is not parameter:
+            raise CheckpointError(
+                "cell: expected Parameters of different names, because a checkpoint has"
+                f" one value for each name; got two Parameters called {name!r}. Name"
+                " one of two optimizers: gradaccum.wrap(..., name='generator')."
+            )
     # A checkpoint of one worker has no entry of its place.
     optional = {storage.saved_place.name for storage in storages if storage.has_workers}
     for name, parameter in parameters.items():
@@ -49,7 +54,6 @@ def load_checkpoint_into(cell: nn.Cell, parameter_dict: Checkpoint) -> None:
             require_fit(name, parameter, parameter_dict.get(name))
     changed_values: dict[str, object] = {}
     for storage in storages:
-        require_no_other_entries(storage, parameters, parameter_dict)
         changed_values |= resumed_values(storage, parameter_dict)
     for name, parameter in parameters.items():
         value = changed_values.get(name)
@@ -60,56 +64,22 @@ def load_checkpoint_into(cell: nn.Cell, parameter_dict: Checkpoint) -> None:
         storage.note_loaded()
 
 
-def parameters_by_name(cell: nn.Cell) -> dict[str, Parameter]:
-    parameters: dict[str, Parameter] = {}
-    for _, parameter in cell.parameters_and_names():
-        if parameters.setdefault(parameter.name, parameter) is not parameter:
-            raise explain(
-                CheckpointError,
-                "cell",
-                expected="Parameters of different names, as a checkpoint has one of"
-                " each",
-                found=f"two that are called {parameter.name!r}",
-                fix="Give one of them another name; an optimizer's state:"
-                " name='generator'.",
-            )
-    return parameters
-
-
 def require_fit(name: str, parameter: Parameter, entry: Tensor | None) -> None:
-    right_kind = f"{parameter.dtype} of shape {tuple(parameter.shape)}"
-    if entry is None:
-        raise checkpoint_error(
-            f"{name!r}: {right_kind}",
-            "a checkpoint without it",
-            "Save the whole optimizer: mindspore.save_checkpoint(optimizer, file).",
-        )
-    kind = f"{entry.dtype} of shape {tuple(entry.shape)}"
-    if kind != right_kind:
-        raise checkpoint_error(
-            f"{name!r}: {right_kind}",
-            kind,
-            "Load the checkpoint of the same model and optimizer.",
+    wanted = kind_of(parameter)
+    found = "no such entry" if entry is None else kind_of(entry)
+    if found != wanted:
+        raise explain(
+            CheckpointError,
+            repr(name),
+            expected=wanted,
+            found=found,
+            fix="Load the checkpoint of the same model and optimizer, saved as a whole:"
+            " mindspore.save_checkpoint(cell, file).",
         )
 
 
-def require_no_other_entries(
-    storage: Storage, parameters: Mapping[str, Parameter], parameter_dict: Checkpoint
-) -> None:
-    """Raise unless the cell has every sum and master of the checkpoint."""
-    # Another wrapped optimizer of the cell may have the same suffixes.
-    suffixes = (storage.sum_suffix, storage.masters.suffix)
-    unknown = [
-        name
-        for name in parameter_dict
-        if name.endswith(suffixes) and name not in parameters
-    ]
-    if unknown:
-        raise checkpoint_error(
-            f"no sums and masters but those of {[name for name, _, _ in storage.specs]}",
-            f"also {unknown}",
-            "Load the checkpoint of the same model, wrapped with the same options.",
-        )
+def kind_of(tensor: Tensor) -> str:
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)}"
 
 
 def resumed_values(storage: Storage, parameter_dict: Checkpoint) -> dict[str, object]:
@@ -163,9 +133,3 @@ def require_place(place: tuple[int, int], storage: Storage) -> None:
             " gradaccum_mindspore.redistributed(states, workers), or save between two"
             " windows.",
         )
-
-
-def checkpoint_error(expected: str, found: str, fix: str) -> CheckpointError:
-    return explain(
-        CheckpointError, "parameter_dict", expected=expected, found=found, fix=fix
-    )

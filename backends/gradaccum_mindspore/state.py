@@ -17,7 +17,6 @@ from weakref import WeakSet
 
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
-from mindspore.ops import constexpr
 
 from gradaccum import StepResult, kit
 from gradaccum.kit import (
@@ -52,8 +51,7 @@ Checkpoint = Mapping[str, Parameter | Tensor]
 
 # The size of a window. If a function of the user's gives it, Python code calls it with
 # an int, compiled code with an int32 Tensor. A wrong value raises outside compiled
-# code; in compiled code a number that is no integer raises at compilation, and a size
-# below 1 makes the window an overflow.
+# code; in compiled code a size below 1 makes the window an overflow.
 
 
 Sizes = int | tuple[tuple[int, int], ...] | Callable[[Any], Any]
@@ -83,17 +81,6 @@ def window_size(steps: Schedule, optimizer_step: int) -> Schedule:
     return kit.require_steps(number, optimizer_step, steps)
 
 
-@constexpr  # type: ignore[untyped-decorator]
-def require_integer(size: object) -> bool:
-    """Raise, while MindSpore compiles, unless a size is an integer: a constant, or a
-    Tensor of this dtype. Another number comes as None, or as a Tensor without a value.
-    """
-    is_unknown = size is None or isinstance(size, Tensor)
-    if not is_unknown and "Int" not in str(size):
-        kit.require_steps(size, 0, 1)
-    return True
-
-
 def with_known_size(options: Options, optimizer_step: int) -> Options:
     return options._replace(steps=window_size(options.steps, optimizer_step))
 
@@ -119,15 +106,8 @@ def suffixes(prefix: str) -> tuple[str, str]:
 
 def prefixes_in(checkpoint: Checkpoint) -> list[str]:
     """Return the prefix of each wrapped optimizer in a checkpoint."""
-    fields = (*FIELD_DTYPES, "terms", "last_event")
-    prefixes = []
-    for name in checkpoint:
-        prefix = name.removesuffix(".micro_step")
-        if prefix != name and all(
-            f"{prefix}.{field}" in checkpoint for field in fields
-        ):
-            prefixes.append(prefix)
-    return prefixes
+    ending = ".micro_step"
+    return [name.removesuffix(ending) for name in checkpoint if name.endswith(ending)]
 
 
 # The Parameters.
@@ -226,15 +206,15 @@ class Storage(nn.Cell):  # type: ignore[misc]
         )
         self.sharded_places = tuple(sharded_places)
         """Positions of the sums that each worker has for itself."""
-        shared_places = [
-            place for place in range(len(self.sums)) if place not in sharded_places
-        ]
         sharded_sums = tuple(self.sums[place] for place in sharded_places)
+        shared_sums = tuple(
+            total
+            for place, total in enumerate(self.sums)
+            if place not in sharded_places
+        )
         # A Cell would list these Parameters as its own once more.
         object.__setattr__(self, "sharded_sums", sharded_sums)
-        object.__setattr__(
-            self, "shared_sums", tuple(self.sums[place] for place in shared_places)
-        )
+        object.__setattr__(self, "shared_sums", shared_sums)
 
     def add_state(self) -> None:
         first_state = kit.initial_state(self.options.scale_rule.init_scale)

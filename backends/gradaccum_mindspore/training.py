@@ -103,22 +103,16 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
         return listener_calls.around(1, partial(super().__call__, *inputs, **keywords))
 
     def construct(self, *inputs: object) -> Tensor:
-        loss, gradients, weight = self.differentiated(*inputs)
-        if loss.size == 1:
-            return ops.depend(loss, self.optimizer(gradients, weight, loss))
-        return ops.depend(loss, self.optimizer(gradients, weight=weight))
-
-    def differentiated(
-        self, *inputs: object
-    ) -> tuple[Tensor, tuple[Tensor, ...], Weight]:
-        """Return the loss, the gradients of the scaled loss, and the weight."""
         weight = None
         if self.weight_of_micro_batch is not None:
             weight = self.weight_of_micro_batch(*inputs)
         (_, loss), gradients = self.backward(*inputs)
-        if self.takes_means and loss.size != 1:
+        gradients = self.grad_reducer(gradients)
+        if loss.size == 1:
+            return ops.depend(loss, self.optimizer(gradients, weight, loss))
+        if self.takes_means:
             refuse_losses(loss.shape)
-        return loss, self.grad_reducer(gradients), weight
+        return ops.depend(loss, self.optimizer(gradients, weight=weight))
 
 
 class FlushAtEpochEnd(Callback):  # type: ignore[misc]
@@ -149,17 +143,14 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
         """Raise `UsageError` if a `mindspore.train.ModelCheckpoint` stands before this
         callback.
         """
-        run = run_context.original_args()
-        callbacks = run.list_callback
+        callbacks = run_context.original_args().list_callback
         before = callbacks[: callbacks.index(self)]
         if any(isinstance(callback, ModelCheckpoint) for callback in before):
-            raise explain(
-                UsageError,
-                "callbacks",
-                expected="FlushAtEpochEnd before ModelCheckpoint, which saves as the"
-                " step ends",
-                found="the other order",
-                fix="Write callbacks=[FlushAtEpochEnd(optimizer), ...].",
+            raise UsageError(
+                "callbacks: expected FlushAtEpochEnd before ModelCheckpoint, because"
+                " both work at the end of a step; got FlushAtEpochEnd after it, so that"
+                " the saved file lacks the epoch's last update. Write"
+                " callbacks=[FlushAtEpochEnd(optimizer), ...]."
             )
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:

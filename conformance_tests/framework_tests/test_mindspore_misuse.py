@@ -55,16 +55,6 @@ def of_two_equal_names():
     load_checkpoint_into(cell, entries)
 
 
-def flush_by_a_denominator_in_compiled_code():
-    optimizer = wrapped(steps=None)
-
-    @ms.jit
-    def flush(n):
-        return optimizer.flush(denominator=n)
-
-    flush(Tensor(6.0))
-
-
 REFUSED = {
     "steps that change": (
         lambda: setattr(wrapped(), "steps", 3),
@@ -87,11 +77,6 @@ REFUSED = {
         "loss_scale: .*DynamicLossScale",
     ),
     "a name that stands twice": (of_two_equal_names, CheckpointError, "cell: .*a"),
-    "a denominator in compiled code": (
-        flush_by_a_denominator_in_compiled_code,
-        UsageError,
-        r"flush\(\): expected a call from Python",
-    ),
 }
 
 

@@ -1,5 +1,5 @@
-"""A function given as ``steps``: its result is checked at the wrap, at each PyNative
-call, and at compilation. Schedulers beside it.
+"""A function given as ``steps``: its result is checked at the wrap and at each PyNative
+call. Schedulers beside it.
 """
 
 import mindspore as ms
@@ -36,41 +36,6 @@ def with_an_if(optimizer_step):
 
 def shrinking(optimizer_step):
     return 1 - optimizer_step
-
-
-def half_a_tensor(optimizer_step):
-    if isinstance(optimizer_step, Tensor):
-        return optimizer_step * 0.5 + 2
-    return 2
-
-
-def half_a_constant(optimizer_step):
-    if isinstance(optimizer_step, Tensor):
-        return 2.5
-    return 2
-
-
-def a_condition(optimizer_step):
-    if isinstance(optimizer_step, Tensor):
-        return optimizer_step >= 0
-    return 2
-
-
-@pytest.mark.parametrize(
-    "steps",
-    [
-        half_a_tensor,
-        half_a_constant,
-        a_condition,
-        gradaccum.until_weight(half_a_constant),
-    ],
-)
-def test_compiled_schedule_returns_an_integer(steps):
-    """Any other result raises at compilation."""
-    optimizer, call, _ = driver("jit", steps)
-    with pytest.raises(gradaccum.ArgumentTypeError, match=r"^steps.*an int >= 1"):
-        call(1.0)
-    assert optimizer.result.micro_step == 0
 
 
 def growing(optimizer_step):

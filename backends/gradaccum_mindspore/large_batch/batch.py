@@ -65,12 +65,11 @@ def positional(fn: Callable[..., Any], batch: Batch, keywords: dict[str, Any]) -
     call = inspect.signature(function).bind(*batch, **keywords)
     call.apply_defaults()
     if call.kwargs:
-        raise explain(
-            ArgumentTypeError,
-            ", ".join(call.kwargs),
-            expected="arguments that the function also takes by position",
-            found="a parameter that is passed by keyword alone",
-            fix="Wrap it: lambda x, mask: forward(x, mask=mask).",
+        name = next(iter(call.kwargs))
+        raise ArgumentTypeError(
+            f"{name}: expected a parameter that the function also takes by position;"
+            " got a parameter that it takes by keyword alone. Wrap the function:"
+            f" lambda x, {name}: forward(x, {name}={name})."
         )
     return call.args
 

@@ -23,7 +23,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops import constexpr
 
-from gradaccum import UsageError, kit
+from gradaccum import kit
 from gradaccum_mindspore.gradient_sum import (
     DType,
     compiled_scaled,
@@ -176,15 +176,6 @@ def plan_of(options: CallOptions, dtype: DType) -> Callable[[Any], Any]:
 
     @constexpr(reuse_result=False)  # type: ignore[untyped-decorator]
     def plan(outline: Any) -> tuple[int, int, int, Tensor]:
-        if options.has_aux:
-            raise kit.explain(
-                UsageError,
-                "has_aux",
-                expected="a call from Python",
-                found="a call in compiled code",
-                fix="Call it outside of mindspore.jit: in PyNative, with the function"
-                " itself compiled by mindspore.jit, or in graph mode.",
-            )
         cuts, weights = cuts_and_weights(outline, options)
         size = cuts[0].items
         tail = cuts[-1].items % size

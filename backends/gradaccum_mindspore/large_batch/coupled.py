@@ -11,8 +11,7 @@ All of this runs in PyNative, in graph mode too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import mindspore as ms
@@ -39,14 +38,14 @@ from gradaccum_mindspore.large_batch.batch import (
 from gradaccum_mindspore.large_batch.gradients import (
     Function,
     TensorSum,
-    check_loss,
+    require_scalar,
 )
 from gradaccum_mindspore.large_batch.replay import (
     RandomReplay,
+    SavedState,
     modules_of,
-    restored_on_error,
 )
-from gradaccum_mindspore.mindspore_private import refuse_trace
+from gradaccum_mindspore.mindspore_private import context, refuse_trace
 
 
 class CoupledGradient(nn.Cell):  # type: ignore[misc]
@@ -80,8 +79,8 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
         batch = positional(self.outputs_fn, batch, keywords)
         total = TensorSum(self.accumulate_dtype)
         with (
-            pynative_mode(),
-            restored_on_error(self.modules) as state,
+            context(mode=ms.PYNATIVE_MODE),
+            SavedState(self.modules) as state,
             RandomReplay(self.modules) as replay,
         ):
             arguments = [part.arguments for part in micro_batches(batch, self.options)]
@@ -114,7 +113,7 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
 
         def loss_of_leaves(*leaves: Tensor) -> Tensor:
             loss = self.loss_fn(with_leaves(outputs[0], iter(leaves)))
-            check_loss(loss)
+            require_scalar(loss.shape)
             return loss
 
         parts_of_leaves = list(zip(*map(tensors_of, outputs), strict=True))
@@ -234,16 +233,6 @@ def coupled_value_and_grad(
     return CoupledGradient(
         outputs_fn, loss_fn, weights, options, accumulate_dtype, known_modules
     )
-
-
-@contextmanager
-def pynative_mode() -> Iterator[None]:
-    mode = ms.get_context("mode")
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    try:
-        yield
-    finally:
-        ms.set_context(mode=mode)
 
 
 def tensors_of(outputs: Nest) -> list[Any]:

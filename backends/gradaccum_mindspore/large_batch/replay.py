@@ -10,8 +10,7 @@ micro-batch.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from mindspore import nn, ops
@@ -33,7 +32,9 @@ def modules_of(fn: object, modules: Sequence[nn.Cell]) -> tuple[nn.Cell, ...]:
 
 
 class SavedState:
-    """The statistics of Cells, and the counters of random operators."""
+    """The statistics of Cells, and the counters of random operators; as a context, set
+    back after an error.
+    """
 
     def __init__(self, modules: Sequence[nn.Cell]) -> None:
         self.values = [
@@ -49,16 +50,13 @@ class SavedState:
         for parameter, value in self.values:
             ops.assign(parameter, value)
 
+    def __enter__(self) -> SavedState:
+        return self
 
-@contextmanager
-def restored_on_error(modules: Sequence[nn.Cell]) -> Iterator[SavedState]:
-    state = SavedState(modules)
-    try:
-        yield state
-    except BaseException:
-        forget_recorded()
-        state.restore()
-        raise
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind is not None:
+            forget_recorded()
+            self.restore()
 
 
 class RandomReplay:

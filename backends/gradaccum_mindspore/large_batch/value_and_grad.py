@@ -24,7 +24,7 @@ from gradaccum_mindspore.large_batch.gradients import (
     identity,
     run_micro_batches,
 )
-from gradaccum_mindspore.large_batch.replay import modules_of, restored_on_error
+from gradaccum_mindspore.large_batch.replay import SavedState, modules_of
 from gradaccum_mindspore.mindspore_private import refuse_trace
 
 
@@ -62,7 +62,7 @@ class LargeBatchGradient(nn.Cell):  # type: ignore[misc]
         def add(gradients: tuple[Tensor, ...], weight: float, loss: Tensor) -> None:
             total.add(gradients, self.options.factor(weight))
 
-        with restored_on_error(self.modules):
+        with SavedState(self.modules):
             value, total_weight = run_micro_batches(
                 self.backward, batch, self.options, add
             )
@@ -135,7 +135,6 @@ def value_and_grad(
     Raises:
         ArgumentTypeError, ArgumentValueError: an option is wrong; on a call, the batch
             is empty or has leaves of unequal size, or the loss is no scalar.
-        UsageError: compiled code calls with `has_aux`.
 
     Examples:
         >>> import mindspore as ms
@@ -149,12 +148,10 @@ def value_and_grad(
         (7.0, [[3.0, 4.0]])
     """
     if grad_position is not None:
-        raise kit.explain(
-            ArgumentValueError,
-            "grad_position",
-            expected="None, because the call differentiates by weights alone",
-            got=grad_position,
-            fix="Write value_and_grad(fn, None, weights, steps=4).",
+        raise ArgumentValueError(
+            "grad_position: expected None, because the call differentiates by weights"
+            f" alone; got {grad_position!r}. Write value_and_grad(fn, None, weights,"
+            " steps=4)."
         )
     options = CallOptions(
         kit.make_division(steps, micro_batch_size),

@@ -23,7 +23,7 @@ from gradaccum_mindspore.large_batch.gradients import (
     gradient_function,
     run_micro_batches,
 )
-from gradaccum_mindspore.large_batch.replay import modules_of, restored_on_error
+from gradaccum_mindspore.large_batch.replay import SavedState, modules_of
 from gradaccum_mindspore.mindspore_private import refuse_trace
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer
 
@@ -54,9 +54,15 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
         batch = positional(self.fn, batch, keywords)
         optimizer = self.optimizer
         storage = optimizer.storage
-        require_no_open_window(storage.micro_step.item())
+        micro_step = storage.micro_step.item()
+        if micro_step > 0:
+            raise UsageError(
+                "optimizer: expected no open window, because the call is a window; got"
+                f" a window that holds {micro_step} micro-batches. Call"
+                " optimizer.flush() or optimizer.discard() first."
+            )
         last_event = storage.last_event.value().copy()
-        with restored_on_error(self.modules):
+        with SavedState(self.modules):
             try:
                 value, _ = run_micro_batches(
                     self.backward, batch, self.options, optimizer
@@ -166,14 +172,3 @@ def value_and_update(
     division = make_division(steps, micro_batch_size)
     options = CallOptions(division, optimizer.options, weight, axes, has_aux, merge_aux)
     return LargeBatchUpdate(fn, optimizer, options, modules)
-
-
-def require_no_open_window(micro_step: int) -> None:
-    if micro_step > 0:
-        raise explain(
-            UsageError,
-            "optimizer",
-            expected="no open window, because the call is a window",
-            found=f"a window that holds {micro_step} micro-batches",
-            fix="Write optimizer.flush() or optimizer.discard() before it.",
-        )

@@ -17,12 +17,19 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from numpy.typing import NDArray
 
-from gradaccum import ArgumentValueError
-from gradaccum.kit import Batch, Conditions, HostRandom, Precision, Run, explain
+from gradaccum.kit import (
+    Batch,
+    Conditions,
+    HostRandom,
+    Precision,
+    Run,
+    scalar_loss_error,
+)
 from gradaccum_mindspore.gradient_sum import LIMITS
 from gradaccum_mindspore.mindspore_private import (
     SEEDS,
-    forgotten_on_error,
+    context,
+    forget_recorded,
     set_counters,
 )
 
@@ -94,16 +101,12 @@ class MindSporeSubject:
 
     @contextmanager
     def _isolated(self) -> Iterator[None]:
-        before = {
-            name: ms.get_context(name) for name in ("mode", "pynative_synchronize")
-        }
-        ms.set_context(mode=ms.PYNATIVE_MODE, pynative_synchronize=True)
-        try:
-            yield
-        finally:
-            self._state.restore()
-            self._random.restore()
-            ms.set_context(**before)
+        with context(mode=ms.PYNATIVE_MODE, pynative_synchronize=True):
+            try:
+                yield
+            finally:
+                self._state.restore()
+                self._random.restore()
 
     def _prepare(self, conditions: Conditions) -> None:
         """Set the modes, and perturb the parameters."""
@@ -129,8 +132,11 @@ class MindSporeSubject:
             return loss * Tensor(conditions.scale, loss.dtype)
 
         parameters = list(self._parameters.values())
-        with forgotten_on_error():
+        try:
             _, gradient_list = ms.value_and_grad(forward, None, parameters)()
+        except BaseException:
+            forget_recorded()
+            raise
         gradients = {
             name: wide(gradient) / conditions.scale
             for name, gradient in zip(self.names, gradient_list, strict=True)
@@ -144,14 +150,8 @@ class MindSporeSubject:
         if self._has_aux:
             loss, _ = loss
         # MindSpore would differentiate the sum of several elements.
-        if not isinstance(loss, Tensor) or loss.size != 1:
-            raise explain(
-                ArgumentValueError,
-                "loss_fn",
-                expected="a function that returns a scalar Tensor",
-                got=loss,
-                fix="Return the mean or the sum.",
-            )
+        if loss.size != 1:
+            raise scalar_loss_error(f"a Tensor of shape {loss.shape}")
         return loss
 
     @cached_property

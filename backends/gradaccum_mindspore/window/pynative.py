@@ -13,7 +13,7 @@ import mindspore as ms
 from mindspore import Tensor
 
 from gradaccum import UsageError, kit
-from gradaccum.kit import Decision, Options, Schedule, State, explain
+from gradaccum.kit import Decision, Options, Schedule, State
 from gradaccum_mindspore import gradient_sum
 from gradaccum_mindspore.extensions import Losses
 from gradaccum_mindspore.gradient_sum import Gradients
@@ -58,7 +58,12 @@ class PyNativeWindow:
         return the state after it, which is written.
         """
         state = self.storage.pull()
-        require_room(state, size)
+        if state.micro_step and kit.ends(state, size, kit.select):
+            raise UsageError(
+                "gradients: expected flush() or discard() first, because the update of"
+                " the open window raised; got a further micro-batch. Call"
+                " optimizer.flush() to make the update."
+            )
         factor = kit.contribution(weight, self.options)
         is_finite = self.is_finite(gradients, weight, factor)
         is_added = bool(kit.usable(state, weight, is_finite))
@@ -181,17 +186,3 @@ class PyNativeWindow:
             # A window that was marked as invalid has no number of micro-batches.
             storage.push(kit.discard(state._replace(micro_step=0)), state)
             storage.push_event()
-
-
-def require_room(state: State, size: Schedule) -> None:
-    """Raise unless the window takes one more micro-batch: it is full if its update
-    raised.
-    """
-    if state.micro_step and kit.ends(state, size, kit.select):
-        raise explain(
-            UsageError,
-            "gradients",
-            expected="flush() or discard() first, because the window's update raised",
-            found=f"a window of {size} that holds {state.micro_step} micro-batches",
-            fix="Write optimizer.flush() to make the update that is due.",
-        )

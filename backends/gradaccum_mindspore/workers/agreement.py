@@ -8,20 +8,19 @@ its sum is not sent.
 
 from __future__ import annotations
 
-import json
 import os
 import zlib
 from collections.abc import Sequence
-from itertools import count, zip_longest
+from itertools import count
 from weakref import finalize
 
 import mindspore as ms
-from mindspore import Parameter, nn
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
 from mindspore.communication import GlobalComm, get_group_size, get_rank
 
 from gradaccum import ArgumentValueError, UsageError
 from gradaccum.kit import Options, explain
-from gradaccum_mindspore.workers.collectives import gather_texts
 
 PLAIN_MODES = ("stand_alone", "data_parallel")
 """The parallel modes in which MindSpore's compiler does not reduce gradients by itself.
@@ -62,12 +61,10 @@ def shares_windows(data_parallel: object) -> bool:
             fix="Call mindspore.communication.init() first.",
         )
     if mode not in PLAIN_MODES:
-        raise explain(
-            UsageError,
-            "data_parallel",
-            expected=f"False in the mode {mode}, which reduces each micro-batch itself",
-            got=True,
-            fix="Write data_parallel=False.",
+        raise UsageError(
+            f"data_parallel: expected False in the mode {mode}, in which MindSpore"
+            " reduces the gradients of each micro-batch itself; got True. Write"
+            " data_parallel=False."
         )
     return True
 
@@ -90,27 +87,22 @@ def require_same_everywhere(
         ArgumentValueError: on every worker: a worker's differ.
     """
     # Two workers' functions are different objects.
-    compared_options = dict(
-        options._asdict(),
-        steps="a function" if callable(options.steps) else options.steps,
-        accumulate_dtype=str(options.accumulate_dtype),
-        name=name,
-    )
-    lines = [str(compared_options), *map(description_of, parameters)]
-    texts = gather_texts(json.dumps(lines))
-    lines_of_workers = [json.loads(text) for text in texts]
-    for rank, lines in enumerate(lines_of_workers):
-        pairs = zip_longest(lines_of_workers[0], lines, fillvalue="none")
-        for place, (first_line, line) in enumerate(pairs):
-            if line != first_line:
-                raise explain(
-                    ArgumentValueError,
-                    "parameters" if place else "options",
-                    expected=f"the same on every worker: {first_line}",
-                    found=f"{line} on rank {rank}",
-                    fix="Give every worker the same options and the same model: call"
-                    " mindspore.set_seed(1) before it is built, or load one checkpoint.",
-                )
+    steps = "a function" if callable(options.steps) else options.steps
+    compared_options = f"{steps}, {options._replace(steps=None)}, {name}"
+    descriptions = "".join(map(description_of, parameters))
+    texts = {"options": compared_options, "parameters": descriptions}
+    checksums = [zlib.crc32(text.encode()) >> 1 for text in texts.values()]
+    all_checksums = ops.AllGather()(Tensor([checksums], ms.int32)).asnumpy()
+    for argument, numbers in zip(texts, all_checksums.T, strict=True):
+        if np.ptp(numbers) > 0:
+            raise explain(
+                ArgumentValueError,
+                argument,
+                expected="the same on every worker",
+                found=f"the checksums {numbers.tolist()}, by rank",
+                fix="Give every worker the same options and the same model: call"
+                " mindspore.set_seed(1) before it is built, or load one checkpoint.",
+            )
 
 
 def description_of(parameter: Parameter) -> str:
@@ -119,7 +111,7 @@ def description_of(parameter: Parameter) -> str:
     wide = parameter.astype(ms.float32) if parameter.dtype == ms.bfloat16 else parameter
     checksum = zlib.crc32(wide.asnumpy().tobytes())
     shape = tuple(parameter.shape)
-    return f"{parameter.name!r}, {parameter.dtype} of shape {shape}, {checksum:08x}"
+    return f"{parameter.name!r}, {parameter.dtype} of shape {shape}, {checksum}"
 
 
 def places_of_shards(
@@ -127,27 +119,22 @@ def places_of_shards(
 ) -> tuple[int, ...]:
     """Return the positions of the sharded parameters."""
     places = [place for place, each in enumerate(parameters) if is_sharded(each)]
-    if places:
-        require_shardable(options)
+    if places and options.reduction == "mean":
+        raise explain(
+            ArgumentValueError,
+            "reduction",
+            expected='"sum_per_item" or "sum" beside parameters marked as'
+            " layerwise_parallel, whose loss is one of the items of all workers",
+            got="mean",
+            fix='Sum the loss, and write reduction="sum_per_item".',
+        )
+    if places and options.on_overflow == "drop_micro_batch":
+        raise ArgumentValueError(
+            "on_overflow: expected no 'drop_micro_batch' beside parameters marked as"
+            " layerwise_parallel, because one worker alone would drop its part of a"
+            " micro-batch; got 'drop_micro_batch'. Leave on_overflow out."
+        )
     return tuple(places)
-
-
-def require_shardable(options: Options) -> None:
-    """Raise unless windows can have sharded parameters, whose loss is one of the items
-    of all workers.
-    """
-    is_mean = options.reduction == "mean"
-    if not is_mean and options.on_overflow != "drop_micro_batch":
-        return
-    argument = "reduction" if is_mean else "on_overflow"
-    raise explain(
-        ArgumentValueError,
-        argument,
-        expected='reduction="sum_per_item" or "sum" beside parameters marked as'
-        " layerwise_parallel, and no micro-batch that one worker drops",
-        found=repr(getattr(options, argument)),
-        fix='Sum the loss, write reduction="sum_per_item", and leave on_overflow out.',
-    )
 
 
 # MindSpore's own reducer leaves alone what is marked as ``layerwise_parallel``: so are

@@ -1,4 +1,4 @@
-"""The messages of workers to each other: numbers, texts, and sums in buckets.
+"""The messages of workers to each other: numbers, and sums in buckets.
 
 Small sums travel packed together, a large one alone. One message leaves when the one
 before has arrived: the CPU's kernels match messages by order. These kernels add up
@@ -41,16 +41,6 @@ def gather_exactly(values: Tensor, workers: int) -> Tensor:
         .reshape((workers, 3, -1))
     )
     return parts[:, 0] + parts[:, 1] + parts[:, 2]
-
-
-def gather_texts(text: str) -> list[str]:
-    """Return the text of each worker, from Python."""
-    codes = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-    lengths = ops.AllGather()(Tensor([len(codes)], ms.int32)).asnumpy()
-    padded_codes = np.pad(codes, (0, int(lengths.max()) - len(codes)))
-    rows = ops.AllGather()(Tensor(padded_codes)).asnumpy().reshape(len(lengths), -1)
-    pairs = zip(rows, lengths, strict=True)
-    return [bytes(row[:length].astype(np.uint8)).decode() for row, length in pairs]
 
 
 BUCKET_ELEMENTS = 25 * 2**18

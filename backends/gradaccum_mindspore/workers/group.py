@@ -321,14 +321,12 @@ def compiled(cell: nn.Cell) -> Callable[..., Any]:
 
 @constexpr  # type: ignore[untyped-decorator]
 def refuse_compiled_flush() -> None:
-    """Raise `UsageError`: compiled code cannot wait until all workers flush, and takes
-    no denominator.
-    """
+    """Raise `UsageError`: compiled code cannot wait until all workers flush."""
     raise explain(
         UsageError,
         "flush()",
-        expected="a call from Python with a denominator, or where workers share their"
-        " windows, as it ends windows until all have called it",
-        found="one in compiled code",
+        expected="a call from Python where workers share their windows, because it ends"
+        " windows until all have called it",
+        found="a call in compiled code",
         fix="Call optimizer.flush() after the compiled step.",
     )

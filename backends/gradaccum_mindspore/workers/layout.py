@@ -16,12 +16,7 @@ from mindspore import Parameter, Tensor
 from gradaccum import CheckpointError, kit
 from gradaccum.kit import FIELD_DTYPES, State, explain
 from gradaccum_mindspore.extensions import LOSS
-from gradaccum_mindspore.gradient_sum import (
-    ARRAYS,
-    Array,
-    hidden_parameter,
-    working_dtype,
-)
+from gradaccum_mindspore.gradient_sum import Array, hidden_parameter
 from gradaccum_mindspore.saving import saved_place
 from gradaccum_mindspore.state import (
     GRAD_NORM,
@@ -70,7 +65,7 @@ def require_all_workers(states: Sequence[Checkpoint], prefix: str) -> None:
             CheckpointError,
             "states",
             expected="the states of all workers, by rank",
-            found=", ".join(f"rank {rank} of {workers}" for rank, workers in places),
+            found=f"those of (rank, workers) {places}",
             fix="Pass what every worker saved, in the order of their ranks.",
         )
 
@@ -85,28 +80,30 @@ def redistribute_window(
     fields = [fields_of(state, prefix) for state in saved_states]
     if any(state.micro_step == INVALID for state in fields):
         raise kit.half_made_error()
-    fullest = saved_states[
-        fields.index(max(fields, key=lambda state: state.micro_step))
-    ]
-    event_name, terms_name, loss_name = (
-        f"{prefix}.{name}" for name in ("last_event", "terms", LOSS)
-    )
+    fullest = max(fields, key=lambda state: state.micro_step)
+    terms = saved_states[fields.index(fullest)][f"{prefix}.terms"].asnumpy()
+    event = first[f"{prefix}.last_event"].asnumpy().copy()
+    if fullest.micro_step > 0:
+        event[:GRAD_NORM] = 0
+    loss_name = f"{prefix}.{LOSS}"
+    losses = sum_of(saved_states, loss_name)
     last_loss = first[loss_name].asnumpy()[2]
-    # In float64, as Python adds up the weights: equal if all losses are known.
-    losses = sum(state[loss_name].asnumpy().astype(float) for state in saved_states)
-    sums = sums_of(saved_states, prefix)
+    sum_suffix, _ = suffixes(prefix)
+    for name in first:
+        if name + sum_suffix in first:
+            require_one_value(saved_states, name)
+    sums = {
+        name: sum_of(saved_states, name) for name in first if name.endswith(sum_suffix)
+    }
     for rank, state in enumerate(kit.redistributed(fields, len(new_states))):
         values: dict[str, object] = {
             f"{prefix}.{field}": value for field, value in state._asdict().items()
         }
-        values[terms_name] = fullest[terms_name].asnumpy()
+        values[f"{prefix}.terms"] = terms
+        values[f"{prefix}.last_event"] = event
         values[loss_name] = [0.0, 0.0, last_loss]
         if rank == 0:
             values[loss_name] = [*losses[:2], last_loss]
-        event = first[event_name].asnumpy().copy()
-        if state.micro_step > 0:
-            event[:GRAD_NORM] = 0
-        values[event_name] = event
         for name, total in sums.items():
             values[name] = total if rank == 0 else np.zeros_like(total)
         entries = {name: Tensor(values[name], first[name].dtype) for name in values}
@@ -115,48 +112,27 @@ def redistribute_window(
             new_states[rank][name] = hidden_parameter(entry, name)
 
 
+def require_one_value(states: Sequence[Checkpoint], name: str) -> None:
+    arrays = [state[name].astype(ms.float64).asnumpy() for state in states]
+    if not all(np.array_equal(arrays[0], each, equal_nan=True) for each in arrays):
+        raise CheckpointError(
+            f"{name}: expected one value in the files of all workers; got different"
+            " values. Let as many workers as before each load its own file if the"
+            " parameter is sharded; otherwise save between the same two updates."
+        )
+
+
 def fields_of(state: Checkpoint, prefix: str) -> State:
     return State(
         *(state[f"{prefix}.{field}"].asnumpy().item() for field in FIELD_DTYPES)
     )
 
 
-def sums_of(saved_states: Sequence[Checkpoint], prefix: str) -> dict[str, Array]:
-    """Return the sums of the sums; the parameters they belong to must be the same on
-    every worker.
+def sum_of(states: Sequence[Checkpoint], name: str) -> Array:
+    """Return the sum of an entry of each state, in float64, as Python adds up the
+    weights: the losses' weight equals them if all losses are known.
     """
-    sum_suffix, master_suffix = suffixes(prefix)
-    first = saved_states[0]
-    sums: dict[str, Array] = {}
-    for sum_name in [name for name in first if name.endswith(sum_suffix)]:
-        name = sum_name.removesuffix(sum_suffix)
-        for copied_name in (name, name + master_suffix):
-            if copied_name in first:
-                arrays = [array_of_entry(state[copied_name]) for state in saved_states]
-                require_one_value(copied_name, arrays)
-        arrays = [array_of_entry(state[sum_name]) for state in saved_states]
-        sums[sum_name] = np.sum(arrays, axis=0)
-    return sums
-
-
-def require_one_value(name: str, arrays: Sequence[Array]) -> None:
-    first = arrays[0]
-    if not all(np.array_equal(first, array, equal_nan=True) for array in arrays):
-        shapes = [array.shape for array in arrays]
-        raise explain(
-            CheckpointError,
-            repr(name),
-            expected="one value on every worker, as copies have",
-            found=f"different ones, of the shapes {shapes}",
-            fix="Shards (layerwise_parallel) resume on as many workers, each with its"
-            " own file; copies: save between the same two updates.",
-        )
-
-
-def array_of_entry(entry: Entry) -> Array:
-    """Return an entry as NumPy reads it; bfloat16, which NumPy has not, as float32."""
-    work = working_dtype(entry.dtype)
-    if entry.dtype not in ARRAYS:
-        entry = entry.astype(work)
-    array: Array = entry.asnumpy().astype(ARRAYS.get(work), copy=False)
-    return array
+    total: Array = np.sum(
+        [state[name].astype(ms.float64).asnumpy() for state in states], axis=0
+    )
+    return total

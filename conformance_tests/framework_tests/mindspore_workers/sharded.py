@@ -87,7 +87,7 @@ def sharded_head_is_not_redistributed(rank: int) -> None:
     opt = optimizer_of(rank)
     learn(opt, 1.0, 1.0)
     states = files(rank, opt)
-    with refused(gradaccum.CheckpointError, "head", "(5,), (3,)", "its own file"):
+    with refused(gradaccum.CheckpointError, "head", "its own file"):
         redistributed(states, 1)
 
 

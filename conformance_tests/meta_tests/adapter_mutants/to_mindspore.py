@@ -229,12 +229,8 @@ MUTANTS = (
     ),
     Mutant(
         "take_the_loss_for_the_weight_in_compiled_code",
-        (
-            "        checks.check_compiled_named(\n"
-            "            len(weight_and_loss), dtype, weight is not None, loss is not None\n"
-            "        )\n"
-        ),
-        "",
+        "                checks.require_certain_weight(positional_weight.dtype)\n",
+        "                pass\n",
         OWN + "test_mindspore_everyday.py::test_loss_in_the_weight_s_place",
     ),
 )
