@@ -16,7 +16,7 @@ from mindspore import Tensor
 from mindspore.ops import constexpr
 
 from gradaccum import ArgumentTypeError, GradientError
-from gradaccum.kit import explain, given_weight, require_item_weights, require_weight
+from gradaccum.kit import given_weight, require_item_weights, require_weight
 from gradaccum_mindspore.gradient_sum import DType, Gradients, Number, Shape
 
 Weight: TypeAlias = Number | None
@@ -80,13 +80,10 @@ def without_none(gradients: Gradients, specs: Specs) -> Gradients:
 
 
 def gradient_error(argument: str, expected: str, found: str) -> GradientError:
-    return explain(
-        GradientError,
-        argument,
-        expected=expected,
-        found=found,
-        fix="Differentiate by optimizer.parameters: loss, gradients ="
-        " mindspore.value_and_grad(fn, None, optimizer.parameters)(x).",
+    return GradientError(
+        f"{argument}: expected {expected}; got {found}. Differentiate by"
+        " optimizer.parameters: loss, gradients = mindspore.value_and_grad(fn, None,"
+        " optimizer.parameters)(x)."
     )
 
 
@@ -97,13 +94,11 @@ def gradient_error(argument: str, expected: str, found: str) -> GradientError:
 def require_certain_weight(dtype: object) -> None:
     """Raise if a weight that stands alone, without its name, may be the loss."""
     if "float" in str(dtype).lower():
-        raise explain(
-            ArgumentTypeError,
-            "weight",
-            expected="a name, because a floating Tensor alone may be the loss",
-            found=f"a value of dtype {dtype} without a name",
-            fix="Write optimizer(gradients, weight=n), optimizer(gradients, loss=loss),"
-            " or optimizer(gradients, n, loss).",
+        raise ArgumentTypeError(
+            "weight: expected a name, because a floating Tensor alone may be the loss;"
+            f" got a value of dtype {dtype} without a name. Write optimizer(gradients,"
+            " weight=n), optimizer(gradients, loss=loss), or optimizer(gradients, n,"
+            " loss)."
         )
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from gradaccum import GradAccumWarning, UsageError, kit
-from gradaccum.kit import Fields, Handle, Listener, Listeners, Options, State, explain
+from gradaccum.kit import Fields, Handle, Listener, Listeners, Options, State
 from gradaccum_mindspore.gradient_sum import (
     DType,
     hidden_parameter,
@@ -242,13 +242,11 @@ def closed_windows(state: State) -> int:
 
 
 def missed_windows_error(windows: int) -> UsageError:
-    return explain(
-        UsageError,
-        "listeners",
-        expected="optimizer.result to be read after each compiled step",
-        found=f"{windows} windows that closed since the last look",
-        fix="Read it, train with gradaccum_mindspore.TrainOneStepCell, or take"
-        " callbacks=[FlushAtEpochEnd(optimizer)] in Model.train.",
+    return UsageError(
+        "listeners: expected optimizer.result to be read after each compiled step; got"
+        f" {windows} windows that closed since the last look. Read it, train with"
+        " gradaccum_mindspore.TrainOneStepCell, or take"
+        " callbacks=[FlushAtEpochEnd(optimizer)] in Model.train."
     )
 
 

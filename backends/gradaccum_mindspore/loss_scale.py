@@ -14,7 +14,7 @@ from itertools import count
 from mindspore.ops import constexpr
 
 from gradaccum import UsageError
-from gradaccum.kit import Options, ScaleRule, explain
+from gradaccum.kit import Options, ScaleRule
 
 NEVER = 0
 
@@ -37,15 +37,11 @@ def note_read(key: int) -> bool:
 def require_read(key: int) -> bool:
     if key == NEVER or key in _read:
         return True
-    raise explain(
-        UsageError,
-        "gradients",
-        expected="gradients of the loss times the loss scale",
-        found="a micro-batch before anyone asked for the loss scale",
-        fix=(
-            "Train with gradaccum_mindspore.TrainOneStepCell(network, optimizer), which"
-            " mindspore.train.Model takes as its network; or return"
-            " optimizer.scale(loss) from the function that is differentiated; or pass"
-            " optimizer.loss_scale as sens (reading optimizer.result does not count)."
-        ),
+    raise UsageError(
+        "gradients: expected gradients of the loss times the loss scale; got a"
+        " micro-batch before anyone asked for the loss scale. Train with"
+        " gradaccum_mindspore.TrainOneStepCell(network, optimizer), which"
+        " mindspore.train.Model takes as its network; or return optimizer.scale(loss)"
+        " from the function that is differentiated; or pass optimizer.loss_scale as"
+        " sens (reading optimizer.result does not count)."
     )

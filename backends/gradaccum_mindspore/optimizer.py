@@ -22,7 +22,6 @@ from gradaccum.kit import (
     Listener,
     Options,
     UntilWeight,
-    explain,
 )
 from gradaccum_mindspore import checks
 from gradaccum_mindspore.checks import Loss, Weight
@@ -225,13 +224,10 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
         if not self.__dict__.get("_is_complete", False):
             nn.Cell.__setattr__(self, name, value)
         elif name in FIXED_NAMES:
-            raise explain(
-                UsageError,
-                name,
-                expected="options that stay as they were, because compiled code has"
-                " read them already",
-                got=value,
-                fix="Wrap the optimizer anew, or pass a schedule as steps=.",
+            raise UsageError(
+                f"{name}: expected options that stay as they were, because compiled"
+                f" code has read them already; got {value!r} ({type(value).__name__})."
+                " Wrap the optimizer anew, or pass a schedule as steps=."
             )
         elif (
             name not in self.__dict__

@@ -10,7 +10,7 @@ from __future__ import annotations
 from mindspore import Parameter, Tensor, nn
 
 from gradaccum import CheckpointError, kit
-from gradaccum.kit import FIELD_DTYPES, State, explain
+from gradaccum.kit import FIELD_DTYPES, State
 from gradaccum_mindspore.gradient_sum import write
 from gradaccum_mindspore.state import (
     WORKERS,
@@ -68,13 +68,10 @@ def require_fit(name: str, parameter: Parameter, entry: Tensor | None) -> None:
     wanted = kind_of(parameter)
     found = "no such entry" if entry is None else kind_of(entry)
     if found != wanted:
-        raise explain(
-            CheckpointError,
-            repr(name),
-            expected=wanted,
-            found=found,
-            fix="Load the checkpoint of the same model and optimizer, saved as a whole:"
-            " mindspore.save_checkpoint(cell, file).",
+        raise CheckpointError(
+            f"{name!r}: expected {wanted}; got {found}. Load the checkpoint of the"
+            " same model and optimizer, saved as a whole:"
+            " mindspore.save_checkpoint(cell, file)."
         )
 
 
@@ -124,12 +121,10 @@ def require_place(place: tuple[int, int], storage: Storage) -> None:
     if place != storage.place:
         saved_rank, saved_workers = place
         rank, workers = storage.place
-        raise explain(
-            CheckpointError,
-            f"{storage.prefix}.{WORKERS}",
-            expected=f"the open window of rank {rank} of {workers}",
-            found=f"the open window of rank {saved_rank} of {saved_workers}",
-            fix="Let each worker load its own file; for another number of workers write"
+        raise CheckpointError(
+            f"{storage.prefix}.{WORKERS}: expected the open window of rank {rank} of"
+            f" {workers}; got the open window of rank {saved_rank} of {saved_workers}."
+            " Let each worker load its own file; for another number of workers write"
             " gradaccum_mindspore.redistributed(states, workers), or save between two"
-            " windows.",
+            " windows."
         )

@@ -16,7 +16,7 @@ from mindspore.ops import constexpr
 from mindspore.train import Callback, ModelCheckpoint, RunContext
 
 from gradaccum import ArgumentValueError, UsageError
-from gradaccum.kit import Sizes, explain
+from gradaccum.kit import Sizes
 from gradaccum_mindspore.checks import Weight
 from gradaccum_mindspore.gradient_sum import write_numbers
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer
@@ -37,13 +37,11 @@ def refuse_losses(shape: tuple[int, ...]) -> None:
     """Raise `ArgumentValueError`: the network returns several losses, of which
     MindSpore differentiates the sum.
     """
-    raise explain(
-        ArgumentValueError,
-        "network",
-        expected='one loss, because reduction="mean" takes a mean of each micro-batch',
-        found=f"losses of shape {shape}, whose sum is differentiated",
-        fix="Let the network return their mean, as nn.MSELoss() does; or wrap with"
-        ' reduction="sum" or "sum_per_item".',
+    raise ArgumentValueError(
+        'network: expected one loss, because reduction="mean" takes a mean of each'
+        f" micro-batch; got losses of shape {shape}, whose sum is differentiated. Let"
+        " the network return their mean, as nn.MSELoss() does; or wrap with"
+        ' reduction="sum" or "sum_per_item".'
     )
 
 

@@ -18,7 +18,6 @@ from mindspore import nn
 from mindspore.ops import constexpr
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
-from gradaccum.kit import explain
 from gradaccum_mindspore.gradient_sum import Gradients
 from gradaccum_mindspore.master_weights import MasterWeights, Optimizer
 
@@ -91,14 +90,11 @@ def guarded_construct(self: Optimizer, *gradients: Any, **keywords: Any) -> bool
 
 @constexpr  # type: ignore[untyped-decorator]
 def refuse_call(name: str) -> None:
-    raise explain(
-        UsageError,
-        "optimizer(gradients)",
-        expected="a call of the wrapped optimizer, which alone knows when a window"
-        " ends",
-        found=f"one of the inner {name}",
-        fix=f"Write optimizer = gradaccum.wrap(nn.{name}(...), ...), so that one name"
-        " is left, and call that.",
+    raise UsageError(
+        "optimizer(gradients): expected a call of the wrapped optimizer, which alone"
+        f" knows when a window ends; got one of the inner {name}. Write optimizer ="
+        f" gradaccum.wrap(nn.{name}(...), ...), so that one name is left, and call"
+        " that."
     )
 
 
@@ -112,14 +108,11 @@ def require_unwrapped(inner: Optimizer) -> None:
     if is_guarded(inner):
         gc.collect()  # Cells are in cycles.
     if is_guarded(inner):
-        raise explain(
-            ArgumentTypeError,
-            "optimizer",
-            expected="one that no living wrapper has",
-            found=f"{type(inner).__name__}, which an earlier gradaccum.wrap has"
-            " wrapped",
-            fix="Use the optimizer that gradaccum.wrap returned first, or delete it"
-            " (del opt) before you wrap again.",
+        raise ArgumentTypeError(
+            "optimizer: expected one that no living wrapper has; got"
+            f" {type(inner).__name__}, which an earlier gradaccum.wrap has wrapped. Use"
+            " the optimizer that gradaccum.wrap returned first, or delete it (del opt)"
+            " before you wrap again."
         )
 
 
@@ -129,11 +122,8 @@ def require_no_scale(inner: Optimizer) -> None:
     """
     scale = float(getattr(inner, "loss_scale", 1.0))
     if scale != 1:
-        raise explain(
-            ArgumentValueError,
-            "optimizer",
-            expected="no loss scale of its own",
-            found=f"loss_scale={scale:g}",
-            fix="Leave loss_scale out of the optimizer:"
-            " gradaccum.wrap(nn.SGD(parameters, 0.1), steps=4, loss_scale=1024.0).",
+        raise ArgumentValueError(
+            f"optimizer: expected no loss scale of its own; got loss_scale={scale:g}."
+            " Leave loss_scale out of the optimizer: gradaccum.wrap(nn.SGD(parameters,"
+            " 0.1), steps=4, loss_scale=1024.0)."
         )

@@ -12,7 +12,7 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, kit
-from gradaccum.kit import Cut, Division, Nest, Options, explain
+from gradaccum.kit import Cut, Division, Nest, Options
 from gradaccum_mindspore.checks import item_weights, weight_as_number
 from gradaccum_mindspore.mindspore_private import is_graph_mode
 
@@ -124,15 +124,10 @@ def size_along(leaf: Any, axis: Any, path: str) -> int:
     if kit.is_column(leaf):
         return len(leaf)
     if not -len(leaf.shape) <= axis < len(leaf.shape):
-        raise explain(
-            ArgumentValueError,
-            path,
-            expected=f"an array with axis {axis}",
-            found=f"shape {tuple(leaf.shape)}",
-            fix=(
-                "Write axes=None for a leaf that every micro-batch is given whole, or the"
-                " axis of its items."
-            ),
+        raise ArgumentValueError(
+            f"{path}: expected an array with axis {axis}; got shape"
+            f" {tuple(leaf.shape)}. Write axes=None for a leaf that every micro-batch"
+            " is given whole, or the axis of its items."
         )
     return int(leaf.shape[axis])
 

@@ -22,7 +22,6 @@ from mindspore.common import _no_grad
 from gradaccum import ArgumentValueError, UsageError
 from gradaccum.kit import (
     Nest,
-    explain,
     leaves_of,
     make_division,
     make_options,
@@ -218,15 +217,10 @@ def coupled_value_and_grad(
     """
     known_modules = modules_of(outputs_fn, modules or ())
     if modules is None and not known_modules:
-        raise explain(
-            ArgumentValueError,
-            "modules",
-            expected=(
-                "the Cells that outputs_fn calls, because it runs twice and their"
-                " statistics must move once"
-            ),
-            found="a function without modules",
-            fix="Write modules=(net,), or modules=() if it calls no Cell.",
+        raise ArgumentValueError(
+            "modules: expected the Cells that outputs_fn calls, because it runs twice"
+            " and their statistics must move once; got a function without modules."
+            " Write modules=(net,), or modules=() if it calls no Cell."
         )
     division = make_division(steps, micro_batch_size)
     options = CallOptions(division, make_options(None, reduction="sum"), axes=axes)
@@ -247,13 +241,9 @@ def require_same(first_pass: Sequence[Tensor], second_pass: Sequence[Tensor]) ->
         # Two compilations of one function round differently.
         limit = largest * (2.0**-4 if first.dtype in HALF else 2.0**-11)
         if not np.allclose(before, after, rtol=0, atol=limit, equal_nan=True):
-            raise explain(
-                UsageError,
-                "outputs_fn",
-                expected="a function that gives the same outputs again",
-                found="outputs of the second pass that differ from the first",
-                fix=(
-                    "Draw with nn.Dropout or ops.dropout, outside of mindspore.jit, and name"
-                    " the Cells in modules=; or give random numbers in the batch."
-                ),
+            raise UsageError(
+                "outputs_fn: expected a function that gives the same outputs again; got"
+                " outputs of the second pass that differ from the first. Draw with"
+                " nn.Dropout or ops.dropout, outside of mindspore.jit, and name the"
+                " Cells in modules=; or give random numbers in the batch."
             )

@@ -10,7 +10,7 @@ from typing import Any
 from mindspore import Tensor, nn, ops
 
 from gradaccum import ArgumentValueError, UsageError
-from gradaccum.kit import Nest, explain, make_division
+from gradaccum.kit import Nest, make_division
 from gradaccum_mindspore.gradient_sum import where
 from gradaccum_mindspore.large_batch.batch import (
     CallOptions,
@@ -162,12 +162,10 @@ def value_and_update(
         [0.7, 0.6]
     """
     if optimizer.options.steps is not None:
-        raise explain(
-            ArgumentValueError,
-            "optimizer",
-            expected="an optimizer wrapped with steps=None, because the call closes the window",
-            found=f"steps={optimizer.options.steps!r}",
-            fix="Write gradaccum.wrap(optimizer, steps=None).",
+        raise ArgumentValueError(
+            "optimizer: expected an optimizer wrapped with steps=None, because the call"
+            f" closes the window; got steps={optimizer.options.steps!r}. Write"
+            " gradaccum.wrap(optimizer, steps=None)."
         )
     division = make_division(steps, micro_batch_size)
     options = CallOptions(division, optimizer.options, weight, axes, has_aux, merge_aux)

@@ -20,7 +20,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.communication import GlobalComm, get_group_size, get_rank
 
 from gradaccum import ArgumentValueError, UsageError
-from gradaccum.kit import Options, explain
+from gradaccum.kit import Options
 
 PLAIN_MODES = ("stand_alone", "data_parallel")
 """The parallel modes in which MindSpore's compiler does not reduce gradients by itself.
@@ -39,26 +39,21 @@ def shares_windows(data_parallel: object) -> bool:
     if data_parallel is None:
         is_unknown = mode == "data_parallel" and not GlobalComm.INITED
         if is_unknown or workers_here() > 1:
-            raise explain(
-                UsageError,
-                "data_parallel",
-                expected="True or False where there are several workers",
-                got=None,
-                fix="Write gradaccum.wrap(optimizer, steps=4, data_parallel=True) for"
-                " windows over all workers; False if this worker's gradients need no"
-                " other's, or are reduced before they come in.",
+            raise UsageError(
+                "data_parallel: expected True or False where there are several workers;"
+                f" got {None!r} ({type(None).__name__}). Write"
+                " gradaccum.wrap(optimizer, steps=4, data_parallel=True) for windows"
+                " over all workers; False if this worker's gradients need no other's,"
+                " or are reduced before they come in."
             )
         return False
     if not data_parallel:
         return False
     if not GlobalComm.INITED:
         # MindSpore would take this process for the only one.
-        raise explain(
-            UsageError,
-            "data_parallel",
-            expected="communication that is initialised",
-            found="none in this process",
-            fix="Call mindspore.communication.init() first.",
+        raise UsageError(
+            "data_parallel: expected communication that is initialised; got none in"
+            " this process. Call mindspore.communication.init() first."
         )
     if mode not in PLAIN_MODES:
         raise UsageError(
@@ -95,13 +90,11 @@ def require_same_everywhere(
     all_checksums = ops.AllGather()(Tensor([checksums], ms.int32)).asnumpy()
     for argument, numbers in zip(texts, all_checksums.T, strict=True):
         if np.ptp(numbers) > 0:
-            raise explain(
-                ArgumentValueError,
-                argument,
-                expected="the same on every worker",
-                found=f"the checksums {numbers.tolist()}, by rank",
-                fix="Give every worker the same options and the same model: call"
-                " mindspore.set_seed(1) before it is built, or load one checkpoint.",
+            raise ArgumentValueError(
+                f"{argument}: expected the same on every worker; got the checksums"
+                f" {numbers.tolist()}, by rank. Give every worker the same options and"
+                " the same model: call mindspore.set_seed(1) before it is built, or"
+                " load one checkpoint."
             )
 
 
@@ -120,13 +113,11 @@ def places_of_shards(
     """Return the positions of the sharded parameters."""
     places = [place for place, each in enumerate(parameters) if is_sharded(each)]
     if places and options.reduction == "mean":
-        raise explain(
-            ArgumentValueError,
-            "reduction",
-            expected='"sum_per_item" or "sum" beside parameters marked as'
-            " layerwise_parallel, whose loss is one of the items of all workers",
-            got="mean",
-            fix='Sum the loss, and write reduction="sum_per_item".',
+        raise ArgumentValueError(
+            'reduction: expected "sum_per_item" or "sum" beside parameters marked as'
+            " layerwise_parallel, whose loss is one of the items of all workers; got"
+            f" {'mean'!r} ({str.__name__}). Sum the loss, and write"
+            ' reduction="sum_per_item".'
         )
     if places and options.on_overflow == "drop_micro_batch":
         raise ArgumentValueError(

@@ -24,7 +24,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.ops import constexpr
 
 from gradaccum import UsageError, kit
-from gradaccum.kit import Options, State, explain
+from gradaccum.kit import Options, State
 from gradaccum_mindspore.gradient_sum import write_numbers
 from gradaccum_mindspore.master_weights import Optimizer
 from gradaccum_mindspore.mindspore_private import is_graph_mode
@@ -322,11 +322,8 @@ def compiled(cell: nn.Cell) -> Callable[..., Any]:
 @constexpr  # type: ignore[untyped-decorator]
 def refuse_compiled_flush() -> None:
     """Raise `UsageError`: compiled code cannot wait until all workers flush."""
-    raise explain(
-        UsageError,
-        "flush()",
-        expected="a call from Python where workers share their windows, because it ends"
-        " windows until all have called it",
-        found="a call in compiled code",
-        fix="Call optimizer.flush() after the compiled step.",
+    raise UsageError(
+        "flush(): expected a call from Python where workers share their windows,"
+        " because it ends windows until all have called it; got a call in compiled"
+        " code. Call optimizer.flush() after the compiled step."
     )

@@ -14,7 +14,7 @@ import numpy as np
 from mindspore import Parameter, Tensor
 
 from gradaccum import CheckpointError, kit
-from gradaccum.kit import FIELD_DTYPES, State, explain
+from gradaccum.kit import FIELD_DTYPES, State
 from gradaccum_mindspore.extensions import LOSS
 from gradaccum_mindspore.gradient_sum import Array, hidden_parameter
 from gradaccum_mindspore.saving import saved_place
@@ -61,12 +61,10 @@ def require_all_workers(states: Sequence[Checkpoint], prefix: str) -> None:
     """Raise unless these are states of all workers, by rank."""
     places = [saved_place(state, prefix) for state in states]
     if places != [(rank, len(states)) for rank in range(len(states))]:
-        raise explain(
-            CheckpointError,
-            "states",
-            expected="the states of all workers, by rank",
-            found=f"those of (rank, workers) {places}",
-            fix="Pass what every worker saved, in the order of their ranks.",
+        raise CheckpointError(
+            "states: expected the states of all workers, by rank; got those of (rank,"
+            f" workers) {places}. Pass what every worker saved, in the order of their"
+            " ranks."
         )
 
 
