@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gradaccum import ArgumentTypeError, UsageError, kit
+from gradaccum import UsageError, kit
 from gradaccum.kit import explain, measures
 from gradaccum_torch.large_batch.backward import run_micro_batches
 from gradaccum_torch.large_batch.batch import (
@@ -30,17 +30,14 @@ from gradaccum_torch.large_batch.gradients import (
     GradientsInGrad,
     collecting,
     options_of_call,
-    require_no_dropping,
 )
 from gradaccum_torch.large_batch.replay import Before, Buffers, RandomState
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.torch_private.names import (
     Node,
-    is_sharded,
     untraced_within,
     version,
 )
-from gradaccum_torch.update import hooks_of
 
 Layer = Callable[[Any], Any]
 
@@ -76,18 +73,19 @@ def layered_backward(
     is made as soon as its sum is complete, by a ``step`` of the inner optimizer that
     finds no other gradients, and its gradient is freed. A parameter of several layers
     waits for the first of them. With ``clip_norm``, ``skip_norm`` or an overflow that
-    skips, the sums of all layers are kept until the end, where one step is made; only
-    there may the optimizer have step hooks, or an inner optimizer that counts its steps
-    in its groups.
+    skips, the sums of all layers are kept until the end, where one step is made. Only
+    with such an option may the optimizer have step hooks, ``norm_group=``, or an inner
+    optimizer that counts its steps in its groups or moves parameters without a
+    gradient, because nothing else notices these.
 
     If something raises, everything is as it was before the call, except that the
     updates of layers cannot be undone: a note on the error names these layers, and the
     optimizer refuses to go on until ``load_state_dict``.
 
     Args:
-        layers: an `nn.Sequential`, whose own forward hooks do not run, or a sequence of
-            functions and modules of one argument, any nest, which the layer before has
-            returned. Layers of FSDP2 are refused.
+        layers: an `nn.Sequential`, whose own ``forward`` and its hooks do not run, or a
+            sequence of functions and modules of one argument, any nest, which the layer
+            before has returned. Layers of FSDP2 do not work.
         loss_fn: ``loss_fn(outputs, targets)`` returns a loss, a tensor of shape ``()``,
             or ``(loss, aux)`` if `has_aux`.
         inputs: the first layer's argument for the large batch, any nest, cut as by
@@ -114,9 +112,9 @@ def layered_backward(
     Raises:
         ArgumentTypeError, ArgumentValueError: an argument is wrong, or a function
             returns something else.
-        UsageError: something writes into what a layer takes; `optimizer` cannot take a
-            window in this order; or its inner optimizer's step moves what all
-            parameters share, or parameters without a gradient.
+        UsageError: something writes into what a layer takes; or `optimizer` looks at
+            single micro-batches, by ``separate_sums=True`` or
+            ``on_overflow="drop_micro_batch"``.
 
     Examples:
         >>> import torch, gradaccum
@@ -134,11 +132,9 @@ def layered_backward(
     functions: list[Layer] = list(layers)
     candidates: list[Any] = [*functions, loss_fn]
     modules = [layer for layer in candidates if isinstance(layer, nn.Module)]
-    require_plain_layers(layers, modules)
     division = kit.make_division(steps, micro_batch_size)
     options = options_of_call(optimizer, reduction)
-    if optimizer is not None:
-        require_layered_optimizer(optimizer)
+    require_layered_optimizer(options)
     cut = LargeBatch((inputs, targets), axes, weight).cut(division, options)
     factors = [micro_batch.factor for micro_batch in cut.micro_batches]
     parameters = [p for module in modules for p in module.parameters()]
@@ -391,41 +387,13 @@ class LayeredRun:
             self._first_layers[id(leaf)] = min(first, index)
 
 
-# What a layered window refuses.
-
-
-def require_plain_layers(layers: object, modules: Sequence[nn.Module]) -> None:
-    problem = None
-    forward = nn.Sequential.forward
-    if isinstance(layers, nn.Sequential) and type(layers).forward is not forward:
-        problem = f"a {type(layers).__name__} with a forward of its own"
-    if any(is_sharded(p) for module in modules for p in module.parameters()):
-        problem = "a layer of FSDP2"
-    if problem is not None:
-        raise explain(
-            ArgumentTypeError,
-            "layers",
-            expected="layers of this process that run one after the other",
-            found=problem,
-            fix="Write layers=[*model.blocks, head], or call gradaccum_torch.backward.",
-        )
-
-
-def require_layered_optimizer(optimizer: AccumulatingOptimizer) -> None:
-    """Raise unless `optimizer` can take a window whose micro-batches are complete
-    together, and its layers one after the other.
-    """
-    window = optimizer.whole_window()
-    require_no_dropping(window.options)
-    unfit = window.options_of_micro_batches()
-    hooks = [*hooks_of(optimizer, "step_pre"), *hooks_of(optimizer, "step_post")]
-    if hooks and not measures(window.options):
-        unfit.append("a step hook")
-    if unfit:
+def require_layered_optimizer(options: kit.Options) -> None:
+    """Raise unless the micro-batches of a layer may be added up before the window."""
+    if options.separate_sums or options.on_overflow == "drop_micro_batch":
         raise explain(
             UsageError,
             "optimizer",
             expected="one that takes all micro-batches of a layer at once",
-            found=f"one with {unfit[0]}",
-            fix=f"Leave {unfit[0]} out, or call gradaccum_torch.backward.",
+            found='separate_sums=True or on_overflow="drop_micro_batch"',
+            fix="Leave it out, or call gradaccum_torch.backward.",
         )

@@ -408,7 +408,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         self._inner.add_param_group(param_group)
         parameters = self._inner.param_groups[-1]["params"]
         try:
-            self._window.workers.require_parameters(parameters)
+            self._window.workers.add_parameters(parameters)
             if not self._window.has_new_gradient:
                 require_no_gradients(parameters)
             self._window.parameters_changed()

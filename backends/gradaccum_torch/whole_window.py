@@ -15,10 +15,9 @@ from torch import Tensor
 from gradaccum import UsageError
 from gradaccum.kit import explain
 from gradaccum_torch.arithmetic import is_zero
-from gradaccum_torch.extensions import rate_mark
 from gradaccum_torch.gradient_sum import SumOnArrival
 from gradaccum_torch.torch_private.fsdp import units_holding
-from gradaccum_torch.torch_private.names import Versions, is_sharded
+from gradaccum_torch.torch_private.names import is_sharded
 from gradaccum_torch.window import Window
 
 
@@ -98,13 +97,6 @@ class WholeWindow:
     def parameter_ids(self) -> set[int]:
         return set(map(id, self._parameters()))
 
-    @property
-    def has_new_gradient(self) -> bool:
-        """True if autograd has delivered something since the last micro-batch was
-        counted.
-        """
-        return self._window.has_new_gradient
-
     def loss_scale(self) -> float:
         """Return the current loss scale; may wait for the device."""
         return float(self._window.current_state().loss_scale)
@@ -121,18 +113,6 @@ class WholeWindow:
             for unit in units_holding(parameters)
             for gathered in unit.gathered_parameters()
         }
-
-    def options_of_micro_batches(self) -> list[str]:
-        """Return the options that look at single micro-batches, or at the window's end
-        alone.
-        """
-        workers = self._window.workers
-        option_flags = {
-            "separate_sums": self.options.separate_sums,
-            "gradient_sync": workers.make_gradient_sum is not None,
-            "norm_group": workers.stages is not None,
-        }
-        return [f"{name}=" for name, is_given in option_flags.items() if is_given]
 
     def _parameters(self) -> list[Tensor]:
         return self._window.masters.parameters()
@@ -170,26 +150,5 @@ class WholeWindow:
         """Update the parameters that `belongs` is true of, whose sum is complete, and
         free it; the window stays open for the others.
         """
-        others = Versions(each for each in self._parameters() if not belongs(each))
-        numbers = self._group_numbers()
         self._updated_parts.append(number)
         self._window.close_part(belongs)
-        if others.moved() or self._group_numbers() != numbers:
-            raise explain(
-                UsageError,
-                "optimizer",
-                expected="an inner optimizer that moves parameters with a gradient, and"
-                " their state",
-                found="one that moves other parameters, or counts steps in its groups",
-                fix='Leave on_overflow="ignore" out: the inner optimizer then makes one'
-                " step per window. Load the last checkpoint first.",
-            )
-
-    def _group_numbers(self) -> list[object]:
-        """Return the numbers of all groups, such as a count of steps."""
-        return [
-            (name, rate_mark(value))
-            for group in self._window.masters.inner.param_groups
-            for name, value in group.items()
-            if isinstance(value, int | float | Tensor)
-        ]

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradaccum import ArgumentValueError, AutoMicroBatchSize, UsageError
+from gradaccum import AutoMicroBatchSize, UsageError
 from gradaccum.kit import Division, explain, free_frames, too_small_error
 from gradaccum_torch.large_batch.batch import LargeBatch
 from gradaccum_torch.optimizer import AccumulatingOptimizer
-from gradaccum_torch.torch_private.names import Versions, processes
+from gradaccum_torch.torch_private.names import processes
 
 T = TypeVar("T")
 MESSAGES = (
@@ -48,8 +48,6 @@ def run_divided(
     sizes = division.micro_batch_size
     if not isinstance(sizes, AutoMicroBatchSize):
         return run(division, lambda: None)
-    require_device(sizes)
-    versions = Versions(large.tensors)
     key = key_of(function, large.tensors)
     workers = workers_of_call(optimizer)
     size = sizes.start(key, large.items)
@@ -63,8 +61,6 @@ def run_divided(
         else:
             sizes.remember(key, size)
             return result
-        if versions.moved():
-            raise written_batch_error()
         gc.collect()
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
@@ -133,33 +129,6 @@ def smaller_size(
     if not next_size:
         raise too_small_error(sizes.memory_limit) from error
     return next_size
-
-
-def written_batch_error() -> UsageError:
-    return explain(
-        UsageError,
-        "micro_batch_size",
-        expected="a function that leaves its batch as it is, where memory may run out",
-        found="a batch that the function wrote into",
-        fix="Write x = x * 2 for x.mul_(2), or give a number of items; and make the"
-        " batch anew, because it was changed.",
-    )
-
-
-def require_device(sizes: AutoMicroBatchSize) -> None:
-    """Raise unless a device's allocator has the limit: where a CPU's memory runs out,
-    the system kills.
-    """
-    if sizes.memory_limit is None and torch.accelerator.is_available():
-        return
-    raise explain(
-        ArgumentValueError,
-        "micro_batch_size",
-        expected="a device that says when its memory runs out, and no memory_limit",
-        got=sizes,
-        fix="On a CPU write a number of items. On a device leave memory_limit out:"
-        " torch.cuda.set_per_process_memory_fraction limits it.",
-    )
 
 
 # The vote of the workers of a process group for one size of micro-batch: after each

@@ -41,7 +41,6 @@ from gradaccum_torch.large_batch.gradients import (
     GradientsInGrad,
     collecting,
     options_of_call,
-    require_no_dropping,
 )
 from gradaccum_torch.large_batch.replay import (
     Before,
@@ -79,8 +78,9 @@ def coupled_backward(
         steps: as there.
         micro_batch_size: as there.
         axes: as there.
-        optimizer: as there. A loss scale multiplies the gradients of the outputs and of
-            the loss's own parameters.
+        optimizer: as there, without ``on_overflow="drop_micro_batch"``: a dropped part
+            of the second pass would be missing in the gradient. A loss scale multiplies
+            the gradients of the outputs and of the loss's own parameters.
         modules: the modules whose buffers are restored, in place of those that are
             called. Compiled code needs them, as it may hide the modules that it calls.
 
@@ -90,8 +90,7 @@ def coupled_backward(
     Raises:
         ArgumentTypeError, ArgumentValueError: an argument is wrong, the batch cannot be
             divided so, or the loss is no scalar.
-        UsageError: the second run returns other outputs; or `optimizer` drops
-            micro-batches, or is missing.
+        UsageError: the second run returns other outputs; or `optimizer` is missing.
 
     Examples:
         >>> import torch
@@ -104,7 +103,6 @@ def coupled_backward(
     """
     division = make_division(steps, micro_batch_size)
     options = options_of_call(optimizer, None)
-    require_no_dropping(options)
     large = LargeBatch(batch, axes, None)
     is_alone = optimizer is None and processes() > 1
     if optimizer is not None and has_nothing_to_share(large, optimizer):

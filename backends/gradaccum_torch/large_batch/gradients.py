@@ -29,7 +29,6 @@ from gradaccum_torch.torch_private.names import (
     Node,
     keep_own,
     untraced,
-    version,
 )
 from gradaccum_torch.whole_window import WholeWindow
 
@@ -71,8 +70,6 @@ class GradientsInGrad:
         self._earlier_gradients: dict[Tensor, Tensor | None] = {}
         self._wide_sums: dict[Tensor, Tensor] = {}
         self._without_gradient: list[Tensor] = []
-        self._marks: dict[Tensor, object] = {}
-        """Of the sums, which the user's functions may not change."""
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> None:
@@ -114,7 +111,6 @@ class GradientsInGrad:
         return leaves
 
     def add_loss(self, loss: Tensor, weight: float, factor: float) -> None:
-        self.require_untouched()
         if not factor:
             return
         self.reach([loss], self._leaf_nodes)
@@ -129,32 +125,18 @@ class GradientsInGrad:
     def add_outputs(
         self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> None:
-        self.require_untouched()
         self.reach(outputs, self._leaf_nodes)
         self.backward(outputs, gradients)
 
     def backward(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         torch.autograd.backward(tuple(tensors), tuple(gradients))
-        self.note_sums()
+        self.keep_new_gradients()
 
-    def note_sums(self) -> None:
-        """Keep new gradients in memory that nobody else writes into, and take all sums
-        as they are now.
-        """
+    def keep_new_gradients(self) -> None:
+        """Keep new gradients in memory that nobody else writes into."""
         for leaf in self._without_gradient:
             keep_own(leaf)
         self._without_gradient = [p for p in self._without_gradient if p.grad is None]
-        self._marks = {leaf: self._mark(leaf) for leaf in self._earlier_gradients}
-
-    def _mark(self, leaf: Tensor) -> object:
-        """Return what differs if something changes the sum of `leaf`."""
-        total = self._wide_sums.get(leaf, leaf.grad)
-        return None if total is None else (id(total), version(total))
-
-    def require_untouched(self) -> None:
-        """Raise if the user's function has changed a sum, as ``backward()`` does."""
-        if any(self._mark(leaf) != mark for leaf, mark in self._marks.items()):
-            raise touched_error()
 
     def deliver(self) -> None:
         """Divide the sums, and add what was in ``.grad`` before."""
@@ -219,11 +201,10 @@ class GradientsInWindow(GradientsInGrad):
         return super().reach(tensors, leaf_nodes)
 
     def add_loss(self, loss: Tensor, weight: float, factor: float) -> None:
-        self.require_untouched()
         if factor:
             self.reach([loss], self._leaf_nodes)
         self._optimizer.backward(loss, weight=weight)
-        self.note_sums()
+        self.keep_new_gradients()
         self._optimizer.step()
 
     def add_outputs(
@@ -233,11 +214,6 @@ class GradientsInWindow(GradientsInGrad):
         self.window.begin_weightless()
         super().add_outputs(outputs, gradients)
         self._optimizer.step()
-
-    def require_untouched(self) -> None:
-        super().require_untouched()
-        if self.window.has_new_gradient:
-            raise touched_error()
 
     def deliver(self) -> None:
         if self._earlier_gradients:
@@ -314,16 +290,6 @@ def watched_error(leaf: Tensor) -> UsageError:
     )
 
 
-def touched_error() -> UsageError:
-    return explain(
-        UsageError,
-        "loss_fn",
-        expected="a function that computes the loss",
-        found="one that changes .grad itself, as backward() or zero_grad() does",
-        fix="Return the loss, and leave backward() and zero_grad() to the call.",
-    )
-
-
 def hidden_error(node_name: str) -> UsageError:
     found = "a reentrant checkpoint, which hides parameters"
     fix = "Write use_reentrant=False, or optimizer= a wrapped optimizer."
@@ -364,15 +330,3 @@ def options_of_call(
             fix=f"Leave reduction out, or write reduction={options.reduction!r}.",
         )
     return options
-
-
-def require_no_dropping(options: Options) -> None:
-    """Raise unless all micro-batches of a window are kept or skipped together."""
-    if options.on_overflow == "drop_micro_batch":
-        raise explain(
-            UsageError,
-            "optimizer",
-            expected="one that takes or skips all micro-batches together",
-            found='on_overflow="drop_micro_batch"',
-            fix='Write on_overflow="skip_window".',
-        )

@@ -8,17 +8,13 @@ until the engine's timeout.
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Iterable, Sequence
-from itertools import chain
-from weakref import WeakKeyDictionary, WeakSet
+from itertools import chain, zip_longest
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from gradaccum import (
     ArgumentTypeError,
@@ -60,65 +56,6 @@ def parallel_module(module: torch.nn.Module) -> DistributedDataParallel:
     )
 
 
-# A module that waits with its own reduction leaves the gradients of other optimizers
-# unreduced.
-
-
-SHARED_BY: WeakKeyDictionary[
-    torch.optim.Optimizer, weakref.ref[DistributedDataParallel]
-] = WeakKeyDictionary()
-"""The module whose gradients are reduced for an optimizer, at its windows' ends."""
-CHECKED_OPTIMIZERS: WeakSet[torch.optim.Optimizer] = WeakSet()
-"""The optimizers that have no parameter of a module which waits for another one."""
-STEP_HOOKS: list[RemovableHandle] = []
-"""The hook of all optimizers, once a module waits."""
-
-
-def share_module(
-    optimizer: torch.optim.Optimizer, module: DistributedDataParallel
-) -> None:
-    """Note that `optimizer` has the gradients of `module` reduced, and refuse steps of
-    optimizers whose gradients the module no longer reduces.
-    """
-    SHARED_BY[optimizer] = weakref.ref(module)
-    CHECKED_OPTIMIZERS.clear()
-    if not STEP_HOOKS:
-        STEP_HOOKS.append(register_optimizer_step_pre_hook(refuse_unreduced))
-
-
-def refuse_unreduced(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    if optimizer not in CHECKED_OPTIMIZERS:
-        require_reduced(optimizer)
-        CHECKED_OPTIMIZERS.add(optimizer)
-
-
-names.untraced(refuse_unreduced)
-
-
-def require_reduced(optimizer: torch.optim.Optimizer) -> None:
-    """Raise unless the gradients of its parameters are reduced, where a module that
-    trains them waits with its own reduction.
-    """
-    waiting = [module.parameters() for module in names.waiting_modules()]
-    unreduced = ids_of(optimizer) & set(map(id, chain(*waiting)))
-    for sharing_optimizer, reference in SHARED_BY.items():
-        if reference() is not None:
-            unreduced -= ids_of(sharing_optimizer)
-    if unreduced:
-        kind = type(optimizer).__name__
-        raise explain(
-            UsageError,
-            "module",
-            expected="module= for each optimizer of one DistributedDataParallel",
-            found=f"{kind} without it, for {len(unreduced)} of the parameters",
-            fix=f"Write gradaccum.wrap({kind}(...), steps=..., module=parallel).",
-        )
-
-
-def ids_of(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {id(parameter) for parameter in names.parameters_of(optimizer)}
-
-
 # The parameters and the options.
 
 
@@ -138,44 +75,34 @@ def require_parameters(
         )
 
 
-def require_all_sharded(parameters: Iterable[Tensor], units: Sequence[Unit]) -> None:
-    """Raise unless FSDP2, if it has some of `parameters`, has all that are trained."""
-    sharded_parameters = chain(*[unit.parameters for unit in units])
-    sharded_ids = set(map(id, sharded_parameters))
-    unreduced = [
-        parameter
-        for parameter in parameters
-        if parameter.requires_grad and id(parameter) not in sharded_ids
-    ]
-    if unreduced and any(unit.workers > 1 for unit in units):
-        raise explain(
-            ArgumentValueError,
-            "optimizer",
-            expected="parameters that fully_shard has",
-            found=f"{len(unreduced)} trainable parameters beside it, whose gradients"
-            " nobody reduces",
-            fix="Call fully_shard(model) on the whole model too, or freeze them, or"
-            " give them an optimizer of their own.",
-        )
-
-
 def require_meshes_within(parameters: Iterable[Tensor], workers: Iterable[int]) -> None:
     """Raise unless all workers of each sharded parameter are among `workers`, who add
     up the norm.
     """
     ranks = set(workers)
     for parameter in filter(names.is_sharded, parameters):
-        parameter_ranks = set(names.mesh_of(parameter).mesh.flatten().tolist())
-        if not parameter_ranks <= ranks:
+        parameter_ranks = names.mesh_of(parameter).mesh.flatten().tolist()
+        if not ranks.issuperset(parameter_ranks):
             raise explain(
                 ArgumentValueError,
                 "optimizer",
                 expected="parameters on workers that add up the norm together",
-                found=f"one on the ranks {sorted(parameter_ranks)}, beside"
-                f" {sorted(ranks)}",
+                found=f"one on the ranks {parameter_ranks}, beside {sorted(ranks)}",
                 fix="Shard it over these ranks or a part of them, or give it an"
                 " optimizer of its own.",
             )
+
+
+def describe_options(
+    options: kit.Options, gradient_sync: str = "micro_batch"
+) -> list[str]:
+    """Return one line."""
+    settings = options._asdict()
+    # Two workers' functions and scalers are different objects.
+    if not kit.is_known(options.steps):
+        settings["steps"] = "a function"
+    settings["scaler"] = type(options.scaler)
+    return [f"the options {settings} {gradient_sync}"]
 
 
 def describe_parameters(
@@ -197,40 +124,28 @@ def describe_parameters(
     return lines
 
 
-def require_same_options(
-    options: kit.Options,
-    *groups: dist.ProcessGroup,
-    parameters: Sequence[str] = (),
-    gradient_sync: str = "",
-) -> None:
-    """Raise unless all workers gave the same options, and parameters in one order;
+def require_same_lines(lines: Sequence[str], *groups: dist.ProcessGroup) -> None:
+    """Raise unless all workers of `groups` describe the same options and parameters;
     collective, and on every worker.
     """
-    # Two workers' functions and scalers are different objects.
-    settings = options._asdict()
-    if not kit.is_known(options.steps):
-        settings["steps"] = "a function"
-    settings["scaler"] = type(options.scaler)
-    lines = [f"the options {settings} {gradient_sync}", *parameters]
     everyone = [(dist.get_rank(), lines)]
     for group in groups:
-        gathered: list[list[tuple[int, list[str]]]] = [[]] * dist.get_world_size(group)
+        gathered: list[list[tuple[int, Sequence[str]]]]
+        gathered = [[]] * dist.get_world_size(group)
         dist.all_gather_object(gathered, everyone, group=group)
         everyone = sorted(chain(*gathered))
-    first_rank, first_lines = everyone[0]
+    _, first_lines = everyone[0]
     for rank, lines in everyone:
-        if lines != first_lines:
-            pairs = zip([*first_lines, "nothing"], [*lines, "nothing"], strict=False)
-            first, second = next(pair for pair in pairs if pair[0] != pair[1])
-            raise explain(
-                ArgumentValueError,
-                "options, optimizer",
-                expected="the same options, and parameters in the same order, on every"
-                " worker",
-                found=f"{first} on rank {first_rank}, {second} on rank {rank}",
-                fix="Call gradaccum.wrap alike on every worker. Build the optimizer's"
-                " groups from lists; a set has another order in each process.",
-            )
+        for first, line in zip_longest(first_lines, lines, fillvalue="nothing"):
+            if line != first:
+                raise explain(
+                    ArgumentValueError,
+                    "options, optimizer",
+                    expected=f"{first} on every worker",
+                    found=f"{line} on rank {rank}",
+                    fix="Call gradaccum.wrap alike on every worker. Build the optimizer's"
+                    " groups from lists; a set has another order in each process.",
+                )
 
 
 def warn_of_unequal_parameters(
@@ -271,30 +186,26 @@ def require_reduced_units(units: Sequence[Unit]) -> None:
 
 def require_deferrable(units: Sequence[Unit], options: kit.Options) -> None:
     """Raise unless FSDP2 can reduce the sum of micro-batches in place of each."""
+    found = ""
     if options.separate_sums or options.on_overflow == "drop_micro_batch":
-        raise deferred_error('separate_sums=True or on_overflow="drop_micro_batch"')
+        found = 'separate_sums=True or on_overflow="drop_micro_batch"'
     for unit in units:
         for parameter in unit.parameters:
             dtype = sum_dtype(parameter, options.accumulate_dtype)
             dtypes = {parameter.dtype, unit.sum_dtype, dtype}
             if parameter.requires_grad and len(dtypes) > 1:
-                raise deferred_error(
-                    f"{parameter.dtype} parameters, {unit.sum_dtype} in FSDP2 and"
-                    f" accumulate_dtype {dtype}"
-                )
-
-
-def deferred_error(found: str) -> ArgumentValueError:
-    return explain(
-        ArgumentValueError,
-        'gradient_sync="window"',
-        expected="no look at a single micro-batch, and one dtype for parameters, FSDP2's"
-        " sums and accumulate_dtype",
-        found=found,
-        fix="For bfloat16 keep the parameters in float32, with MixedPrecisionPolicy("
-        "param_dtype=torch.bfloat16, reduce_dtype=torch.float32). Or write"
-        ' gradient_sync="micro_batch", which reduces each micro-batch.',
-    )
+                found = f"{', '.join(sorted(map(str, dtypes)))}"
+    if found:
+        raise explain(
+            ArgumentValueError,
+            'gradient_sync="window"',
+            expected="one dtype for parameters, FSDP2's sums and accumulate_dtype, and"
+            " no look at a single micro-batch",
+            found=found,
+            fix="For bfloat16 keep the parameters in float32, with MixedPrecisionPolicy("
+            "param_dtype=torch.bfloat16, reduce_dtype=torch.float32). Or write"
+            ' gradient_sync="micro_batch", which reduces each micro-batch.',
+        )
 
 
 # A window that is being reduced.

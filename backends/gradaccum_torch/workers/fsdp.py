@@ -66,7 +66,6 @@ class ShardGroup(Workers):
         self.units = units_holding(parameters_of(optimizer))
         self.divisor = max((unit.workers for unit in self.units), default=1)
         """By how many workers FSDP2 divides; 1 under tensor parallelism alone."""
-        checks.require_all_sharded(parameters_of(optimizer), self.units)
 
     def all_reduce(
         self,
@@ -134,8 +133,5 @@ class ShardGroup(Workers):
         for unit in self.units:
             unit.drop()
 
-    def require_parameters(self, parameters: Sequence[Tensor]) -> None:
-        every_parameter = [*parameters_of(self.optimizer), *parameters]
-        units = units_holding(every_parameter)
-        checks.require_all_sharded(every_parameter, units)
-        self.units = units
+    def add_parameters(self, parameters: Sequence[Tensor]) -> None:
+        self.units = units_holding([*parameters_of(self.optimizer), *parameters])
