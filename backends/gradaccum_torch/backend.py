@@ -81,12 +81,10 @@ class TorchBackend:
         Raises:
             ArgumentTypeError: `optimizer` is none, or is wrapped already; `module` is
                 no such module.
-            ArgumentValueError: `module` has other parameters, or not all; other workers
+            ArgumentValueError: `module` has other parameters; other workers
                 gave other options, or the parameters in another order; FSDP2 cannot
                 wait with these.
-            UsageError: ``.grad`` of a parameter holds numbers; `module` has a
-                communication hook; or another optimizer shares the module that trains
-                these parameters, and this one does not.
+            UsageError: ``.grad`` of a parameter holds numbers.
         """
         if isinstance(optimizer, AccumulatingOptimizer):
             raise wrapped_twice_error(optimizer)

@@ -46,17 +46,6 @@ class ScalerLink:
         self.probe = torch.zeros((), device=device)
         self.probe.grad = torch.zeros((), device=device)
 
-    @property
-    def rule(self) -> ScaleRule:
-        """The rule by which the scale moves now."""
-        scaler = self.scaler
-        return ScaleRule(
-            growth_factor=scaler.get_growth_factor(),
-            backoff_factor=scaler.get_backoff_factor(),
-            growth_interval=scaler.get_growth_interval(),
-            min_scale=SMALLEST,
-        )
-
     def with_scale(self, state: State) -> State:
         """Return the state between two windows with the scaler's own scale."""
         pending = pending_update(self.scaler)
@@ -120,8 +109,8 @@ class ScalerLink:
 
 
 def scaler_rule(scaler: object) -> ScaleRule | None:
-    """Return the rule of a `torch.amp.GradScaler`, without floor or ceiling; None for
-    another object.
+    """Return the rule by which a `torch.amp.GradScaler` moves now; None for another
+    object.
     """
     if not isinstance(scaler, torch.amp.GradScaler):
         return None
@@ -132,6 +121,7 @@ def scaler_rule(scaler: object) -> ScaleRule | None:
         scaler.get_growth_factor(),
         scaler.get_backoff_factor(),
         scaler.get_growth_interval(),
+        min_scale=SMALLEST,
     )
 
 

@@ -74,9 +74,9 @@ def layered_backward(
     finds no other gradients, and its gradient is freed. A parameter of several layers
     waits for the first of them. With ``clip_norm``, ``skip_norm`` or an overflow that
     skips, the sums of all layers are kept until the end, where one step is made. Only
-    with such an option may the optimizer have step hooks, ``norm_group=``, or an inner
-    optimizer that counts its steps in its groups or moves parameters without a
-    gradient, because nothing else notices these.
+    with such an option may the optimizer have step hooks, or an inner optimizer that
+    counts its steps in its groups or moves parameters without a gradient: nothing
+    refuses these.
 
     If something raises, everything is as it was before the call, except that the
     updates of layers cannot be undone: a note on the error names these layers, and the

@@ -41,7 +41,7 @@ from gradaccum_torch.extensions import (
     WindowLoss,
     as_number,
 )
-from gradaccum_torch.grad_scaler import ScalerLink
+from gradaccum_torch.grad_scaler import ScalerLink, scaler_rule
 from gradaccum_torch.gradient_sum import (
     Gradients,
     GradientSum,
@@ -556,7 +556,7 @@ class Window:
         ended_state = self.state
         options = self.options
         if self.scaler is not None:
-            options = options._replace(scale_rule=self.scaler.rule)
+            options = options._replace(scale_rule=scaler_rule(self.scaler.scaler))
         closed_state = kit.close(
             ended_state, decision.apply, decision.overflow, options, select
         )
@@ -617,9 +617,7 @@ class Window:
 
     def _require_counted(self, call: str) -> None:
         """Raise unless ``.grad`` is as it was after the last ``step``."""
-        if self.watch.is_running:
-            raise checks.interrupted_error()
-        if self.has_new_gradient:
+        if self.micro_batch.has_loss or self.has_new_gradient:
             raise checks.unfinished_error(call)
         if not self.watch.is_intact():
             raise checks.changed_gradients_error()
@@ -690,8 +688,6 @@ class Window:
         if self.watch.is_running and not self.gradient_sum.is_beside_grad:
             raise checks.interrupted_error()
         if self.holds_sum_in_grad:
-            if self.micro_batch.has_loss:
-                raise checks.unfinished_error("state_dict()")
             self._require_counted("state_dict()")
 
     def saved_sums(self) -> dict[int, Tensor]:

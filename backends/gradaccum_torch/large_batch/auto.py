@@ -166,9 +166,9 @@ class Vote:
         self.was_cast = True
         if self._workers is None:
             return size
-        number = torch.tensor(size, device=device_of(self._workers))
-        dist.all_reduce(number, dist.ReduceOp.MIN, group=self._workers)
-        smallest = int(number)
+        sizes = [size] * dist.get_world_size(self._workers)
+        dist.all_gather_object(sizes, size, group=self._workers)
+        smallest = min(sizes)
         if smallest == RAISED != size:
             raise explain(
                 UsageError,
@@ -191,13 +191,3 @@ def workers_of_call(
         if group is not None:
             return group
     return dist.group.WORLD if processes() > 1 else None
-
-
-def device_of(workers: dist.ProcessGroup) -> torch.device:
-    is_on_host = dist.get_backend(workers) in ("gloo", "mpi")
-    if is_on_host or not torch.accelerator.is_available():
-        return torch.device("cpu")
-    return torch.device(
-        str(torch.accelerator.current_accelerator()),
-        torch.accelerator.current_device_index(),
-    )

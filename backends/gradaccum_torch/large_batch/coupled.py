@@ -47,7 +47,7 @@ from gradaccum_torch.large_batch.replay import (
     Buffers,
 )
 from gradaccum_torch.optimizer import AccumulatingOptimizer
-from gradaccum_torch.torch_private.names import processes, untraced_within
+from gradaccum_torch.torch_private.names import untraced_within
 
 
 @untraced_within
@@ -104,16 +104,13 @@ def coupled_backward(
     division = make_division(steps, micro_batch_size)
     options = options_of_call(optimizer, None)
     large = LargeBatch(batch, axes, None)
-    is_alone = optimizer is None and processes() > 1
     if optimizer is not None and has_nothing_to_share(large, optimizer):
         return share_nothing(division, optimizer)
 
     def run(division: Division, agree: Callable[[], None]) -> Tensor:
         cut = large.cut(division, options)
         arguments = [micro_batch.arguments for micro_batch in cut.micro_batches]
-        before = Before(
-            large.tensors, modules, notes_calls=not modules, is_alone=is_alone
-        )
+        before = Before(large.tensors, modules, notes_calls=not modules)
         with collecting(optimizer, [1.0], 1.0, before) as destination:
             loss = run_twice(outputs_fn, loss_fn, arguments, destination, before)
             agree()

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from gradaccum import ArgumentValueError, UsageError
@@ -27,7 +28,9 @@ from gradaccum_torch.large_batch.replay import Before
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.torch_private.names import (
     Node,
+    is_sharded,
     keep_own,
+    processes,
     untraced,
 )
 from gradaccum_torch.whole_window import WholeWindow
@@ -241,6 +244,8 @@ def collecting(
     destination.refuses_compiled = before.notes_calls
     with before, destination:
         yield destination
+        if optimizer is None and processes() > 1:
+            require_alone(before.buffers.modules.values())
         destination.deliver()
     destination.flush()
 
@@ -288,6 +293,22 @@ def watched_error(leaf: Tensor) -> UsageError:
         fix="Write optimizer=opt, wrapped with steps=None; of another optimizer's"
         " parameters, call requires_grad_(False) for this call.",
     )
+
+
+def require_alone(modules: Iterable[nn.Module]) -> None:
+    """Raise if several workers train one of the modules that were called."""
+    for module in modules:
+        if isinstance(module, DistributedDataParallel) or any(
+            is_sharded(parameter) for parameter in module.parameters(recurse=False)
+        ):
+            raise explain(
+                UsageError,
+                "optimizer",
+                expected="a wrapped optimizer beside workers",
+                found=f"a {type(module).__name__} that several workers train",
+                fix="Write optimizer=gradaccum.wrap(optimizer, steps=None,"
+                " module=module): it reduces the sum once.",
+            )
 
 
 def hidden_error(node_name: str) -> UsageError:

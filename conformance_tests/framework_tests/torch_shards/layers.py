@@ -13,7 +13,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradaccum
-from conformance_tests.framework_tests.refusing import refused
 from gradaccum_torch import backward, layered_backward
 
 from .common import check, mesh_of, require_equal
@@ -119,21 +118,3 @@ def layers_of_a_worker_without_weight(rank: int) -> None:
         optimizer=wrap(model, module=DistributedDataParallel(model)),
     )
     require_equal(model, alone, off=1e-10)
-
-
-@check
-def layers_that_are_refused(rank: int) -> None:
-    """Shards, which FSDP2 would reduce for each micro-batch, and stages."""
-    model, whole = shard(build()), build()
-    with refused(gradaccum.ArgumentTypeError, "layers", "FSDP2", "backward"):
-        layered_backward(
-            model, mean, *own(rank), steps=STEPS, optimizer=wrap(model, module=model)
-        )
-    with refused(gradaccum.UsageError, "one with norm_group=", "backward"):
-        layered_backward(
-            whole,
-            mean,
-            *own(rank),
-            steps=STEPS,
-            optimizer=wrap(whole, norm_group=dist.group.WORLD),
-        )
