@@ -108,12 +108,8 @@ class ScalerLink:
         return [{"params": [self.probe]}]
 
 
-def scaler_rule(scaler: object) -> ScaleRule | None:
-    """Return the rule by which a `torch.amp.GradScaler` moves now; None for another
-    object.
-    """
-    if not isinstance(scaler, torch.amp.GradScaler):
-        return None
+def scaler_rule(scaler: torch.amp.GradScaler) -> ScaleRule:
+    """Return the rule by which the scale of `scaler` moves now."""
     if not scaler.is_enabled():
         return ScaleRule()
     return ScaleRule(

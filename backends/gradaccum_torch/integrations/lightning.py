@@ -141,8 +141,17 @@ def _flush(trainer: Trainer, module: LightningModule) -> None:
 
 def _require_untouched_micro_batches(trainer: Trainer) -> None:
     for name, usual, option in (
-        ("gradient_clip_val", None, "clip_norm"),
-        ("accumulate_grad_batches", 1, "steps"),
+        (
+            "gradient_clip_val",
+            None,
+            "clip_norm={}); to clip by value, clip in"
+            " optimizer.register_step_pre_hook(...).",
+        ),
+        (
+            "accumulate_grad_batches",
+            1,
+            "steps={}); steps takes a schedule as well.",
+        ),
     ):
         value = getattr(trainer, name)
         if value and value != usual:
@@ -151,8 +160,8 @@ def _require_untouched_micro_batches(trainer: Trainer) -> None:
                 name,
                 expected="the Trainer to leave micro-batches to the wrapped optimizer",
                 got=value,
-                fix="Leave it out of the Trainer and write gradaccum.wrap(optimizer,"
-                f" {option}={value}) in configure_optimizers.",
+                fix="Leave it out of the Trainer and return from configure_optimizers"
+                f" gradaccum.wrap(optimizer, {option.format(value)}",
             )
 
 
