@@ -99,14 +99,6 @@ class ScalerLink:
             true_tracker = int(state.growth_tracker)
             SET_BACK[self.scaler] = (pending_update(self.scaler), true_tracker)
 
-    def groups_for(self, caller: Any) -> list[dict[str, Any]]:
-        """Return the groups for ``scaler.step``: a probe in place of the gradients, so
-        that its check finds no overflow.
-        """
-        if caller.get("self") is not self.scaler or not caller.get("allow_fp16"):
-            raise foreign_scaler_error()
-        return [{"params": [self.probe]}]
-
 
 def scaler_rule(scaler: torch.amp.GradScaler) -> ScaleRule:
     """Return the rule by which the scale of `scaler` moves now."""
@@ -130,7 +122,8 @@ def link_scaler(options: Options, parameters: list[Tensor]) -> ScalerLink | None
 
 
 def groups_for_a_scaler(link: ScalerLink | None) -> list[dict[str, Any]] | None:
-    """Return what the caller's caller gets for groups if it is a scaler, else None.
+    """Return what the caller's caller gets for groups if it is a scaler, else None: a
+    probe in place of the gradients, so that the scaler's check finds no overflow.
 
     Raises:
         UsageError: it is a scaler that was not given as ``loss_scale=``, or it is to
@@ -139,9 +132,11 @@ def groups_for_a_scaler(link: ScalerLink | None) -> list[dict[str, Any]] | None:
     caller = unscaling_caller(3)
     if caller is None:
         return None
-    if link is None:
+    if link is None or caller.get("self") is not link.scaler:
         raise foreign_scaler_error()
-    return link.groups_for(caller)
+    if not caller.get("allow_fp16"):  # scaler.unscale_
+        raise foreign_scaler_error()
+    return [{"params": [link.probe]}]
 
 
 def foreign_scaler_error() -> UsageError:

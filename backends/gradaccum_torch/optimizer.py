@@ -28,7 +28,6 @@ from gradaccum.kit import (
 from gradaccum_torch import checks, saving
 from gradaccum_torch.arithmetic import is_zero
 from gradaccum_torch.grad_scaler import (
-    foreign_scaler_error,
     groups_for_a_scaler,
     link_scaler,
 )
@@ -172,8 +171,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         """
         window = self._window
         scaler = self._scaler
-        if scaler is None:
-            raise foreign_scaler_error()
+        assert scaler is not None
         scaler.stepping_optimizer = self
         try:
             window.micro_batch.is_scaled_by_hand = True

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradaccum import kit
 from gradaccum_torch.optimizer import AccumulatingOptimizer
-from gradaccum_torch.torch_private.names import parameters_of
+from gradaccum_torch.torch_private.names import parameters_of, processes
 
 ELEMENTS = 1 << 20
 """Elements of a gradient that are recorded at most, evenly spread: least squares needs a
@@ -122,9 +122,7 @@ class LoopRecord:
         losses = [partial(loss_fn, *batch, **keywords) for batch, keywords in calls]
         weights = [float(count(*batch, **keywords)) for batch, keywords in calls]
         gradients = torch.stack([self._gradient_of(loss) for loss in losses])
-        workers = 1
-        if dist.is_initialized():
-            workers = dist.get_world_size()
+        workers = processes()
         if workers > 1:
             gradients, weights = _gathered(gradients, weights, workers)
         solutions = [

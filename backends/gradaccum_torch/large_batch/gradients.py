@@ -54,8 +54,8 @@ class GradientsInGrad:
     """
 
     window: WholeWindow | None = None
-    refuses_compiled = False
-    """Modules are noted as they are called, which compiled code may not show."""
+    before: Before
+    """It may note modules as they are called, which compiled code may not show."""
 
     def __init__(
         self,
@@ -95,7 +95,9 @@ class GradientsInGrad:
         refused_nodes = set()
         if self.window is None:
             refused_nodes.add(REENTRANT_NODE)
-        if self.refuses_compiled:
+            if processes() > 1:
+                require_alone(self.before.buffers.modules.values())
+        if self.before.notes_calls:
             refused_nodes.add(COMPILED_NODE)
         leaves = leaves_of_graph(tensors, leaf_nodes, refused_nodes)
         for leaf in leaves:
@@ -241,11 +243,9 @@ def collecting(
         destination = GradientsInGrad(factors, divisor)
     else:
         destination = GradientsInWindow(optimizer, factors, divisor)
-    destination.refuses_compiled = before.notes_calls
+    destination.before = before
     with before, destination:
         yield destination
-        if optimizer is None and processes() > 1:
-            require_alone(before.buffers.modules.values())
         destination.deliver()
     destination.flush()
 

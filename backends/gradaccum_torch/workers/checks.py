@@ -108,18 +108,20 @@ def describe_options(
 def describe_parameters(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module | None
 ) -> list[str]:
-    """Return a line for each parameter: its name in the module, its shape and its
-    dtype.
+    """Return a line for each parameter: its name, as far as there is one, its shape and
+    its dtype.
     """
     module_names: dict[int, str] = {}
     if module is not None:
         for name, parameter in module.named_parameters():
             module_names[id(parameter)] = name
-    return [
-        f"{module_names.get(id(parameter), '')} {tuple(parameter.shape)}"
-        f" {parameter.dtype}"
-        for parameter in names.parameters_of(optimizer)
-    ]
+    lines: list[str] = []
+    for group in optimizer.param_groups:
+        given_names = group.get("param_names", [""] * len(group["params"]))
+        for parameter, given_name in zip(group["params"], given_names, strict=True):
+            name = module_names.get(id(parameter), given_name)
+            lines.append(f"{name} {tuple(parameter.shape)} {parameter.dtype}")
+    return lines
 
 
 def require_same_lines(lines: Sequence[str], *groups: dist.ProcessGroup) -> None:
@@ -141,8 +143,9 @@ def require_same_lines(lines: Sequence[str], *groups: dist.ProcessGroup) -> None
                     "options, optimizer",
                     expected=f"{first} on every worker",
                     found=f"{line} on rank {rank}",
-                    fix="Call gradaccum.wrap alike on every worker. Build the optimizer's"
-                    " groups from lists; a set has another order in each process.",
+                    fix="Call gradaccum.wrap alike on every worker, with parameters in"
+                    " the same order: build groups from lists, because a set has another"
+                    " order in each process.",
                 )
 
 
