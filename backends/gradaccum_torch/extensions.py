@@ -36,6 +36,10 @@ DIVIDED_LOSS = (
     " is divided by itself. Most likely `loss / {steps}` is left of the old loop, and"
     " each update is {steps} times too small: delete the division."
 )
+NON_FINITE_LOSS = (
+    "gradaccum: a loss was not finite on rank {} of {}. Look at the data and the loss"
+    " there; opt.result.overflow says which windows all workers skip."
+)
 WEIGHED_TWICE = (
     "gradaccum: a second loss came with a weight before step(), so that both count as"
     " one micro-batch of that weight. Each micro-batch needs a step() of its own. For"
@@ -144,6 +148,8 @@ class WindowLoss(Extension):
         """The losses of the open window that were not read yet, with their weights."""
         self.total = 0.0
         """The sum of the losses that were read."""
+        self._misses_loss = False
+        """The user has not passed all losses of the open window."""
         self._read_closed_loss: Callable[[], float] | None = None
         self._value = math.nan
 
@@ -158,6 +164,7 @@ class WindowLoss(Extension):
 
     def micro_batch_added(self, micro_batch: MicroBatch, weight: float) -> None:
         if weight:
+            self._misses_loss = self._misses_loss or not micro_batch.losses
             losses = micro_batch.losses or [math.nan]
             self._losses += [(loss, weight) for loss in losses]
 
@@ -182,6 +189,10 @@ class WindowLoss(Extension):
     def reduced(self, numbers: list[float]) -> None:
         (self.total,) = numbers
 
+    def has_non_finite_loss(self) -> bool:
+        """True if all losses of the open window are known, and not all are finite."""
+        return not self._misses_loss and not math.isfinite(self.read_open())
+
     def window_closed(self, state: Fields, options: Options) -> None:
         total = self.total
         losses = self._losses
@@ -196,6 +207,7 @@ class WindowLoss(Extension):
     def window_discarded(self) -> None:
         self.total = 0.0
         self._losses = []
+        self._misses_loss = False
 
     def state_dict(self) -> dict[str, float]:
         return {"loss": self.read_open(), "window_loss": self.value}
@@ -203,6 +215,7 @@ class WindowLoss(Extension):
     def load_state_dict(self, entries: dict[str, Any]) -> None:
         self._read_closed_loss = None
         self.total = entries.get("loss", 0.0)
+        self._misses_loss = math.isnan(self.total)
         self._value = float(entries.get("window_loss", math.nan))
 
 
@@ -291,6 +304,26 @@ class LeftoverLoopWarning(Extension):
             self._steps = 3
         elif self._steps == 2:
             self._warn(LEFTOVER_LOOP.format(passes=passes))
+
+
+class NonFiniteLossWarning(Extension):
+    """Warns of a loss that is not finite, on the worker that has it."""
+
+    def __init__(
+        self, window_loss: WindowLoss, place: tuple[int, int], warn: Warnings
+    ) -> None:
+        self._window_loss = window_loss
+        self._place = place
+        self._warn = warn
+        self._is_due = False
+
+    def numbers(self) -> list[float]:
+        self._is_due = self._window_loss.has_non_finite_loss()
+        return []
+
+    def reduced(self, numbers: list[float]) -> None:
+        if self._is_due:
+            self._warn(NON_FINITE_LOSS.format(*self._place))
 
 
 def is_divided_by(division: Division | None, steps: int, reduction: str) -> bool:

@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gradaccum import UsageError, kit
-from gradaccum.kit import explain, measures
+from gradaccum import ArgumentTypeError, UsageError, kit
+from gradaccum.kit import measures
 from gradaccum_torch.large_batch.backward import run_micro_batches
 from gradaccum_torch.large_batch.batch import (
     LargeBatch,
@@ -35,9 +35,11 @@ from gradaccum_torch.large_batch.replay import Before, Buffers, RandomState
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.torch_private.names import (
     Node,
+    is_sharded,
     untraced_within,
     version,
 )
+from gradaccum_torch.update import hooks_of
 
 Layer = Callable[[Any], Any]
 
@@ -73,19 +75,18 @@ def layered_backward(
     is made as soon as its sum is complete, by a ``step`` of the inner optimizer that
     finds no other gradients, and its gradient is freed. A parameter of several layers
     waits for the first of them. With ``clip_norm``, ``skip_norm`` or an overflow that
-    skips, the sums of all layers are kept until the end, where one step is made. Only
-    with such an option may the optimizer have step hooks, or an inner optimizer that
-    counts its steps in its groups or moves parameters without a gradient: nothing
-    refuses these.
+    skips, the sums of all layers are kept until the end, where one step is made; only
+    there may the optimizer have step hooks, or an inner optimizer that counts its steps
+    in its groups.
 
     If something raises, everything is as it was before the call, except that the
     updates of layers cannot be undone: a note on the error names these layers, and the
     optimizer refuses to go on until ``load_state_dict``.
 
     Args:
-        layers: an `nn.Sequential`, whose own ``forward`` and its hooks do not run, or a
-            sequence of functions and modules of one argument, any nest, which the layer
-            before has returned. Layers of FSDP2 do not work.
+        layers: an `nn.Sequential`, whose own forward hooks do not run, or a sequence of
+            functions and modules of one argument, any nest, which the layer before has
+            returned. Layers of FSDP2 are refused.
         loss_fn: ``loss_fn(outputs, targets)`` returns a loss, a tensor of shape ``()``,
             or ``(loss, aux)`` if `has_aux`.
         inputs: the first layer's argument for the large batch, any nest, cut as by
@@ -112,9 +113,9 @@ def layered_backward(
     Raises:
         ArgumentTypeError, ArgumentValueError: an argument is wrong, or a function
             returns something else.
-        UsageError: something writes into what a layer takes; or `optimizer` looks at
-            single micro-batches, by ``separate_sums=True`` or
-            ``on_overflow="drop_micro_batch"``.
+        UsageError: something writes into what a layer takes; `optimizer` cannot take a
+            window in this order; or its inner optimizer's step moves what all
+            parameters share, or parameters without a gradient.
 
     Examples:
         >>> import torch, gradaccum
@@ -134,7 +135,9 @@ def layered_backward(
     modules = [layer for layer in candidates if isinstance(layer, nn.Module)]
     division = kit.make_division(steps, micro_batch_size)
     options = options_of_call(optimizer, reduction)
-    require_layered_optimizer(options)
+    require_plain_layers(layers, modules)
+    if optimizer is not None:
+        require_layered_optimizer(optimizer)
     cut = LargeBatch((inputs, targets), axes, weight).cut(division, options)
     factors = [micro_batch.factor for micro_batch in cut.micro_batches]
     parameters = [p for module in modules for p in module.parameters()]
@@ -211,15 +214,13 @@ class Border:
     def require_unwritten(self, index: int) -> None:
         versions = [version(tensor) for tensor in tensors_of(self.nest)]
         if versions != self._versions:
-            raise explain(
-                UsageError,
-                f"layers[{index}]",
-                expected="an input that stays as it is",
-                found="one that something wrote into",
-                fix="Give its first operation inplace=False, or join it with the layer"
-                " before: nn.Sequential(nn.Conv2d(...), nn.ReLU(inplace=True)). If"
-                " another layer or loss_fn writes into the same memory, as into a"
-                " buffer that a layer returned, return a clone().",
+            raise UsageError(
+                f"layers[{index}]: expected an input that stays as it is; got one that"
+                " something wrote into. Give its first operation inplace=False, or"
+                " join it with the layer before: nn.Sequential(nn.Conv2d(...),"
+                " nn.ReLU(inplace=True)). If another layer or loss_fn writes into the"
+                " same memory, as into a buffer that a layer returned, return a"
+                " clone()."
             )
 
 
@@ -387,13 +388,34 @@ class LayeredRun:
             self._first_layers[id(leaf)] = min(first, index)
 
 
-def require_layered_optimizer(options: kit.Options) -> None:
-    """Raise unless the micro-batches of a layer may be added up before the window."""
+def require_plain_layers(layers: object, modules: Sequence[nn.Module]) -> None:
+    problem = ""
+    forward = nn.Sequential.forward
+    if isinstance(layers, nn.Sequential) and type(layers).forward is not forward:
+        problem = f"a {type(layers).__name__} with a forward of its own"
+    if any(is_sharded(p) for module in modules for p in module.parameters()):
+        problem = "a layer of FSDP2"
+    if problem:
+        raise ArgumentTypeError(
+            "layers: expected layers of this process that run one after the other; got"
+            f" {problem}. Write layers=[*model.blocks, head], or call"
+            " gradaccum_torch.backward."
+        )
+
+
+def require_layered_optimizer(optimizer: AccumulatingOptimizer) -> None:
+    """Raise unless `optimizer` can take a window whose micro-batches are complete
+    together, and its layers one after the other.
+    """
+    options = optimizer.whole_window().options
+    problem = ""
     if options.separate_sums or options.on_overflow == "drop_micro_batch":
-        raise explain(
-            UsageError,
-            "optimizer",
-            expected="one that takes all micro-batches of a layer at once",
-            found='separate_sums=True or on_overflow="drop_micro_batch"',
-            fix="Leave it out, or call gradaccum_torch.backward.",
+        problem = 'separate_sums=True or on_overflow="drop_micro_batch"'
+    hooks = [*hooks_of(optimizer, "step_pre"), *hooks_of(optimizer, "step_post")]
+    if hooks and not measures(options):
+        problem = "a step hook"
+    if problem:
+        raise UsageError(
+            "optimizer: expected one that takes all micro-batches of a layer at once;"
+            f" got one with {problem}. Leave it out, or call gradaccum_torch.backward."
         )

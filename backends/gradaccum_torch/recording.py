@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradaccum import kit
+from gradaccum import UsageError, kit
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.torch_private.names import parameters_of, processes
 
@@ -103,7 +103,7 @@ class LoopRecord:
         **options: Any,
     ) -> kit.LoopReport:
         """Say which micro-batches each update held, and with what weight; collective
-        where several processes are up. All have the same number of micro-batches.
+        where several processes are up.
 
         Args:
             loss_fn: ``loss_fn(*micro_batch)``, before anything divides or weighs it.
@@ -113,6 +113,9 @@ class LoopRecord:
             weight: ``weight(*micro_batch)``. Default: the number of items.
             options: ``reduction``, ``steps`` and ``clip_norm``, as in
                 `gradaccum.check_loop`.
+
+        Raises:
+            UsageError: workers have different numbers of micro-batches.
         """
         calls = self._calls
         if micro_batches is not None:
@@ -191,6 +194,12 @@ def _gathered(
     """Return the rows and the weights of all workers, those of worker 0 first."""
     parts: list[Any] = [None] * workers
     dist.all_gather_object(parts, (gradients, weights))
+    lengths = [len(rows) for rows, _ in parts]
+    if len(set(lengths)) > 1:
+        raise UsageError(
+            f"micro_batches: expected as many on each worker; got {lengths}. Check a"
+            " loop in which the workers have equally many."
+        )
     all_weights = [weight for _, part in parts for weight in part]
     return torch.cat([rows for rows, _ in parts]), all_weights
 

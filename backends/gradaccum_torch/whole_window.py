@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradaccum import UsageError
-from gradaccum.kit import explain
 from gradaccum_torch.arithmetic import is_zero
+from gradaccum_torch.extensions import rate_mark
 from gradaccum_torch.gradient_sum import SumOnArrival
 from gradaccum_torch.torch_private.fsdp import units_holding
-from gradaccum_torch.torch_private.names import is_sharded
+from gradaccum_torch.torch_private.names import Versions, is_sharded
 from gradaccum_torch.window import Window
 
 
@@ -39,13 +39,10 @@ class WholeWindow:
     def __enter__(self) -> WholeWindow:
         self._window.update.require_usable()
         if self._window.is_under_way():
-            raise explain(
-                UsageError,
-                "optimizer",
-                expected="one between two windows",
-                found="one with an open window",
-                fix="Call opt.flush() or opt.discard() first: this call makes a window"
-                " of its own.",
+            raise UsageError(
+                "optimizer: expected one between two windows; got one with an open"
+                " window. Call opt.flush() or opt.discard() first: this call makes a"
+                " window of its own."
             )
         self._gradients_before = {
             parameter: parameter.grad
@@ -55,12 +52,9 @@ class WholeWindow:
         # zero_grad(set_to_none=False) leaves zeros, into which autograd adds; anything
         # else would count as a part of the window.
         if not all(map(is_zero, self._gradients_before.values())):
-            raise explain(
-                UsageError,
-                ".grad",
-                expected="no gradients from before",
-                found="gradients",
-                fix="Call opt.zero_grad() first: the window is this call's batch alone.",
+            raise UsageError(
+                ".grad: expected no gradients from before; got gradients. Call"
+                " opt.zero_grad() first: the window is this call's batch alone."
             )
         self._window.watch.reset()
         return self
@@ -96,6 +90,13 @@ class WholeWindow:
     @property
     def parameter_ids(self) -> set[int]:
         return set(map(id, self._parameters()))
+
+    @property
+    def has_new_gradient(self) -> bool:
+        """True if autograd has delivered something since the last micro-batch was
+        counted.
+        """
+        return self._window.has_new_gradient
 
     def loss_scale(self) -> float:
         """Return the current loss scale; may wait for the device."""
@@ -150,5 +151,23 @@ class WholeWindow:
         """Update the parameters that `belongs` is true of, whose sum is complete, and
         free it; the window stays open for the others.
         """
+        others = Versions(each for each in self._parameters() if not belongs(each))
+        numbers = self._group_numbers()
         self._updated_parts.append(number)
         self._window.close_part(belongs)
+        if others.moved() or self._group_numbers() != numbers:
+            raise UsageError(
+                "optimizer: expected an inner optimizer that moves only parameters with"
+                " a gradient; got one that moves other parameters, or counts steps in"
+                ' its groups. Leave on_overflow="ignore" out, so that it makes one step'
+                " per window, and load the last checkpoint."
+            )
+
+    def _group_numbers(self) -> list[object]:
+        """Return the numbers of all groups, such as a count of steps."""
+        return [
+            (name, rate_mark(value))
+            for group in self._window.masters.inner.param_groups
+            for name, value in group.items()
+            if isinstance(value, int | float | Tensor)
+        ]

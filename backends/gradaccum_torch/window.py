@@ -37,6 +37,7 @@ from gradaccum_torch.extensions import (
     Extension,
     LeftoverLoopWarning,
     MicroBatch,
+    NonFiniteLossWarning,
     Warnings,
     WindowLoss,
     as_number,
@@ -97,6 +98,7 @@ class Window:
             self.changed_rate_warning,
             LeftoverLoopWarning(self.warn),
             DividedLossWarning(options, self.warn),
+            NonFiniteLossWarning(self.window_loss, workers.place, self.warn),
         ]
         self.use_of_weights = kit.use_of_weights(options)
         self.measures = kit.measures(options)

@@ -258,6 +258,39 @@ def test_error_after_an_update_names_the_layers_and_asks_for_a_load() -> None:
     assert opt.result.optimizer_step == 1
 
 
+class MovingAll(torch.optim.SGD):
+    """Takes a missing gradient for zeros, as Muon does."""
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        super().step(closure)
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in its groups, as schedule-free optimizers do."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [MovingAll, Counting])
+def test_optimizer_whose_step_is_not_by_parameter(kind: type[torch.optim.SGD]) -> None:
+    """Layer by layer it would move the other layers too, or count each layer."""
+    layers = make_layers()
+    inner = kind(layers.parameters(), lr=0.1, momentum=0.9)
+    opt = gradaccum.wrap(inner, steps=None, on_overflow="ignore")
+    with pytest.raises(gradaccum.UsageError, match="moves other parameters, or counts"):
+        layered(layers, optimizer=opt)
+
+
+class Reversed(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return -super().forward(x)
+
+
 ONE = nn.Linear(6, 3)
 
 
@@ -265,7 +298,19 @@ def by_an_optimizer(**options: Any) -> Any:
     return layered([ONE], optimizer=wrap(ONE, **options))
 
 
+def hooked(kind: str, **options: Any) -> Any:
+    opt = wrap(ONE, **options)
+    getattr(opt, f"register_step_{kind}_hook")(lambda *_: None)
+    return layered([ONE], optimizer=opt)
+
+
 REFUSED = {
+    "own forward": (lambda: layered(Reversed(ONE)), "with a forward of its own"),
+    "step hook": (lambda: hooked("pre", on_overflow="ignore"), "with a step hook"),
+    "later step hook": (
+        lambda: hooked("post", on_overflow="ignore"),
+        "with a step hook",
+    ),
     "written input": (
         lambda: layered([ONE, nn.ReLU(inplace=True)]),
         r"layers\[1\]: .* wrote into",

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradaccum import AutoMicroBatchSize, UsageError
-from gradaccum.kit import Division, explain, free_frames, too_small_error
+from gradaccum.kit import Division, free_frames, too_small_error
 from gradaccum_torch.large_batch.batch import LargeBatch
 from gradaccum_torch.optimizer import AccumulatingOptimizer
-from gradaccum_torch.torch_private.names import processes
+from gradaccum_torch.torch_private.names import Versions, processes
 
 T = TypeVar("T")
 MESSAGES = (
@@ -48,6 +48,7 @@ def run_divided(
     sizes = division.micro_batch_size
     if not isinstance(sizes, AutoMicroBatchSize):
         return run(division, lambda: None)
+    versions = Versions(large.tensors)
     key = key_of(function, large.tensors)
     workers = workers_of_call(optimizer)
     size = sizes.start(key, large.items)
@@ -61,6 +62,13 @@ def run_divided(
         else:
             sizes.remember(key, size)
             return result
+        if versions.moved():
+            raise UsageError(
+                "micro_batch_size: expected a function that leaves its batch as it is,"
+                " where memory may run out; got a batch that the function wrote into."
+                " Write x = x * 2 for x.mul_(2), or give a number of items; and make the"
+                " batch anew, because it was changed."
+            )
         gc.collect()
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
@@ -170,12 +178,10 @@ class Vote:
         dist.all_gather_object(sizes, size, group=self._workers)
         smallest = min(sizes)
         if smallest == RAISED != size:
-            raise explain(
-                UsageError,
-                "micro_batch_size",
-                expected="every worker's window to run",
-                found="a worker that raised an error that is not about its memory",
-                fix="See that worker's error. Nothing was delivered.",
+            raise UsageError(
+                "micro_batch_size: expected every worker's window to run; got a worker"
+                " that raised an error that is not about its memory. See that worker's"
+                " error. Nothing was delivered."
             )
         return smallest
 

@@ -67,8 +67,7 @@ def backward(
 
     Args:
         loss_fn: ``loss_fn(*micro_batch)`` returns a loss, a tensor of shape ``()``, or
-            ``(loss, aux)`` if `has_aux`. It calls neither ``backward()`` nor
-            ``zero_grad()``, and does not write into the batch.
+            ``(loss, aux)`` if `has_aux`.
         batch: any nest of tuples, lists, dicts and dataclasses of tensors and arrays,
             cut into views. A plain number, text or None is passed whole. For keywords
             pass a dict: ``backward(lambda b: model(**b).loss, b, steps=4)``.
@@ -111,8 +110,8 @@ def backward(
     Raises:
         ArgumentTypeError, ArgumentValueError: an argument is wrong, the batch cannot be
             divided so, or the loss is no scalar.
-        UsageError: the parameters are a wrapped optimizer's or several workers', and
-            `optimizer` is not given.
+        UsageError: `loss_fn` calls ``backward()`` or ``zero_grad()``; or the parameters
+            are a wrapped optimizer's or several workers', and `optimizer` is not given.
 
     Examples:
         >>> import torch

@@ -21,7 +21,6 @@ from gradaccum import AutoMicroBatchSize, UsageError
 from gradaccum.kit import (
     Division,
     Nest,
-    explain,
     make_division,
     mapped,
 )
@@ -78,9 +77,8 @@ def coupled_backward(
         steps: as there.
         micro_batch_size: as there.
         axes: as there.
-        optimizer: as there, without ``on_overflow="drop_micro_batch"``: a dropped part
-            of the second pass would be missing in the gradient. A loss scale multiplies
-            the gradients of the outputs and of the loss's own parameters.
+        optimizer: as there. A loss scale multiplies the gradients of the outputs and of
+            the loss's own parameters.
         modules: the modules whose buffers are restored, in place of those that are
             called. Compiled code needs them, as it may hide the modules that it calls.
 
@@ -90,7 +88,8 @@ def coupled_backward(
     Raises:
         ArgumentTypeError, ArgumentValueError: an argument is wrong, the batch cannot be
             divided so, or the loss is no scalar.
-        UsageError: the second run returns other outputs; or `optimizer` is missing.
+        UsageError: the second run returns other outputs; or `optimizer` drops
+            micro-batches, or is missing.
 
     Examples:
         >>> import torch
@@ -103,6 +102,11 @@ def coupled_backward(
     """
     division = make_division(steps, micro_batch_size)
     options = options_of_call(optimizer, None)
+    if options.on_overflow == "drop_micro_batch":
+        raise UsageError(
+            "optimizer: expected one that takes or skips all micro-batches together; got"
+            ' on_overflow="drop_micro_batch". Write on_overflow="skip_window".'
+        )
     large = LargeBatch(batch, axes, None)
     if optimizer is not None and has_nothing_to_share(large, optimizer):
         return share_nothing(division, optimizer)
@@ -197,14 +201,11 @@ class Outputs:
         device.
         """
         if any(self._differences):
-            raise explain(
-                UsageError,
-                "outputs_fn",
-                expected="the same outputs in both passes",
-                found="values that differ by more than rounding",
-                fix="Draw random numbers from the global generators of torch, NumPy or"
-                " Python, and keep what changes from call to call in buffers of"
-                " modules.",
+            raise UsageError(
+                "outputs_fn: expected the same outputs in both passes; got values that"
+                " differ by more than rounding. Draw random numbers from the global"
+                " generators of torch, NumPy or Python, and keep what changes from"
+                " call to call in buffers of modules."
             )
 
 

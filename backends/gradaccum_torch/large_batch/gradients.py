@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from gradaccum import ArgumentValueError, UsageError
-from gradaccum.kit import Options, explain, make_options
+from gradaccum.kit import Options, make_options
 from gradaccum_torch.arithmetic import (
     HALF,
     add,
@@ -32,6 +32,7 @@ from gradaccum_torch.torch_private.names import (
     keep_own,
     processes,
     untraced,
+    version,
 )
 from gradaccum_torch.whole_window import WholeWindow
 
@@ -73,6 +74,8 @@ class GradientsInGrad:
         self._earlier_gradients: dict[Tensor, Tensor | None] = {}
         self._wide_sums: dict[Tensor, Tensor] = {}
         self._without_gradient: list[Tensor] = []
+        self._sum_versions: list[tuple[int, int]] = []
+        """Of the sums, which the user's functions may not change."""
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> None:
@@ -116,6 +119,7 @@ class GradientsInGrad:
         return leaves
 
     def add_loss(self, loss: Tensor, weight: float, factor: float) -> None:
+        self.require_untouched()
         if not factor:
             return
         self.reach([loss], self._leaf_nodes)
@@ -130,18 +134,32 @@ class GradientsInGrad:
     def add_outputs(
         self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> None:
+        self.require_untouched()
         self.reach(outputs, self._leaf_nodes)
         self.backward(outputs, gradients)
 
     def backward(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         torch.autograd.backward(tuple(tensors), tuple(gradients))
-        self.keep_new_gradients()
+        self.note_sums()
 
-    def keep_new_gradients(self) -> None:
-        """Keep new gradients in memory that nobody else writes into."""
+    def note_sums(self) -> None:
+        """Keep new gradients in memory that nobody else writes into, and take all sums
+        as they are now.
+        """
         for leaf in self._without_gradient:
             keep_own(leaf)
         self._without_gradient = [p for p in self._without_gradient if p.grad is None]
+        self._sum_versions = self._current_versions()
+
+    def _current_versions(self) -> list[tuple[int, int]]:
+        totals = [leaf.grad for leaf in self._earlier_gradients]
+        totals += self._wide_sums.values()
+        return [(id(total), version(total)) for total in totals if total is not None]
+
+    def require_untouched(self) -> None:
+        """Raise if the user's function has changed a sum, as ``backward()`` does."""
+        if self._current_versions() != self._sum_versions:
+            raise touched_error()
 
     def deliver(self) -> None:
         """Divide the sums, and add what was in ``.grad`` before."""
@@ -206,10 +224,11 @@ class GradientsInWindow(GradientsInGrad):
         return super().reach(tensors, leaf_nodes)
 
     def add_loss(self, loss: Tensor, weight: float, factor: float) -> None:
+        self.require_untouched()
         if factor:
             self.reach([loss], self._leaf_nodes)
         self._optimizer.backward(loss, weight=weight)
-        self.keep_new_gradients()
+        self.note_sums()
         self._optimizer.step()
 
     def add_outputs(
@@ -219,6 +238,11 @@ class GradientsInWindow(GradientsInGrad):
         self.window.begin_weightless()
         super().add_outputs(outputs, gradients)
         self._optimizer.step()
+
+    def require_untouched(self) -> None:
+        super().require_untouched()
+        if self.window.has_new_gradient:
+            raise touched_error()
 
     def deliver(self) -> None:
         if self._earlier_gradients:
@@ -285,13 +309,19 @@ def leaves_of_graph(
 
 
 def watched_error(leaf: Tensor) -> UsageError:
-    return explain(
-        UsageError,
-        "optimizer",
-        expected="parameters whose gradients nobody else collects",
-        found=f"one of shape {tuple(leaf.shape)} that a wrapped optimizer collects",
-        fix="Write optimizer=opt, wrapped with steps=None; of another optimizer's"
-        " parameters, call requires_grad_(False) for this call.",
+    return UsageError(
+        "optimizer: expected parameters whose gradients nobody else collects; got one"
+        f" of shape {tuple(leaf.shape)} that a wrapped optimizer collects. Write"
+        " optimizer=opt, wrapped with steps=None; of another optimizer's parameters,"
+        " call requires_grad_(False) for this call."
+    )
+
+
+def touched_error() -> UsageError:
+    return UsageError(
+        "loss_fn: expected a function that computes the loss; got one that changes .grad"
+        " itself, as backward() or zero_grad() does. Return the loss, and leave"
+        " backward() and zero_grad() to the call."
     )
 
 
@@ -301,13 +331,11 @@ def require_alone(modules: Iterable[nn.Module]) -> None:
         if isinstance(module, DistributedDataParallel) or any(
             is_sharded(parameter) for parameter in module.parameters(recurse=False)
         ):
-            raise explain(
-                UsageError,
-                "optimizer",
-                expected="a wrapped optimizer beside workers",
-                found=f"a {type(module).__name__} that several workers train",
-                fix="Write optimizer=gradaccum.wrap(optimizer, steps=None,"
-                " module=module): it reduces the sum once.",
+            raise UsageError(
+                "optimizer: expected a wrapped optimizer beside workers; got a"
+                f" {type(module).__name__} that several workers train. Write"
+                " optimizer=gradaccum.wrap(optimizer, steps=None, module=module): it"
+                " reduces the sum once."
             )
 
 
@@ -317,12 +345,8 @@ def hidden_error(node_name: str) -> UsageError:
     if node_name == COMPILED_NODE:
         found = "compiled code, which hides the buffers of modules"
         fix = "Write modules=(model,): the buffers of these are restored."
-    return explain(
-        UsageError,
-        "loss_fn",
-        expected="a function that shows what it uses",
-        found=found,
-        fix=fix,
+    return UsageError(
+        f"loss_fn: expected a function that shows what it uses; got {found}. {fix}"
     )
 
 
@@ -334,20 +358,15 @@ def options_of_call(
         return make_options(None, reduction=reduction or "mean")
     options = optimizer.whole_window().options
     if options.steps is not None:
-        raise explain(
-            ArgumentValueError,
-            "optimizer",
-            expected="one that was wrapped with steps=None",
-            found=f"steps={options.steps}",
-            fix="Write gradaccum.wrap(optimizer, steps=None): this call makes the"
-            " micro-batches and closes the window.",
+        raise ArgumentValueError(
+            "optimizer: expected one that was wrapped with steps=None; got"
+            f" steps={options.steps}. Write gradaccum.wrap(optimizer, steps=None): this"
+            " call makes the micro-batches and closes the window."
         )
     if reduction not in (None, options.reduction):
-        raise explain(
-            ArgumentValueError,
-            "reduction",
-            expected=f"{options.reduction!r}, that of the wrapped optimizer",
-            got=reduction,
-            fix=f"Leave reduction out, or write reduction={options.reduction!r}.",
+        raise ArgumentValueError(
+            f"reduction: expected {options.reduction!r}, that of the wrapped optimizer;"
+            f" got {reduction!r}. Leave reduction out, or write"
+            f" reduction={options.reduction!r}."
         )
     return options

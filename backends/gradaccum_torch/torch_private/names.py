@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import wraps
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar, cast
@@ -161,6 +161,20 @@ def keep_own(leaf: Tensor) -> None:
     """Copy the ``.grad`` of `leaf` if somebody else may write into its memory."""
     if leaf.grad is not None and not owns_memory(leaf.grad):
         leaf.grad = leaf.grad.clone()
+
+
+class Versions:
+    """The versions of `tensors` as they are now."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._noted_versions = [(tensor, version(tensor)) for tensor in tensors]
+
+    def moved(self) -> bool:
+        """True if something wrote into one of them since."""
+        return any(
+            version(tensor) != noted_version
+            for tensor, noted_version in self._noted_versions
+        )
 
 
 def elements(tensor: Tensor) -> Tensor:
@@ -324,6 +338,11 @@ def leave_reduction_out(module: DistributedDataParallel) -> Callable[[], None]:
             vars(module)["require_forward_param_sync"] = True
 
     return reduce_again
+
+
+def waiting_modules() -> list[DistributedDataParallel]:
+    """Return the modules that an optimizer keeps from reducing gradients."""
+    return [module for module, optimizers in _WAITING.items() if optimizers]
 
 
 def _wait(module: torch.nn.Module, *_: object) -> None:

@@ -10,11 +10,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from itertools import chain, zip_longest
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from gradaccum import (
     ArgumentTypeError,
@@ -23,7 +26,6 @@ from gradaccum import (
     UsageError,
     kit,
 )
-from gradaccum.kit import explain
 from gradaccum_torch.arithmetic import sum_dtype
 from gradaccum_torch.torch_private import names
 from gradaccum_torch.torch_private.fsdp import Unit
@@ -47,13 +49,57 @@ def parallel_module(module: torch.nn.Module) -> DistributedDataParallel:
     for inner_module in module.modules():
         if isinstance(inner_module, DistributedDataParallel):
             return inner_module
-    raise explain(
-        ArgumentTypeError,
-        "module",
-        expected="a DistributedDataParallel or fully_shard module",
-        found=f"an object of type {type(module).__name__}",
-        fix=FIX,
+    raise ArgumentTypeError(
+        "module: expected a DistributedDataParallel or fully_shard module; got an"
+        f" object of type {type(module).__name__}. {FIX}"
     )
+
+
+# A module that waits with its own reduction reduces nothing for a bare optimizer.
+
+REDUCING_OPTIMIZERS: WeakSet[torch.optim.Optimizer] = WeakSet()
+"""The inner optimizers of wrappers that were given ``module=``."""
+CHECKED_OPTIMIZERS: WeakSet[torch.optim.Optimizer] = WeakSet()
+"""The optimizers whose gradients are reduced as far as they are a module's."""
+STEP_HOOKS: list[RemovableHandle] = []
+"""The hook of all optimizers, once a module waits."""
+
+
+def require_reduced(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Raise before a step of `optimizer` if it has parameters of a waiting module whose
+    gradients no wrapper reduces.
+    """
+    if optimizer in CHECKED_OPTIMIZERS:
+        return
+    waiting = [module.parameters() for module in names.waiting_modules()]
+    unreduced = ids_of(optimizer) & set(map(id, chain(*waiting)))
+    unreduced.difference_update(*map(ids_of, REDUCING_OPTIMIZERS))
+    if unreduced:
+        kind = type(optimizer).__name__
+        raise UsageError(
+            "module: expected module= for each optimizer of one"
+            f" DistributedDataParallel; got {kind} without it, for {len(unreduced)} of"
+            f" the parameters. Write gradaccum.wrap({kind}(...), steps=...,"
+            " module=parallel)."
+        )
+    CHECKED_OPTIMIZERS.add(optimizer)
+
+
+def ids_of(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(parameter) for parameter in names.parameters_of(optimizer)}
+
+
+names.untraced(require_reduced)
+
+
+def refuse_bare_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse steps of optimizers for which a module no longer reduces, now that it
+    leaves this to the wrapper of `optimizer`.
+    """
+    REDUCING_OPTIMIZERS.add(optimizer)
+    CHECKED_OPTIMIZERS.clear()
+    if not STEP_HOOKS:
+        STEP_HOOKS.append(register_optimizer_step_pre_hook(require_reduced))
 
 
 # The parameters and the options.
@@ -66,12 +112,26 @@ def require_parameters(
 ) -> None:
     missing = set(map(id, parameters)).difference(map(id, module_parameters))
     if missing:
-        raise explain(
-            ArgumentValueError,
-            "module",
-            expected="the module whose parameters the optimizer has",
-            found=f"a {type(module).__name__} without {len(missing)} of them",
-            fix=FIX,
+        raise ArgumentValueError(
+            "module: expected the module whose parameters the optimizer has; got a"
+            f" {type(module).__name__} without {len(missing)} of them. {FIX}"
+        )
+
+
+def require_all_sharded(parameters: Iterable[Tensor], units: Sequence[Unit]) -> None:
+    """Raise unless FSDP2, if it has some of `parameters`, has all that are trained."""
+    sharded_ids = {id(parameter) for unit in units for parameter in unit.parameters}
+    unreduced = [
+        parameter
+        for parameter in parameters
+        if parameter.requires_grad and id(parameter) not in sharded_ids
+    ]
+    if unreduced and any(unit.workers > 1 for unit in units):
+        raise ArgumentValueError(
+            "optimizer: expected parameters that fully_shard has; got"
+            f" {len(unreduced)} trainable parameters beside them, whose gradients nobody"
+            " reduces. Call fully_shard(model) on the whole model too, or freeze these"
+            " parameters, or give them an optimizer of their own."
         )
 
 
@@ -83,13 +143,11 @@ def require_meshes_within(parameters: Iterable[Tensor], workers: Iterable[int]) 
     for parameter in filter(names.is_sharded, parameters):
         parameter_ranks = names.mesh_of(parameter).mesh.flatten().tolist()
         if not ranks.issuperset(parameter_ranks):
-            raise explain(
-                ArgumentValueError,
-                "optimizer",
-                expected="parameters on workers that add up the norm together",
-                found=f"one on the ranks {parameter_ranks}, beside {sorted(ranks)}",
-                fix="Shard it over these ranks or a part of them, or give it an"
-                " optimizer of its own.",
+            raise ArgumentValueError(
+                "optimizer: expected parameters on workers that add up the norm"
+                f" together; got one on the ranks {parameter_ranks}, beside"
+                f" {sorted(ranks)}. Shard it over these ranks or a part of them, or"
+                " give it an optimizer of its own."
             )
 
 
@@ -138,14 +196,11 @@ def require_same_lines(lines: Sequence[str], *groups: dist.ProcessGroup) -> None
     for rank, lines in everyone:
         for first, line in zip_longest(first_lines, lines, fillvalue="nothing"):
             if line != first:
-                raise explain(
-                    ArgumentValueError,
-                    "options, optimizer",
-                    expected=f"{first} on every worker",
-                    found=f"{line} on rank {rank}",
-                    fix="Call gradaccum.wrap alike on every worker, with parameters in"
-                    " the same order: build groups from lists, because a set has another"
-                    " order in each process.",
+                raise ArgumentValueError(
+                    f"options, optimizer: expected {first} on every worker; got {line}"
+                    f" on rank {rank}. Call gradaccum.wrap alike on every worker, with"
+                    " parameters in the same order: build groups from lists, because a"
+                    " set has another order in each process."
                 )
 
 
@@ -174,14 +229,11 @@ def warn_of_unequal_parameters(
 
 def require_reduced_units(units: Sequence[Unit]) -> None:
     if any(unit.has_unreduced() for unit in units):
-        raise explain(
-            UsageError,
-            "set_requires_gradient_sync",
-            expected="gradients that are reduced when the window ends",
-            found="gradients that FSDP2 keeps unreduced",
-            fix="Leave the call out, and write gradaccum.wrap(optimizer, ...,"
-            ' module=fsdp_model, gradient_sync="window"), after opt.discard() on every'
-            " worker.",
+        raise UsageError(
+            "set_requires_gradient_sync: expected gradients that are reduced when the"
+            " window ends; got gradients that FSDP2 keeps unreduced. Leave the call"
+            " out, and write gradaccum.wrap(optimizer, ..., module=fsdp_model,"
+            ' gradient_sync="window"), after opt.discard() on every worker.'
         )
 
 
@@ -197,15 +249,13 @@ def require_deferrable(units: Sequence[Unit], options: kit.Options) -> None:
             if parameter.requires_grad and len(dtypes) > 1:
                 found = f"{', '.join(sorted(map(str, dtypes)))}"
     if found:
-        raise explain(
-            ArgumentValueError,
-            'gradient_sync="window"',
-            expected="one dtype for parameters, FSDP2's sums and accumulate_dtype, and"
-            " no look at a single micro-batch",
-            found=found,
-            fix="For bfloat16 keep the parameters in float32, with MixedPrecisionPolicy("
-            "param_dtype=torch.bfloat16, reduce_dtype=torch.float32). Or write"
-            ' gradient_sync="micro_batch", which reduces each micro-batch.',
+        raise ArgumentValueError(
+            'gradient_sync="window": expected one dtype for parameters, FSDP2\'s sums'
+            f" and accumulate_dtype, and no look at a single micro-batch; got {found}."
+            " For bfloat16 keep the parameters in float32, with"
+            " MixedPrecisionPolicy(param_dtype=torch.bfloat16,"
+            ' reduce_dtype=torch.float32). Or write gradient_sync="micro_batch", which'
+            " reduces each micro-batch."
         )
 
 
@@ -213,11 +263,9 @@ def require_deferrable(units: Sequence[Unit], options: kit.Options) -> None:
 
 
 def discarded_error() -> UsageError:
-    return explain(
-        UsageError,
-        "the end of a window",
-        expected="every worker to end the window whose sums are being added up",
-        found="a worker that called discard() after its last backward pass had begun",
-        fix="Call opt.discard() on every worker. To leave out a micro-batch of one"
-        " worker, give its loss with weight=0.",
+    return UsageError(
+        "the end of a window: expected every worker to end the window whose sums are"
+        " being added up; got a worker that called discard() after its last backward"
+        " pass had begun. Call opt.discard() on every worker. To leave out a"
+        " micro-batch of one worker, give its loss with weight=0."
     )

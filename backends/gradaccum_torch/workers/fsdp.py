@@ -66,6 +66,7 @@ class ShardGroup(Workers):
         self.units = units_holding(parameters_of(optimizer))
         self.divisor = max((unit.workers for unit in self.units), default=1)
         """By how many workers FSDP2 divides; 1 under tensor parallelism alone."""
+        checks.require_all_sharded(parameters_of(optimizer), self.units)
 
     def all_reduce(
         self,
@@ -134,4 +135,7 @@ class ShardGroup(Workers):
             unit.drop()
 
     def add_parameters(self, parameters: Sequence[Tensor]) -> None:
-        self.units = units_holding([*parameters_of(self.optimizer), *parameters])
+        every_parameter = [*parameters_of(self.optimizer), *parameters]
+        units = units_holding(every_parameter)
+        checks.require_all_sharded(every_parameter, units)
+        self.units = units

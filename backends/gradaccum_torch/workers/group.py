@@ -78,6 +78,7 @@ class WorkerGroup(Workers):
             reduce_again = names.leave_reduction_out(self.module)
             weakref.finalize(self, reduce_again).atexit = False
             names.send_buffers(self.module)
+            checks.refuse_bare_steps(self.optimizer)
 
     def add_parameters(self, parameters: Sequence[Tensor]) -> None:
         if self.module is not None:

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradaccum
+from conformance_tests.framework_tests.refusing import refused
 from gradaccum_torch import backward, layered_backward
 
 from .common import check, mesh_of, require_equal
@@ -118,3 +119,13 @@ def layers_of_a_worker_without_weight(rank: int) -> None:
         optimizer=wrap(model, module=DistributedDataParallel(model)),
     )
     require_equal(model, alone, off=1e-10)
+
+
+@check
+def layers_that_are_refused(rank: int) -> None:
+    """Shards, whose sums FSDP2 would not reduce layer by layer."""
+    model = shard(build())
+    with refused(gradaccum.ArgumentTypeError, "layers", "FSDP2", "backward"):
+        layered_backward(
+            model, mean, *own(rank), steps=STEPS, optimizer=wrap(model, module=model)
+        )

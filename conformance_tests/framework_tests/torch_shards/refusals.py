@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
@@ -33,6 +33,12 @@ from .common import (
 
 def plain(model: nn.Module, **options: Any) -> Any:
     return gradaccum.wrap(sgd(model), **{"steps": 2, **options})
+
+
+def partly_sharded() -> Any:
+    model = build()
+    fully_shard(model.first, mesh=mesh_of((2,)))
+    return model
 
 
 def flattened() -> Any:
@@ -80,6 +86,11 @@ NOT_WRAPPED = [
         lambda _: in_window(flat(), on_overflow="drop_micro_batch"),
         ArgumentValueError,
         ("drop_micro_batch",),
+    ),
+    (
+        lambda _: plain(partly_sharded()),
+        ArgumentValueError,
+        ("6 trainable parameters", "fully_shard(model)"),
     ),
     # The norm would be that of one worker.
     (

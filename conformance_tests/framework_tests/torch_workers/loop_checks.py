@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradaccum
+from conformance_tests.framework_tests.refusing import refused
 
 from .jobs import check
 
@@ -17,14 +18,14 @@ SIZES = ((5, 3, 4), (2, 6, 1))
 loss_fn = nn.functional.mse_loss
 
 
-def report_of(rank: int, train: Any) -> gradaccum.LoopReport:
+def report_of(rank: int, train: Any, micro_batches: int = 3) -> gradaccum.LoopReport:
     """Check a loop over a DDP module, its inner module's optimizer and the data."""
     torch.manual_seed(1)
     model = nn.Linear(6, 2)
     parallel = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    items = torch.randn(21, 6).split([*SIZES[0], *SIZES[1]])
-    data = [(x, x[:, :2] + 1) for x in items[3 * rank : 3 * rank + 3]]
+    items = torch.randn(24, 6).split([*SIZES[0], *SIZES[1], 3])
+    data = [(x, x[:, :2] + 1) for x in items[3 * rank : 3 * rank + micro_batches]]
     return gradaccum.check_loop(
         lambda: train(parallel, optimizer, data),
         optimizer,
@@ -55,3 +56,5 @@ def loop_check_sees_both_workers(rank: int) -> None:
     assert len(report.updates[0].coefficients) == 6, "those of both workers"
     found = {problem.kind for problem in report_of(rank, never_reduced).problems}
     assert "not_reduced" in found, found
+    with refused(gradaccum.UsageError, "micro_batches", "[3, 2]"):
+        report_of(rank, never_reduced, 3 - rank)

@@ -4,6 +4,7 @@ whatever a worker does in between, and no worker is left waiting.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -188,7 +189,11 @@ def overflow_on_one_worker_skips_on_all(rank: int) -> None:
     with last_micro_batch(rank) as (model, parallel, opt, batches):
         scale = float("inf") if rank else 1.0
         opt.backward(loss_of(parallel, batches[3]) * scale)
-        opt.step()
+        with warnings.catch_warnings(record=True) as given:
+            warnings.simplefilter("always")
+            opt.step()
+        named = ["not finite on rank 1 of 2" in str(each.message) for each in given]
+        assert named == [True] * rank
         assert opt.result.skipped
         assert opt.result.overflow
         require_third_window(model, parallel, opt, batches)

@@ -25,7 +25,9 @@ from .common import (
     learn_all,
     make_shared,
     micro_batches,
+    numbers,
     require_equal,
+    require_same_everywhere,
     sgd,
 )
 from .jobs import check
@@ -138,3 +140,30 @@ def module_reduces_again_without_its_wrapper(rank: int) -> None:
     del second
     gc.collect()
     assert averages(parallel, rank)
+
+
+@check
+def each_optimizer_of_a_module_names_it(rank: int) -> None:
+    """A module that waits reduces nothing for an optimizer that does not know it."""
+    model, x = build(), micro_batches(rank)[0][0]
+    parallel = ddp(model)
+    bare = sgd(model.usual)
+    early = wrap(model.usual, steps=1, process_group="alone")
+    body = wrap(model.first, steps=1, module=parallel)
+    before = numbers(model)
+    for opt in (bare, early):
+        parallel(x).square().mean().backward()
+        with refused(UsageError, "module=parallel", "2 of the parameters"):
+            opt.step()
+        model.zero_grad()
+    assert numbers(model) == before
+    early.discard()
+    body.discard()
+    del early, bare, opt
+    gc.collect()
+    head = wrap(model.usual, steps=1, module=parallel)
+    parallel(x).square().mean().backward()
+    for opt in (body, head):
+        opt.step()
+        assert opt.result.applied
+    require_same_everywhere(numbers(model))
