@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal, Unpack, cast
 
 import torch
+from torch.amp import GradScaler
 
 from gradaccum import LossScale, VerificationReport
 from gradaccum.kit import (
@@ -38,7 +39,7 @@ class TorchBackend:
     scaler_kind = "a torch.amp.GradScaler"
 
     def scaler_rule(self, scaler: object) -> ScaleRule | None:
-        return scaler_rule(scaler)
+        return scaler_rule(scaler) if isinstance(scaler, GradScaler) else None
 
     def wrap(
         self,
@@ -81,12 +82,10 @@ class TorchBackend:
         Raises:
             ArgumentTypeError: `optimizer` is none, or is wrapped already; `module` is
                 no such module.
-            ArgumentValueError: `module` has other parameters, or not all; other workers
-                gave other options, or the parameters in another order; FSDP2 cannot
-                wait with these.
-            UsageError: ``.grad`` of a parameter holds numbers; `module` has a
-                communication hook; or another optimizer shares the module that trains
-                these parameters, and this one does not.
+            ArgumentValueError: `module` has other parameters; other workers gave other
+                options, or the parameters in another order; FSDP2 cannot wait with
+                these.
+            UsageError: ``.grad`` of a parameter holds numbers.
         """
         if isinstance(optimizer, AccumulatingOptimizer):
             raise wrapped_twice_error(optimizer)

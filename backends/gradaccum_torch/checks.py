@@ -90,18 +90,9 @@ def unfinished_error(call: str) -> UsageError:
         found="a call between backward() and step() of a micro-batch in an open window",
         fix="Call opt.step() first, or opt.discard() to drop the whole window. Keep"
         " backward passes of other losses away from these parameters:"
-        " loss.backward(inputs=list(generator.parameters())), or separate_sums=True.",
-    )
-
-
-def second_pass_error() -> UsageError:
-    return explain(
-        UsageError,
-        "backward()",
-        expected="the only backward pass of the window's last micro-batch",
-        found="another one, while the workers reduce the gradients",
-        fix="Add the losses up, or give every micro-batch several, and write"
-        " checkpoint(..., use_reentrant=False). Call opt.discard() on every worker.",
+        " loss.backward(inputs=list(generator.parameters())), or separate_sums=True."
+        " Where workers share a window, add the losses of its last micro-batch up, and"
+        " write checkpoint(..., use_reentrant=False).",
     )
 
 

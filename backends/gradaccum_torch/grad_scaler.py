@@ -46,17 +46,6 @@ class ScalerLink:
         self.probe = torch.zeros((), device=device)
         self.probe.grad = torch.zeros((), device=device)
 
-    @property
-    def rule(self) -> ScaleRule:
-        """The rule by which the scale moves now."""
-        scaler = self.scaler
-        return ScaleRule(
-            growth_factor=scaler.get_growth_factor(),
-            backoff_factor=scaler.get_backoff_factor(),
-            growth_interval=scaler.get_growth_interval(),
-            min_scale=SMALLEST,
-        )
-
     def with_scale(self, state: State) -> State:
         """Return the state between two windows with the scaler's own scale."""
         pending = pending_update(self.scaler)
@@ -110,21 +99,9 @@ class ScalerLink:
             true_tracker = int(state.growth_tracker)
             SET_BACK[self.scaler] = (pending_update(self.scaler), true_tracker)
 
-    def groups_for(self, caller: Any) -> list[dict[str, Any]]:
-        """Return the groups for ``scaler.step``: a probe in place of the gradients, so
-        that its check finds no overflow.
-        """
-        if caller.get("self") is not self.scaler or not caller.get("allow_fp16"):
-            raise foreign_scaler_error()
-        return [{"params": [self.probe]}]
 
-
-def scaler_rule(scaler: object) -> ScaleRule | None:
-    """Return the rule of a `torch.amp.GradScaler`, without floor or ceiling; None for
-    another object.
-    """
-    if not isinstance(scaler, torch.amp.GradScaler):
-        return None
+def scaler_rule(scaler: torch.amp.GradScaler) -> ScaleRule:
+    """Return the rule by which the scale of `scaler` moves now."""
     if not scaler.is_enabled():
         return ScaleRule()
     return ScaleRule(
@@ -132,6 +109,7 @@ def scaler_rule(scaler: object) -> ScaleRule | None:
         scaler.get_growth_factor(),
         scaler.get_backoff_factor(),
         scaler.get_growth_interval(),
+        min_scale=SMALLEST,
     )
 
 
@@ -144,7 +122,8 @@ def link_scaler(options: Options, parameters: list[Tensor]) -> ScalerLink | None
 
 
 def groups_for_a_scaler(link: ScalerLink | None) -> list[dict[str, Any]] | None:
-    """Return what the caller's caller gets for groups if it is a scaler, else None.
+    """Return what the caller's caller gets for groups if it is a scaler, else None: a
+    probe in place of the gradients, so that the scaler's check finds no overflow.
 
     Raises:
         UsageError: it is a scaler that was not given as ``loss_scale=``, or it is to
@@ -153,9 +132,11 @@ def groups_for_a_scaler(link: ScalerLink | None) -> list[dict[str, Any]] | None:
     caller = unscaling_caller(3)
     if caller is None:
         return None
-    if link is None:
+    if link is None or caller.get("self") is not link.scaler:
         raise foreign_scaler_error()
-    return link.groups_for(caller)
+    if not caller.get("allow_fp16"):  # scaler.unscale_
+        raise foreign_scaler_error()
+    return [{"params": [link.probe]}]
 
 
 def foreign_scaler_error() -> UsageError:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum import ArgumentTypeError, UsageError, kit
-from gradaccum.kit import explain, measures
+from gradaccum.kit import measures
 from gradaccum_torch.large_batch.backward import run_micro_batches
 from gradaccum_torch.large_batch.batch import (
     LargeBatch,
@@ -30,7 +30,6 @@ from gradaccum_torch.large_batch.gradients import (
     GradientsInGrad,
     collecting,
     options_of_call,
-    require_no_dropping,
 )
 from gradaccum_torch.large_batch.replay import Before, Buffers, RandomState
 from gradaccum_torch.optimizer import AccumulatingOptimizer
@@ -134,9 +133,9 @@ def layered_backward(
     functions: list[Layer] = list(layers)
     candidates: list[Any] = [*functions, loss_fn]
     modules = [layer for layer in candidates if isinstance(layer, nn.Module)]
-    require_plain_layers(layers, modules)
     division = kit.make_division(steps, micro_batch_size)
     options = options_of_call(optimizer, reduction)
+    require_plain_layers(layers, modules)
     if optimizer is not None:
         require_layered_optimizer(optimizer)
     cut = LargeBatch((inputs, targets), axes, weight).cut(division, options)
@@ -215,15 +214,13 @@ class Border:
     def require_unwritten(self, index: int) -> None:
         versions = [version(tensor) for tensor in tensors_of(self.nest)]
         if versions != self._versions:
-            raise explain(
-                UsageError,
-                f"layers[{index}]",
-                expected="an input that stays as it is",
-                found="one that something wrote into",
-                fix="Give its first operation inplace=False, or join it with the layer"
-                " before: nn.Sequential(nn.Conv2d(...), nn.ReLU(inplace=True)). If"
-                " another layer or loss_fn writes into the same memory, as into a"
-                " buffer that a layer returned, return a clone().",
+            raise UsageError(
+                f"layers[{index}]: expected an input that stays as it is; got one that"
+                " something wrote into. Give its first operation inplace=False, or"
+                " join it with the layer before: nn.Sequential(nn.Conv2d(...),"
+                " nn.ReLU(inplace=True)). If another layer or loss_fn writes into the"
+                " same memory, as into a buffer that a layer returned, return a"
+                " clone()."
             )
 
 
@@ -391,23 +388,18 @@ class LayeredRun:
             self._first_layers[id(leaf)] = min(first, index)
 
 
-# What a layered window refuses.
-
-
 def require_plain_layers(layers: object, modules: Sequence[nn.Module]) -> None:
-    problem = None
+    problem = ""
     forward = nn.Sequential.forward
     if isinstance(layers, nn.Sequential) and type(layers).forward is not forward:
         problem = f"a {type(layers).__name__} with a forward of its own"
     if any(is_sharded(p) for module in modules for p in module.parameters()):
         problem = "a layer of FSDP2"
-    if problem is not None:
-        raise explain(
-            ArgumentTypeError,
-            "layers",
-            expected="layers of this process that run one after the other",
-            found=problem,
-            fix="Write layers=[*model.blocks, head], or call gradaccum_torch.backward.",
+    if problem:
+        raise ArgumentTypeError(
+            "layers: expected layers of this process that run one after the other; got"
+            f" {problem}. Write layers=[*model.blocks, head], or call"
+            " gradaccum_torch.backward."
         )
 
 
@@ -415,17 +407,15 @@ def require_layered_optimizer(optimizer: AccumulatingOptimizer) -> None:
     """Raise unless `optimizer` can take a window whose micro-batches are complete
     together, and its layers one after the other.
     """
-    window = optimizer.whole_window()
-    require_no_dropping(window.options)
-    unfit = window.options_of_micro_batches()
+    options = optimizer.whole_window().options
+    problem = ""
+    if options.separate_sums or options.on_overflow == "drop_micro_batch":
+        problem = 'separate_sums=True or on_overflow="drop_micro_batch"'
     hooks = [*hooks_of(optimizer, "step_pre"), *hooks_of(optimizer, "step_post")]
-    if hooks and not measures(window.options):
-        unfit.append("a step hook")
-    if unfit:
-        raise explain(
-            UsageError,
-            "optimizer",
-            expected="one that takes all micro-batches of a layer at once",
-            found=f"one with {unfit[0]}",
-            fix=f"Leave {unfit[0]} out, or call gradaccum_torch.backward.",
+    if hooks and not measures(options):
+        problem = "a step hook"
+    if problem:
+        raise UsageError(
+            "optimizer: expected one that takes all micro-batches of a layer at once;"
+            f" got one with {problem}. Leave it out, or call gradaccum_torch.backward."
         )

@@ -28,7 +28,6 @@ from gradaccum.kit import (
 from gradaccum_torch import checks, saving
 from gradaccum_torch.arithmetic import is_zero
 from gradaccum_torch.grad_scaler import (
-    foreign_scaler_error,
     groups_for_a_scaler,
     link_scaler,
 )
@@ -172,8 +171,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         """
         window = self._window
         scaler = self._scaler
-        if scaler is None:
-            raise foreign_scaler_error()
+        assert scaler is not None
         scaler.stepping_optimizer = self
         try:
             window.micro_batch.is_scaled_by_hand = True
@@ -408,7 +406,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         self._inner.add_param_group(param_group)
         parameters = self._inner.param_groups[-1]["params"]
         try:
-            self._window.workers.require_parameters(parameters)
+            self._window.workers.add_parameters(parameters)
             if not self._window.has_new_gradient:
                 require_no_gradients(parameters)
             self._window.parameters_changed()

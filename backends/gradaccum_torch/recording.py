@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradaccum import UsageError, kit
-from gradaccum.kit import explain
 from gradaccum_torch.optimizer import AccumulatingOptimizer
-from gradaccum_torch.torch_private.names import parameters_of
+from gradaccum_torch.torch_private.names import parameters_of, processes
 
 ELEMENTS = 1 << 20
 """Elements of a gradient that are recorded at most, evenly spread: least squares needs a
@@ -126,9 +125,7 @@ class LoopRecord:
         losses = [partial(loss_fn, *batch, **keywords) for batch, keywords in calls]
         weights = [float(count(*batch, **keywords)) for batch, keywords in calls]
         gradients = torch.stack([self._gradient_of(loss) for loss in losses])
-        workers = 1
-        if dist.is_initialized():
-            workers = dist.get_world_size()
+        workers = processes()
         if workers > 1:
             gradients, weights = _gathered(gradients, weights, workers)
         solutions = [
@@ -199,12 +196,9 @@ def _gathered(
     dist.all_gather_object(parts, (gradients, weights))
     lengths = [len(rows) for rows, _ in parts]
     if len(set(lengths)) > 1:
-        raise explain(
-            UsageError,
-            "micro_batches",
-            expected="as many on each worker",
-            got=lengths,
-            fix="Check a loop in which the workers have equally many.",
+        raise UsageError(
+            f"micro_batches: expected as many on each worker; got {lengths}. Check a"
+            " loop in which the workers have equally many."
         )
     all_weights = [weight for _, part in parts for weight in part]
     return torch.cat([rows for rows, _ in parts]), all_weights

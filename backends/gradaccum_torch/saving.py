@@ -41,8 +41,10 @@ Entry = dict[str, Any]
 """The wrapper's part of a ``state_dict``, under `KEY`."""
 
 KEY = "gradaccum"
-FIX = "Load a state that was saved from this model and optimizer."
-ENTRIES = {"format", *State._fields, "terms", "parameters", "sums"}
+FIX = (
+    "Load a state that was saved from this model, with accumulate_dtype= and"
+    " master_weights= as they are now."
+)
 
 
 def save(window: Window) -> StateDict:
@@ -91,7 +93,7 @@ def load(window: Window, state_dict: StateDict) -> None:
         entry = {}
     else:
         entry = state_dict[KEY]
-        require_entries(entry)
+        kit.require_format(entry["format"])
         require_same_model(entry, window)
         state = resumed_state(entry, window)
     has_dynamic_scale = bool(entry) and entry["terms"]["scale"] == "dynamic"
@@ -158,44 +160,22 @@ def checkpoint_error(
     )
 
 
-def require_entries(entry: Any) -> None:
-    missing = ENTRIES.difference(entry or {})
-    if missing:
-        raise checkpoint_error(
-            KEY, "a state of a wrapped optimizer", f"one without {sorted(missing)}"
-        )
-    kit.require_format(entry["format"])
-
-
 def require_same_model(entry: Entry, window: Window) -> None:
-    """Raise unless the entry is of the same parameters, sums and masters."""
-    parameters = describe(window.masters)
+    """Raise unless the entry is of the same parameters, dtypes of sums and masters."""
     # Some checkpoints have the name of each parameter, too.
-    saved_parameters = [list(each[:2]) for each in entry["parameters"]]
-    pairs = zip_longest(parameters, saved_parameters)
-    for index, (parameter, saved_parameter) in enumerate(pairs):
-        if parameter != saved_parameter:
-            raise checkpoint_error(
-                f"parameter {index}", f"{parameter}", f"{saved_parameter}"
-            )
+    for parameter, saved_parameter in zip_longest(
+        describe(window.masters), entry["parameters"], fillvalue=list[Any]()
+    ):
+        if parameter != saved_parameter[:2]:
+            raise checkpoint_error("parameters", f"{parameter}", f"{saved_parameter}")
     for index, total in entry["sums"].items():
         dtype = window.sum_dtypes[index]
-        if [*total.shape] != parameters[index][0] or total.dtype != dtype:
-            raise checkpoint_error(
-                f"sums[{index}]",
-                f"a partial sum of its parameter's shape in {dtype}",
-                f"{tuple(total.shape)} in {total.dtype}",
-                "Wrap the optimizer with the accumulate_dtype= it was saved with.",
-            )
+        if total.dtype != dtype:
+            raise checkpoint_error("accumulate_dtype", f"{dtype}", f"{total.dtype}")
     masters = sorted(window.masters.by_index())
     saved_masters = sorted(entry.get("masters", {}))
-    if saved_masters != masters:
-        raise checkpoint_error(
-            "masters",
-            f"master weights of {len(masters)} parameters",
-            f"a state with those of {len(saved_masters)}",
-            "Wrap the optimizer with the master_weights= it was saved with.",
-        )
+    if masters != saved_masters:
+        raise checkpoint_error("master_weights", f"{masters}", f"{saved_masters}")
 
 
 # An open window that some workers saved, resumed by another number of workers: the
@@ -221,13 +201,12 @@ def redistributed(state_dicts: Sequence[StateDict], workers: int) -> list[StateD
         workers: the number of workers that resume, >= 1.
 
     Raises:
-        ArgumentValueError: there is no state dict, or no worker.
-        CheckpointError: they are not of one moment, of one model or under the same
-            options, or an entry is missing; names the entry. Or the sums are sharded.
+        CheckpointError: they are not of one moment, or not those of all ranks, or the
+            sums are sharded.
     """
-    entries = [state_dict.get(KEY, {}) for state_dict in state_dicts]
+    entries = [state_dict[KEY] for state_dict in state_dicts]
     for entry in entries:
-        require_entries(entry)
+        kit.require_format(entry["format"])
         if any(map(is_sharded, entry["sums"].values())):
             raise checkpoint_error(
                 "sums",
@@ -239,13 +218,11 @@ def redistributed(state_dicts: Sequence[StateDict], workers: int) -> list[StateD
     states = kit.redistributed([state_in(entry) for entry in entries], workers)
     # An empty window has no size of its own.
     open_entries = [entry for entry in entries if entry["micro_step"]]
-    terms = [entry["terms"] for entry in open_entries or entries]
-    require_equal("terms", terms)
-    require_equal("parameters", [entry["parameters"] for entry in entries])
+    terms = (open_entries or entries)[0]["terms"]
     if open_entries:
         places = [list(entry.get("worker") or (0, 1)) for entry in entries]
         require_all_ranks(places)
-    common_entry = {**entries[0], "terms": terms[0], "sums": {}, "loss": 0.0}
+    common_entry = {**entries[0], "terms": terms, "sums": {}, "loss": 0.0}
     new_entries = [
         {**common_entry, **state._asdict(), "worker": [rank, workers]}
         for rank, state in enumerate(states)
@@ -264,17 +241,6 @@ def require_all_ranks(places: Sequence[list[int]]) -> None:
             "Save opt.state_dict() on every worker of an optimizer that was wrapped"
             " with module=, in a file of its own.",
         )
-
-
-def require_equal(name: str, values: Sequence[object]) -> None:
-    for rank, value in enumerate(values):
-        if value != values[0]:
-            raise checkpoint_error(
-                name,
-                "one value on every worker",
-                f"another one in state dict {rank}",
-                "Load what the workers of one run saved between the same two updates.",
-            )
 
 
 @torch.no_grad()

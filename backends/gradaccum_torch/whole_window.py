@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradaccum import UsageError
-from gradaccum.kit import explain
 from gradaccum_torch.arithmetic import is_zero
 from gradaccum_torch.extensions import rate_mark
 from gradaccum_torch.gradient_sum import SumOnArrival
@@ -40,13 +39,10 @@ class WholeWindow:
     def __enter__(self) -> WholeWindow:
         self._window.update.require_usable()
         if self._window.is_under_way():
-            raise explain(
-                UsageError,
-                "optimizer",
-                expected="one between two windows",
-                found="one with an open window",
-                fix="Call opt.flush() or opt.discard() first: this call makes a window"
-                " of its own.",
+            raise UsageError(
+                "optimizer: expected one between two windows; got one with an open"
+                " window. Call opt.flush() or opt.discard() first: this call makes a"
+                " window of its own."
             )
         self._gradients_before = {
             parameter: parameter.grad
@@ -56,12 +52,9 @@ class WholeWindow:
         # zero_grad(set_to_none=False) leaves zeros, into which autograd adds; anything
         # else would count as a part of the window.
         if not all(map(is_zero, self._gradients_before.values())):
-            raise explain(
-                UsageError,
-                ".grad",
-                expected="no gradients from before",
-                found="gradients",
-                fix="Call opt.zero_grad() first: the window is this call's batch alone.",
+            raise UsageError(
+                ".grad: expected no gradients from before; got gradients. Call"
+                " opt.zero_grad() first: the window is this call's batch alone."
             )
         self._window.watch.reset()
         return self
@@ -122,18 +115,6 @@ class WholeWindow:
             for gathered in unit.gathered_parameters()
         }
 
-    def options_of_micro_batches(self) -> list[str]:
-        """Return the options that look at single micro-batches, or at the window's end
-        alone.
-        """
-        workers = self._window.workers
-        option_flags = {
-            "separate_sums": self.options.separate_sums,
-            "gradient_sync": workers.make_gradient_sum is not None,
-            "norm_group": workers.stages is not None,
-        }
-        return [f"{name}=" for name, is_given in option_flags.items() if is_given]
-
     def _parameters(self) -> list[Tensor]:
         return self._window.masters.parameters()
 
@@ -175,14 +156,11 @@ class WholeWindow:
         self._updated_parts.append(number)
         self._window.close_part(belongs)
         if others.moved() or self._group_numbers() != numbers:
-            raise explain(
-                UsageError,
-                "optimizer",
-                expected="an inner optimizer that moves parameters with a gradient, and"
-                " their state",
-                found="one that moves other parameters, or counts steps in its groups",
-                fix='Leave on_overflow="ignore" out: the inner optimizer then makes one'
-                " step per window. Load the last checkpoint first.",
+            raise UsageError(
+                "optimizer: expected an inner optimizer that moves only parameters with"
+                " a gradient; got one that moves other parameters, or counts steps in"
+                ' its groups. Leave on_overflow="ignore" out, so that it makes one step'
+                " per window, and load the last checkpoint."
             )
 
     def _group_numbers(self) -> list[object]:

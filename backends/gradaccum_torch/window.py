@@ -42,7 +42,7 @@ from gradaccum_torch.extensions import (
     WindowLoss,
     as_number,
 )
-from gradaccum_torch.grad_scaler import ScalerLink
+from gradaccum_torch.grad_scaler import ScalerLink, scaler_rule
 from gradaccum_torch.gradient_sum import (
     Gradients,
     GradientSum,
@@ -239,10 +239,9 @@ class Window:
         """Differentiate `loss`, shape ``()``, times weight and loss scale; with weight
         0 only if other workers wait.
         """
-        self.update.require_usable()
-        self.require_own_sum("backward()")
+        self._require_usable("backward()")
         if self.workers.is_reducing:
-            raise checks.second_pass_error()
+            raise checks.unfinished_error("backward()")
         micro_batch = self.micro_batch
         is_weighed = weight is not None
         weight = self.weight() if weight is None else weight
@@ -350,8 +349,7 @@ class Window:
             UsageError: there was no backward pass, or something changed ``.grad``. The
                 window is as it was before the call.
         """
-        self.update.require_usable()
-        self.require_own_sum("step()")
+        self._require_usable("step()")
         micro_batch = self.micro_batch
         state = self.current_state()
         if not state.micro_step:
@@ -396,12 +394,20 @@ class Window:
         losses times the right factor left them.
         """
         watch = self.watch
+        micro_batch = self.micro_batch
         if watch.is_running:
             raise checks.interrupted_error()
+        factors = watch.factors
+        if self.options.separate_sums:
+            # The user may have cleared what another wrapper's pass has left there.
+            factors = factors & {1.0}
+        if not (factors or self._has_begun()):
+            raise checks.no_backward_error()
         factor = self.factor(weight)
-        is_unscaled = self.has_scale and not self.micro_batch.has_loss
-        if watch.factors != {factor} or is_unscaled:
-            self._require_factor(factor, watch.factors)
+        if not micro_batch.is_scaled_by_hand:
+            is_unscaled = self.has_scale and not micro_batch.has_loss
+            if is_unscaled or factors - {factor}:
+                raise checks.not_scaled_error()
         if not (self.options.separate_sums or watch.is_intact()):
             # As in the bare loop, ``.grad`` of a single micro-batch is the user's.
             is_users = self.size == 1 and factor == 1 and not self.workers.is_reducing
@@ -409,26 +415,15 @@ class Window:
                 raise checks.changed_gradients_error()
             watch.reset()
 
-    def _require_factor(self, factor: float, arrived_factors: set[float]) -> None:
-        micro_batch = self.micro_batch
-        if self.options.separate_sums:
-            # The user may have cleared what another wrapper's pass has left there.
-            arrived_factors = arrived_factors & {1.0}
-        has_begun = (
-            arrived_factors
-            or micro_batch.has_loss
-            or micro_batch.is_weighed
+    def _has_begun(self) -> bool:
+        """True if something stands for a backward pass that brought no gradient."""
+        return (
+            self.micro_batch.has_loss
+            or self.micro_batch.is_weighed
             or PASSES[0] != self.passes_before
             or self.watch.was_changed
             or self._holds_users()
         )
-        if not has_begun:
-            raise checks.no_backward_error()
-        is_unscaled = self.has_scale and not micro_batch.has_loss
-        if micro_batch.is_scaled_by_hand:
-            return
-        if is_unscaled or arrived_factors - {factor}:
-            raise checks.not_scaled_error()
 
     def _holds_users(self) -> bool:
         """True if the user has put a gradient into ``.grad``."""
@@ -563,7 +558,7 @@ class Window:
         ended_state = self.state
         options = self.options
         if self.scaler is not None:
-            options = options._replace(scale_rule=self.scaler.rule)
+            options = options._replace(scale_rule=scaler_rule(self.scaler.scaler))
         closed_state = kit.close(
             ended_state, decision.apply, decision.overflow, options, select
         )
@@ -617,11 +612,14 @@ class Window:
             is_open=micro_step > 0,
         )
 
+    def _require_usable(self, call: str) -> None:
+        self.update.require_usable()
+        if self.is_reduced:
+            raise kit.update_due_error(call)
+
     def _require_counted(self, call: str) -> None:
         """Raise unless ``.grad`` is as it was after the last ``step``."""
-        if self.watch.is_running:
-            raise checks.interrupted_error()
-        if self.has_new_gradient:
+        if self.micro_batch.has_loss or self.has_new_gradient:
             raise checks.unfinished_error(call)
         if not self.watch.is_intact():
             raise checks.changed_gradients_error()
@@ -654,10 +652,6 @@ class Window:
         self.is_reduced = False
         self.update.is_broken = False
         self.workers.window_ended()
-
-    def require_own_sum(self, call: str) -> None:
-        if self.is_reduced:
-            raise kit.update_due_error(call)
 
     # Layer by layer.
 
@@ -692,13 +686,10 @@ class Window:
     # Saving and resuming.
 
     def require_savable(self) -> None:
-        self.update.require_usable()
-        self.require_own_sum("state_dict()")
+        self._require_usable("state_dict()")
         if self.watch.is_running and not self.gradient_sum.is_beside_grad:
             raise checks.interrupted_error()
         if self.holds_sum_in_grad:
-            if self.micro_batch.has_loss:
-                raise checks.unfinished_error("state_dict()")
             self._require_counted("state_dict()")
 
     def saved_sums(self) -> dict[int, Tensor]:

@@ -15,18 +15,11 @@ import torch
 from torch import Tensor, nn
 
 import gradaccum
-from gradaccum import ArgumentValueError, AutoMicroBatchSize, UsageError
-from gradaccum_torch.large_batch import auto, backward, coupled_backward
+from gradaccum import AutoMicroBatchSize, UsageError
+from gradaccum_torch.large_batch import backward, coupled_backward
 from gradaccum_torch.large_batch.auto import is_out_of_memory, key_of
 
 X = torch.linspace(-1, 2, 64, dtype=torch.float64).reshape(8, 8).sin()
-
-
-@pytest.fixture(autouse=True)
-def _on_a_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loss says when memory runs out, as a device's allocator does."""
-    if "refused" not in request.node.name:
-        monkeypatch.setattr(auto, "require_device", lambda sizes: None)
 
 
 def make(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -240,11 +233,3 @@ def test_errors_of_memory() -> None:
         ValueError(str(raised.value)),
     ):
         assert not is_out_of_memory(other)
-
-
-@pytest.mark.parametrize("size", ["auto", AutoMicroBatchSize(memory_limit=2**40)])
-def test_unknown_limit_is_refused(size: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU has none to ask for, and a device its own."""
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: size != "auto")
-    with pytest.raises(ArgumentValueError, match="On a CPU write a number of items"):
-        backward(lambda x: make()(x).sum(), X.float(), micro_batch_size=size)

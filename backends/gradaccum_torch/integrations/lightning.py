@@ -70,7 +70,6 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
                 fix="Return gradaccum.wrap(optimizer, steps=4) from it, or leave"
                 " AccumulationCallback out.",
             )
-        _require_no_clipping(trainer)
         if pl_module.automatic_optimization:
             _require_gates(trainer)
 
@@ -81,11 +80,11 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
         batch: Output,
         batch_idx: int,
     ) -> None:
-        """Refuse a second accumulation, which a ``GradientAccumulationScheduler`` may
-        enable between epochs.
+        """Refuse clipping and a second accumulation, which a
+        ``GradientAccumulationScheduler`` may enable between epochs.
         """
         self._has_delivered = False
-        _require_no_second_accumulation(trainer)
+        _require_untouched_micro_batches(trainer)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._has_delivered = True
@@ -140,32 +139,30 @@ def _flush(trainer: Trainer, module: LightningModule) -> None:
                 config.scheduler.step()
 
 
-def _require_no_clipping(trainer: Trainer) -> None:
-    value = trainer.gradient_clip_val
-    if value:
-        raise explain(
-            UsageError,
+def _require_untouched_micro_batches(trainer: Trainer) -> None:
+    for name, usual, option in (
+        (
             "gradient_clip_val",
-            expected="None, as the Trainer clips each micro-batch and not the gradient"
-            " of the window",
-            got=value,
-            fix="Leave it out of the Trainer and write gradaccum.wrap(optimizer, ...,"
-            f" clip_norm={value}) in configure_optimizers; to clip by value, clip in"
+            None,
+            "clip_norm={}); to clip by value, clip in"
             " optimizer.register_step_pre_hook(...).",
-        )
-
-
-def _require_no_second_accumulation(trainer: Trainer) -> None:
-    batches = trainer.accumulate_grad_batches
-    if batches != 1:
-        raise explain(
-            UsageError,
+        ),
+        (
             "accumulate_grad_batches",
-            expected="1, as the wrapped optimizer accumulates",
-            got=batches,
-            fix="Leave it out of the Trainer and write gradaccum.wrap(optimizer,"
-            f" steps={batches}); steps takes a schedule as well.",
-        )
+            1,
+            "steps={}); steps takes a schedule as well.",
+        ),
+    ):
+        value = getattr(trainer, name)
+        if value and value != usual:
+            raise explain(
+                UsageError,
+                name,
+                expected="the Trainer to leave micro-batches to the wrapped optimizer",
+                got=value,
+                fix="Leave it out of the Trainer and return from configure_optimizers"
+                f" gradaccum.wrap(optimizer, {option.format(value)}",
+            )
 
 
 def _require_gates(trainer: Trainer) -> None:

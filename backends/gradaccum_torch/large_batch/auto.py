@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradaccum import ArgumentValueError, AutoMicroBatchSize, UsageError
-from gradaccum.kit import Division, explain, free_frames, too_small_error
+from gradaccum import AutoMicroBatchSize, UsageError
+from gradaccum.kit import Division, free_frames, too_small_error
 from gradaccum_torch.large_batch.batch import LargeBatch
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.torch_private.names import Versions, processes
@@ -48,7 +48,6 @@ def run_divided(
     sizes = division.micro_batch_size
     if not isinstance(sizes, AutoMicroBatchSize):
         return run(division, lambda: None)
-    require_device(sizes)
     versions = Versions(large.tensors)
     key = key_of(function, large.tensors)
     workers = workers_of_call(optimizer)
@@ -64,7 +63,12 @@ def run_divided(
             sizes.remember(key, size)
             return result
         if versions.moved():
-            raise written_batch_error()
+            raise UsageError(
+                "micro_batch_size: expected a function that leaves its batch as it is,"
+                " where memory may run out; got a batch that the function wrote into."
+                " Write x = x * 2 for x.mul_(2), or give a number of items; and make the"
+                " batch anew, because it was changed."
+            )
         gc.collect()
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
@@ -135,33 +139,6 @@ def smaller_size(
     return next_size
 
 
-def written_batch_error() -> UsageError:
-    return explain(
-        UsageError,
-        "micro_batch_size",
-        expected="a function that leaves its batch as it is, where memory may run out",
-        found="a batch that the function wrote into",
-        fix="Write x = x * 2 for x.mul_(2), or give a number of items; and make the"
-        " batch anew, because it was changed.",
-    )
-
-
-def require_device(sizes: AutoMicroBatchSize) -> None:
-    """Raise unless a device's allocator has the limit: where a CPU's memory runs out,
-    the system kills.
-    """
-    if sizes.memory_limit is None and torch.accelerator.is_available():
-        return
-    raise explain(
-        ArgumentValueError,
-        "micro_batch_size",
-        expected="a device that says when its memory runs out, and no memory_limit",
-        got=sizes,
-        fix="On a CPU write a number of items. On a device leave memory_limit out:"
-        " torch.cuda.set_per_process_memory_fraction limits it.",
-    )
-
-
 # The vote of the workers of a process group for one size of micro-batch: after each
 # attempt the smallest number of all workers holds. An attempt that fitted here is
 # repeated if another worker ran out of memory.
@@ -197,16 +174,14 @@ class Vote:
         self.was_cast = True
         if self._workers is None:
             return size
-        number = torch.tensor(size, device=device_of(self._workers))
-        dist.all_reduce(number, dist.ReduceOp.MIN, group=self._workers)
-        smallest = int(number)
+        sizes = [size] * dist.get_world_size(self._workers)
+        dist.all_gather_object(sizes, size, group=self._workers)
+        smallest = min(sizes)
         if smallest == RAISED != size:
-            raise explain(
-                UsageError,
-                "micro_batch_size",
-                expected="every worker's window to run",
-                found="a worker that raised an error that is not about its memory",
-                fix="See that worker's error. Nothing was delivered.",
+            raise UsageError(
+                "micro_batch_size: expected every worker's window to run; got a worker"
+                " that raised an error that is not about its memory. See that worker's"
+                " error. Nothing was delivered."
             )
         return smallest
 
@@ -222,13 +197,3 @@ def workers_of_call(
         if group is not None:
             return group
     return dist.group.WORLD if processes() > 1 else None
-
-
-def device_of(workers: dist.ProcessGroup) -> torch.device:
-    is_on_host = dist.get_backend(workers) in ("gloo", "mpi")
-    if is_on_host or not torch.accelerator.is_available():
-        return torch.device("cpu")
-    return torch.device(
-        str(torch.accelerator.current_accelerator()),
-        torch.accelerator.current_device_index(),
-    )

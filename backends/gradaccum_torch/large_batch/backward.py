@@ -72,10 +72,12 @@ def backward(
             cut into views. A plain number, text or None is passed whole. For keywords
             pass a dict: ``backward(lambda b: model(**b).loss, b, steps=4)``.
         steps: at most so many micro-batches, of ceil(items / steps) items.
-        micro_batch_size: items of a micro-batch; ``"auto"`` or an `AutoMicroBatchSize`
-            without a limit: the most that fit into the memory of a device; when it runs
-            out, the call starts over with half as many. All workers of the optimizer's
-            group, or of the default process group, make such a call together.
+        micro_batch_size: items of a micro-batch; ``"auto"`` or an `AutoMicroBatchSize`,
+            whose limit is ignored: the most that fit into the memory of a device; when
+            it runs out, the call starts over with half as many. On a CPU write a
+            number, because the system ends a process whose memory runs out. All workers
+            of the optimizer's group, or of the default process group, make such a call
+            together.
         reduction: ``"mean"``: `loss_fn` returns a mean, and each counts by its weight;
             ``"sum"``: losses are added; ``"sum_per_item"``: `loss_fn` returns a sum, and
             the total is divided by the total weight. Default: the reduction of
@@ -132,9 +134,7 @@ def backward(
     def run(division: kit.Division, agree: Callable[[], None]) -> Any:
         cut = large.cut(division, options)
         factors = [micro_batch.factor for micro_batch in cut.micro_batches]
-        before = Before(
-            large.tensors, modules, notes_calls=notes_calls, is_alone=is_alone
-        )
+        before = Before(large.tensors, modules, notes_calls=notes_calls)
         with collecting(optimizer, factors, cut.divisor, before) as destination:
             loss, auxes = run_micro_batches(loss_fn, cut, destination, has_aux)
             weights = [micro_batch.weight for micro_batch in cut.micro_batches]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, kit
+from gradaccum import ArgumentValueError, kit
 
 PLAIN = (str, bytes, bool, int, float, complex, type(None))
 """A leaf that is one plain value has no items, and is passed whole."""
@@ -48,7 +48,7 @@ class LargeBatch:
     def __init__(self, batch: tuple[Any, ...], axes: kit.Nest, weight: Weight) -> None:
         self.batch = batch
         leaves = kit.leaves_of(batch, "batch")
-        leaf_axes = kit.spread(axes, batch, "axes")
+        leaf_axes: list[Any] = kit.spread(axes, batch, "axes")
         self.leaves = [
             (leaf, axis_of(leaf, axis))
             for leaf, axis in zip(leaves, leaf_axes, strict=True)
@@ -98,21 +98,13 @@ def tensors_of(nest: kit.Nest) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
-def axis_of(leaf: kit.Leaf, axis: object) -> int | None:
+def axis_of(leaf: kit.Leaf, axis: int | None) -> int | None:
     """Return the batch axis of `leaf`, counted from the front; None if it is passed
     whole.
     """
     value: Any = leaf.value
     if axis is None or isinstance(value, PLAIN):
         return None
-    if not isinstance(axis, int):
-        raise kit.explain(
-            ArgumentTypeError,
-            "axes",
-            expected="an int or None for each leaf",
-            got=axis,
-            fix="Write axes=0, or axes=(0, None).",
-        )
     dimensions = 1 if kit.is_column(value) else int(getattr(value, "ndim", 0))
     if not -dimensions <= axis < dimensions:
         raise kit.explain(

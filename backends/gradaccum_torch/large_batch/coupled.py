@@ -21,7 +21,6 @@ from gradaccum import AutoMicroBatchSize, UsageError
 from gradaccum.kit import (
     Division,
     Nest,
-    explain,
     make_division,
     mapped,
 )
@@ -41,14 +40,13 @@ from gradaccum_torch.large_batch.gradients import (
     GradientsInGrad,
     collecting,
     options_of_call,
-    require_no_dropping,
 )
 from gradaccum_torch.large_batch.replay import (
     Before,
     Buffers,
 )
 from gradaccum_torch.optimizer import AccumulatingOptimizer
-from gradaccum_torch.torch_private.names import processes, untraced_within
+from gradaccum_torch.torch_private.names import untraced_within
 
 
 @untraced_within
@@ -104,18 +102,19 @@ def coupled_backward(
     """
     division = make_division(steps, micro_batch_size)
     options = options_of_call(optimizer, None)
-    require_no_dropping(options)
+    if options.on_overflow == "drop_micro_batch":
+        raise UsageError(
+            "optimizer: expected one that takes or skips all micro-batches together; got"
+            ' on_overflow="drop_micro_batch". Write on_overflow="skip_window".'
+        )
     large = LargeBatch(batch, axes, None)
-    is_alone = optimizer is None and processes() > 1
     if optimizer is not None and has_nothing_to_share(large, optimizer):
         return share_nothing(division, optimizer)
 
     def run(division: Division, agree: Callable[[], None]) -> Tensor:
         cut = large.cut(division, options)
         arguments = [micro_batch.arguments for micro_batch in cut.micro_batches]
-        before = Before(
-            large.tensors, modules, notes_calls=not modules, is_alone=is_alone
-        )
+        before = Before(large.tensors, modules, notes_calls=not modules)
         with collecting(optimizer, [1.0], 1.0, before) as destination:
             loss = run_twice(outputs_fn, loss_fn, arguments, destination, before)
             agree()
@@ -202,14 +201,11 @@ class Outputs:
         device.
         """
         if any(self._differences):
-            raise explain(
-                UsageError,
-                "outputs_fn",
-                expected="the same outputs in both passes",
-                found="values that differ by more than rounding",
-                fix="Draw random numbers from the global generators of torch, NumPy or"
-                " Python, and keep what changes from call to call in buffers of"
-                " modules.",
+            raise UsageError(
+                "outputs_fn: expected the same outputs in both passes; got values that"
+                " differ by more than rounding. Draw random numbers from the global"
+                " generators of torch, NumPy or Python, and keep what changes from"
+                " call to call in buffers of modules."
             )
 
 

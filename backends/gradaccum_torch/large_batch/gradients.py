@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from gradaccum import ArgumentValueError, UsageError
-from gradaccum.kit import Options, explain, make_options
+from gradaccum.kit import Options, make_options
 from gradaccum_torch.arithmetic import (
     HALF,
     add,
@@ -27,7 +28,9 @@ from gradaccum_torch.large_batch.replay import Before
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.torch_private.names import (
     Node,
+    is_sharded,
     keep_own,
+    processes,
     untraced,
     version,
 )
@@ -52,8 +55,8 @@ class GradientsInGrad:
     """
 
     window: WholeWindow | None = None
-    refuses_compiled = False
-    """Modules are noted as they are called, which compiled code may not show."""
+    before: Before
+    """It may note modules as they are called, which compiled code may not show."""
 
     def __init__(
         self,
@@ -71,7 +74,7 @@ class GradientsInGrad:
         self._earlier_gradients: dict[Tensor, Tensor | None] = {}
         self._wide_sums: dict[Tensor, Tensor] = {}
         self._without_gradient: list[Tensor] = []
-        self._marks: dict[Tensor, object] = {}
+        self._sum_versions: list[tuple[int, int]] = []
         """Of the sums, which the user's functions may not change."""
         self._handles: list[RemovableHandle] = []
 
@@ -95,7 +98,9 @@ class GradientsInGrad:
         refused_nodes = set()
         if self.window is None:
             refused_nodes.add(REENTRANT_NODE)
-        if self.refuses_compiled:
+            if processes() > 1:
+                require_alone(self.before.buffers.modules.values())
+        if self.before.notes_calls:
             refused_nodes.add(COMPILED_NODE)
         leaves = leaves_of_graph(tensors, leaf_nodes, refused_nodes)
         for leaf in leaves:
@@ -144,16 +149,16 @@ class GradientsInGrad:
         for leaf in self._without_gradient:
             keep_own(leaf)
         self._without_gradient = [p for p in self._without_gradient if p.grad is None]
-        self._marks = {leaf: self._mark(leaf) for leaf in self._earlier_gradients}
+        self._sum_versions = self._current_versions()
 
-    def _mark(self, leaf: Tensor) -> object:
-        """Return what differs if something changes the sum of `leaf`."""
-        total = self._wide_sums.get(leaf, leaf.grad)
-        return None if total is None else (id(total), version(total))
+    def _current_versions(self) -> list[tuple[int, int]]:
+        totals = [leaf.grad for leaf in self._earlier_gradients]
+        totals += self._wide_sums.values()
+        return [(id(total), version(total)) for total in totals if total is not None]
 
     def require_untouched(self) -> None:
         """Raise if the user's function has changed a sum, as ``backward()`` does."""
-        if any(self._mark(leaf) != mark for leaf, mark in self._marks.items()):
+        if self._current_versions() != self._sum_versions:
             raise touched_error()
 
     def deliver(self) -> None:
@@ -262,7 +267,7 @@ def collecting(
         destination = GradientsInGrad(factors, divisor)
     else:
         destination = GradientsInWindow(optimizer, factors, divisor)
-    destination.refuses_compiled = before.notes_calls
+    destination.before = before
     with before, destination:
         yield destination
         destination.deliver()
@@ -304,24 +309,34 @@ def leaves_of_graph(
 
 
 def watched_error(leaf: Tensor) -> UsageError:
-    return explain(
-        UsageError,
-        "optimizer",
-        expected="parameters whose gradients nobody else collects",
-        found=f"one of shape {tuple(leaf.shape)} that a wrapped optimizer collects",
-        fix="Write optimizer=opt, wrapped with steps=None; of another optimizer's"
-        " parameters, call requires_grad_(False) for this call.",
+    return UsageError(
+        "optimizer: expected parameters whose gradients nobody else collects; got one"
+        f" of shape {tuple(leaf.shape)} that a wrapped optimizer collects. Write"
+        " optimizer=opt, wrapped with steps=None; of another optimizer's parameters,"
+        " call requires_grad_(False) for this call."
     )
 
 
 def touched_error() -> UsageError:
-    return explain(
-        UsageError,
-        "loss_fn",
-        expected="a function that computes the loss",
-        found="one that changes .grad itself, as backward() or zero_grad() does",
-        fix="Return the loss, and leave backward() and zero_grad() to the call.",
+    return UsageError(
+        "loss_fn: expected a function that computes the loss; got one that changes .grad"
+        " itself, as backward() or zero_grad() does. Return the loss, and leave"
+        " backward() and zero_grad() to the call."
     )
+
+
+def require_alone(modules: Iterable[nn.Module]) -> None:
+    """Raise if several workers train one of the modules that were called."""
+    for module in modules:
+        if isinstance(module, DistributedDataParallel) or any(
+            is_sharded(parameter) for parameter in module.parameters(recurse=False)
+        ):
+            raise UsageError(
+                "optimizer: expected a wrapped optimizer beside workers; got a"
+                f" {type(module).__name__} that several workers train. Write"
+                " optimizer=gradaccum.wrap(optimizer, steps=None, module=module): it"
+                " reduces the sum once."
+            )
 
 
 def hidden_error(node_name: str) -> UsageError:
@@ -330,12 +345,8 @@ def hidden_error(node_name: str) -> UsageError:
     if node_name == COMPILED_NODE:
         found = "compiled code, which hides the buffers of modules"
         fix = "Write modules=(model,): the buffers of these are restored."
-    return explain(
-        UsageError,
-        "loss_fn",
-        expected="a function that shows what it uses",
-        found=found,
-        fix=fix,
+    return UsageError(
+        f"loss_fn: expected a function that shows what it uses; got {found}. {fix}"
     )
 
 
@@ -347,32 +358,15 @@ def options_of_call(
         return make_options(None, reduction=reduction or "mean")
     options = optimizer.whole_window().options
     if options.steps is not None:
-        raise explain(
-            ArgumentValueError,
-            "optimizer",
-            expected="one that was wrapped with steps=None",
-            found=f"steps={options.steps}",
-            fix="Write gradaccum.wrap(optimizer, steps=None): this call makes the"
-            " micro-batches and closes the window.",
+        raise ArgumentValueError(
+            "optimizer: expected one that was wrapped with steps=None; got"
+            f" steps={options.steps}. Write gradaccum.wrap(optimizer, steps=None): this"
+            " call makes the micro-batches and closes the window."
         )
     if reduction not in (None, options.reduction):
-        raise explain(
-            ArgumentValueError,
-            "reduction",
-            expected=f"{options.reduction!r}, that of the wrapped optimizer",
-            got=reduction,
-            fix=f"Leave reduction out, or write reduction={options.reduction!r}.",
+        raise ArgumentValueError(
+            f"reduction: expected {options.reduction!r}, that of the wrapped optimizer;"
+            f" got {reduction!r}. Leave reduction out, or write"
+            f" reduction={options.reduction!r}."
         )
     return options
-
-
-def require_no_dropping(options: Options) -> None:
-    """Raise unless all micro-batches of a window are kept or skipped together."""
-    if options.on_overflow == "drop_micro_batch":
-        raise explain(
-            UsageError,
-            "optimizer",
-            expected="one that takes or skips all micro-batches together",
-            found='on_overflow="drop_micro_batch"',
-            fix='Write on_overflow="skip_window".',
-        )

@@ -13,13 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.nn.parallel import DistributedDataParallel
 
-from gradaccum import UsageError
-from gradaccum.kit import explain
 from gradaccum_torch.torch_private.names import (
     buffers_of,
-    is_sharded,
     untraced,
     version,
 )
@@ -87,12 +83,8 @@ does with a batch norm's statistics.
 class Buffers:
     """The buffers of modules and of their children, as they are when they are noted."""
 
-    def __init__(
-        self, modules: Iterable[nn.Module] = (), *, is_alone: bool = False
-    ) -> None:
+    def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
         self.modules: dict[int, nn.Module] = {}
-        self._is_alone = is_alone
-        """Modules that several workers train are refused."""
         self._copies: list[BufferCopy] = []
         for module in modules:
             self.note(module)
@@ -102,8 +94,6 @@ class Buffers:
             return
         for child in module.modules():
             if id(child) not in self.modules:
-                if self._is_alone:
-                    require_alone(child)
                 self.modules[id(child)] = child
                 for name, buffer in buffers_of(child).items():
                     values = None if buffer is None else buffer.detach().clone()
@@ -154,7 +144,6 @@ class Before:
         tensors: their devices' random states are noted.
         modules: their buffers are noted.
         notes_calls: the buffers of all modules that are called in the block are noted.
-        is_alone: modules that several workers train are refused.
     """
 
     def __init__(
@@ -163,11 +152,10 @@ class Before:
         modules: Iterable[nn.Module],
         *,
         notes_calls: bool,
-        is_alone: bool = False,
     ) -> None:
         self._devices = random_devices(tensors)
         self._random_state = self.random_state()
-        self.buffers = Buffers(modules, is_alone=is_alone)
+        self.buffers = Buffers(modules)
         self.notes_calls = notes_calls
         self._noting = self.buffers.noting_calls() if notes_calls else nullcontext()
 
@@ -183,17 +171,3 @@ class Before:
 
     def random_state(self) -> RandomState:
         return RandomState(self._devices)
-
-
-def require_alone(module: nn.Module) -> None:
-    if isinstance(module, DistributedDataParallel) or any(
-        is_sharded(parameter) for parameter in module.parameters(recurse=False)
-    ):
-        raise explain(
-            UsageError,
-            "optimizer",
-            expected="a wrapped optimizer beside workers",
-            found=f"a {type(module).__name__} that several workers train",
-            fix="Write optimizer=gradaccum.wrap(optimizer, steps=None, module=module):"
-            " it reduces the sum once.",
-        )

@@ -19,14 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 Node = Any
 """A node of autograd's graph, for which torch has no common type."""
 
-DispatchMode: Any = TorchDispatchMode
-"""Shows the operations that draw random numbers."""
 version: Callable[[Tensor], int] = attrgetter("_version")
 """How often a tensor was written into: nothing else tells an outside change of
 ``.grad``.
@@ -169,7 +166,7 @@ def keep_own(leaf: Tensor) -> None:
 class Versions:
     """The versions of `tensors` as they are now."""
 
-    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._noted_versions = [(tensor, version(tensor)) for tensor in tensors]
 
     def moved(self) -> bool:

@@ -8,10 +8,9 @@ until the engine's timeout.
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Iterable, Sequence
-from itertools import chain
-from weakref import WeakKeyDictionary, WeakSet
+from itertools import chain, zip_longest
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,6 @@ from gradaccum import (
     UsageError,
     kit,
 )
-from gradaccum.kit import explain
 from gradaccum_torch.arithmetic import sum_dtype
 from gradaccum_torch.torch_private import names
 from gradaccum_torch.torch_private.fsdp import Unit
@@ -51,72 +49,57 @@ def parallel_module(module: torch.nn.Module) -> DistributedDataParallel:
     for inner_module in module.modules():
         if isinstance(inner_module, DistributedDataParallel):
             return inner_module
-    raise explain(
-        ArgumentTypeError,
-        "module",
-        expected="a DistributedDataParallel or fully_shard module",
-        found=f"an object of type {type(module).__name__}",
-        fix=FIX,
+    raise ArgumentTypeError(
+        "module: expected a DistributedDataParallel or fully_shard module; got an"
+        f" object of type {type(module).__name__}. {FIX}"
     )
 
 
-# A module that waits with its own reduction leaves the gradients of other optimizers
-# unreduced.
+# A module that waits with its own reduction reduces nothing for a bare optimizer.
 
-
-SHARED_BY: WeakKeyDictionary[
-    torch.optim.Optimizer, weakref.ref[DistributedDataParallel]
-] = WeakKeyDictionary()
-"""The module whose gradients are reduced for an optimizer, at its windows' ends."""
+REDUCING_OPTIMIZERS: WeakSet[torch.optim.Optimizer] = WeakSet()
+"""The inner optimizers of wrappers that were given ``module=``."""
 CHECKED_OPTIMIZERS: WeakSet[torch.optim.Optimizer] = WeakSet()
-"""The optimizers that have no parameter of a module which waits for another one."""
+"""The optimizers whose gradients are reduced as far as they are a module's."""
 STEP_HOOKS: list[RemovableHandle] = []
 """The hook of all optimizers, once a module waits."""
 
 
-def share_module(
-    optimizer: torch.optim.Optimizer, module: DistributedDataParallel
-) -> None:
-    """Note that `optimizer` has the gradients of `module` reduced, and refuse steps of
-    optimizers whose gradients the module no longer reduces.
+def require_reduced(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Raise before a step of `optimizer` if it has parameters of a waiting module whose
+    gradients no wrapper reduces.
     """
-    SHARED_BY[optimizer] = weakref.ref(module)
-    CHECKED_OPTIMIZERS.clear()
-    if not STEP_HOOKS:
-        STEP_HOOKS.append(register_optimizer_step_pre_hook(refuse_unreduced))
-
-
-def refuse_unreduced(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    if optimizer not in CHECKED_OPTIMIZERS:
-        require_reduced(optimizer)
-        CHECKED_OPTIMIZERS.add(optimizer)
-
-
-names.untraced(refuse_unreduced)
-
-
-def require_reduced(optimizer: torch.optim.Optimizer) -> None:
-    """Raise unless the gradients of its parameters are reduced, where a module that
-    trains them waits with its own reduction.
-    """
+    if optimizer in CHECKED_OPTIMIZERS:
+        return
     waiting = [module.parameters() for module in names.waiting_modules()]
     unreduced = ids_of(optimizer) & set(map(id, chain(*waiting)))
-    for sharing_optimizer, reference in SHARED_BY.items():
-        if reference() is not None:
-            unreduced -= ids_of(sharing_optimizer)
+    unreduced.difference_update(*map(ids_of, REDUCING_OPTIMIZERS))
     if unreduced:
         kind = type(optimizer).__name__
-        raise explain(
-            UsageError,
-            "module",
-            expected="module= for each optimizer of one DistributedDataParallel",
-            found=f"{kind} without it, for {len(unreduced)} of the parameters",
-            fix=f"Write gradaccum.wrap({kind}(...), steps=..., module=parallel).",
+        raise UsageError(
+            "module: expected module= for each optimizer of one"
+            f" DistributedDataParallel; got {kind} without it, for {len(unreduced)} of"
+            f" the parameters. Write gradaccum.wrap({kind}(...), steps=...,"
+            " module=parallel)."
         )
+    CHECKED_OPTIMIZERS.add(optimizer)
 
 
 def ids_of(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(parameter) for parameter in names.parameters_of(optimizer)}
+
+
+names.untraced(require_reduced)
+
+
+def refuse_bare_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse steps of optimizers for which a module no longer reduces, now that it
+    leaves this to the wrapper of `optimizer`.
+    """
+    REDUCING_OPTIMIZERS.add(optimizer)
+    CHECKED_OPTIMIZERS.clear()
+    if not STEP_HOOKS:
+        STEP_HOOKS.append(register_optimizer_step_pre_hook(require_reduced))
 
 
 # The parameters and the options.
@@ -129,33 +112,26 @@ def require_parameters(
 ) -> None:
     missing = set(map(id, parameters)).difference(map(id, module_parameters))
     if missing:
-        raise explain(
-            ArgumentValueError,
-            "module",
-            expected="the module whose parameters the optimizer has",
-            found=f"a {type(module).__name__} without {len(missing)} of them",
-            fix=FIX,
+        raise ArgumentValueError(
+            "module: expected the module whose parameters the optimizer has; got a"
+            f" {type(module).__name__} without {len(missing)} of them. {FIX}"
         )
 
 
 def require_all_sharded(parameters: Iterable[Tensor], units: Sequence[Unit]) -> None:
     """Raise unless FSDP2, if it has some of `parameters`, has all that are trained."""
-    sharded_parameters = chain(*[unit.parameters for unit in units])
-    sharded_ids = set(map(id, sharded_parameters))
+    sharded_ids = {id(parameter) for unit in units for parameter in unit.parameters}
     unreduced = [
         parameter
         for parameter in parameters
         if parameter.requires_grad and id(parameter) not in sharded_ids
     ]
     if unreduced and any(unit.workers > 1 for unit in units):
-        raise explain(
-            ArgumentValueError,
-            "optimizer",
-            expected="parameters that fully_shard has",
-            found=f"{len(unreduced)} trainable parameters beside it, whose gradients"
-            " nobody reduces",
-            fix="Call fully_shard(model) on the whole model too, or freeze them, or"
-            " give them an optimizer of their own.",
+        raise ArgumentValueError(
+            "optimizer: expected parameters that fully_shard has; got"
+            f" {len(unreduced)} trainable parameters beside them, whose gradients nobody"
+            " reduces. Call fully_shard(model) on the whole model too, or freeze these"
+            " parameters, or give them an optimizer of their own."
         )
 
 
@@ -165,17 +141,26 @@ def require_meshes_within(parameters: Iterable[Tensor], workers: Iterable[int]) 
     """
     ranks = set(workers)
     for parameter in filter(names.is_sharded, parameters):
-        parameter_ranks = set(names.mesh_of(parameter).mesh.flatten().tolist())
-        if not parameter_ranks <= ranks:
-            raise explain(
-                ArgumentValueError,
-                "optimizer",
-                expected="parameters on workers that add up the norm together",
-                found=f"one on the ranks {sorted(parameter_ranks)}, beside"
-                f" {sorted(ranks)}",
-                fix="Shard it over these ranks or a part of them, or give it an"
-                " optimizer of its own.",
+        parameter_ranks = names.mesh_of(parameter).mesh.flatten().tolist()
+        if not ranks.issuperset(parameter_ranks):
+            raise ArgumentValueError(
+                "optimizer: expected parameters on workers that add up the norm"
+                f" together; got one on the ranks {parameter_ranks}, beside"
+                f" {sorted(ranks)}. Shard it over these ranks or a part of them, or"
+                " give it an optimizer of its own."
             )
+
+
+def describe_options(
+    options: kit.Options, gradient_sync: str = "micro_batch"
+) -> list[str]:
+    """Return one line."""
+    settings = options._asdict()
+    # Two workers' functions and scalers are different objects.
+    if not kit.is_known(options.steps):
+        settings["steps"] = "a function"
+    settings["scaler"] = type(options.scaler)
+    return [f"the options {settings} {gradient_sync}"]
 
 
 def describe_parameters(
@@ -197,40 +182,26 @@ def describe_parameters(
     return lines
 
 
-def require_same_options(
-    options: kit.Options,
-    *groups: dist.ProcessGroup,
-    parameters: Sequence[str] = (),
-    gradient_sync: str = "",
-) -> None:
-    """Raise unless all workers gave the same options, and parameters in one order;
+def require_same_lines(lines: Sequence[str], *groups: dist.ProcessGroup) -> None:
+    """Raise unless all workers of `groups` describe the same options and parameters;
     collective, and on every worker.
     """
-    # Two workers' functions and scalers are different objects.
-    settings = options._asdict()
-    if not kit.is_known(options.steps):
-        settings["steps"] = "a function"
-    settings["scaler"] = type(options.scaler)
-    lines = [f"the options {settings} {gradient_sync}", *parameters]
     everyone = [(dist.get_rank(), lines)]
     for group in groups:
-        gathered: list[list[tuple[int, list[str]]]] = [[]] * dist.get_world_size(group)
+        gathered: list[list[tuple[int, Sequence[str]]]]
+        gathered = [[]] * dist.get_world_size(group)
         dist.all_gather_object(gathered, everyone, group=group)
         everyone = sorted(chain(*gathered))
-    first_rank, first_lines = everyone[0]
+    _, first_lines = everyone[0]
     for rank, lines in everyone:
-        if lines != first_lines:
-            pairs = zip([*first_lines, "nothing"], [*lines, "nothing"], strict=False)
-            first, second = next(pair for pair in pairs if pair[0] != pair[1])
-            raise explain(
-                ArgumentValueError,
-                "options, optimizer",
-                expected="the same options, and parameters in the same order, on every"
-                " worker",
-                found=f"{first} on rank {first_rank}, {second} on rank {rank}",
-                fix="Call gradaccum.wrap alike on every worker. Build the optimizer's"
-                " groups from lists; a set has another order in each process.",
-            )
+        for first, line in zip_longest(first_lines, lines, fillvalue="nothing"):
+            if line != first:
+                raise ArgumentValueError(
+                    f"options, optimizer: expected {first} on every worker; got {line}"
+                    f" on rank {rank}. Call gradaccum.wrap alike on every worker, with"
+                    " parameters in the same order: build groups from lists, because a"
+                    " set has another order in each process."
+                )
 
 
 def warn_of_unequal_parameters(
@@ -258,54 +229,43 @@ def warn_of_unequal_parameters(
 
 def require_reduced_units(units: Sequence[Unit]) -> None:
     if any(unit.has_unreduced() for unit in units):
-        raise explain(
-            UsageError,
-            "set_requires_gradient_sync",
-            expected="gradients that are reduced when the window ends",
-            found="gradients that FSDP2 keeps unreduced",
-            fix="Leave the call out, and write gradaccum.wrap(optimizer, ...,"
-            ' module=fsdp_model, gradient_sync="window"), after opt.discard() on every'
-            " worker.",
+        raise UsageError(
+            "set_requires_gradient_sync: expected gradients that are reduced when the"
+            " window ends; got gradients that FSDP2 keeps unreduced. Leave the call"
+            " out, and write gradaccum.wrap(optimizer, ..., module=fsdp_model,"
+            ' gradient_sync="window"), after opt.discard() on every worker.'
         )
 
 
 def require_deferrable(units: Sequence[Unit], options: kit.Options) -> None:
     """Raise unless FSDP2 can reduce the sum of micro-batches in place of each."""
+    found = ""
     if options.separate_sums or options.on_overflow == "drop_micro_batch":
-        raise deferred_error('separate_sums=True or on_overflow="drop_micro_batch"')
+        found = 'separate_sums=True or on_overflow="drop_micro_batch"'
     for unit in units:
         for parameter in unit.parameters:
             dtype = sum_dtype(parameter, options.accumulate_dtype)
             dtypes = {parameter.dtype, unit.sum_dtype, dtype}
             if parameter.requires_grad and len(dtypes) > 1:
-                raise deferred_error(
-                    f"{parameter.dtype} parameters, {unit.sum_dtype} in FSDP2 and"
-                    f" accumulate_dtype {dtype}"
-                )
-
-
-def deferred_error(found: str) -> ArgumentValueError:
-    return explain(
-        ArgumentValueError,
-        'gradient_sync="window"',
-        expected="no look at a single micro-batch, and one dtype for parameters, FSDP2's"
-        " sums and accumulate_dtype",
-        found=found,
-        fix="For bfloat16 keep the parameters in float32, with MixedPrecisionPolicy("
-        "param_dtype=torch.bfloat16, reduce_dtype=torch.float32). Or write"
-        ' gradient_sync="micro_batch", which reduces each micro-batch.',
-    )
+                found = f"{', '.join(sorted(map(str, dtypes)))}"
+    if found:
+        raise ArgumentValueError(
+            'gradient_sync="window": expected one dtype for parameters, FSDP2\'s sums'
+            f" and accumulate_dtype, and no look at a single micro-batch; got {found}."
+            " For bfloat16 keep the parameters in float32, with"
+            " MixedPrecisionPolicy(param_dtype=torch.bfloat16,"
+            ' reduce_dtype=torch.float32). Or write gradient_sync="micro_batch", which'
+            " reduces each micro-batch."
+        )
 
 
 # A window that is being reduced.
 
 
 def discarded_error() -> UsageError:
-    return explain(
-        UsageError,
-        "the end of a window",
-        expected="every worker to end the window whose sums are being added up",
-        found="a worker that called discard() after its last backward pass had begun",
-        fix="Call opt.discard() on every worker. To leave out a micro-batch of one"
-        " worker, give its loss with weight=0.",
+    return UsageError(
+        "the end of a window: expected every worker to end the window whose sums are"
+        " being added up; got a worker that called discard() after its last backward"
+        " pass had begun. Call opt.discard() on every worker. To leave out a"
+        " micro-batch of one worker, give its loss with weight=0."
     )

@@ -134,7 +134,7 @@ class ShardGroup(Workers):
         for unit in self.units:
             unit.drop()
 
-    def require_parameters(self, parameters: Sequence[Tensor]) -> None:
+    def add_parameters(self, parameters: Sequence[Tensor]) -> None:
         every_parameter = [*parameters_of(self.optimizer), *parameters]
         units = units_holding(every_parameter)
         checks.require_all_sharded(every_parameter, units)

@@ -78,9 +78,9 @@ class WorkerGroup(Workers):
             reduce_again = names.leave_reduction_out(self.module)
             weakref.finalize(self, reduce_again).atexit = False
             names.send_buffers(self.module)
-            checks.share_module(self.optimizer, self.module)
+            checks.refuse_bare_steps(self.optimizer)
 
-    def require_parameters(self, parameters: Sequence[Tensor]) -> None:
+    def add_parameters(self, parameters: Sequence[Tensor]) -> None:
         if self.module is not None:
             module_copies = [each for each in parameters if not names.is_sharded(each)]
             module_parameters = list(self.module.parameters())

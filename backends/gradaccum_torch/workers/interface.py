@@ -151,8 +151,8 @@ class Workers:
     def window_ended(self) -> None:
         """Begin the next window."""
 
-    def require_parameters(self, parameters: Sequence[Tensor]) -> None:
-        """Raise unless the workers share each of these new `parameters`."""
+    def add_parameters(self, parameters: Sequence[Tensor]) -> None:
+        """Share these new parameters of the optimizer too, or raise."""
 
 
 def root_of_sum(

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradaccum_torch.arithmetic import sum_dtype
-from gradaccum_torch.checks import second_pass_error
+from gradaccum_torch.checks import unfinished_error
 from gradaccum_torch.gradient_sum import GradientSum
 from gradaccum_torch.torch_private import names
 
@@ -65,7 +65,7 @@ class BucketReduction:
         """
         number = self.bucket_numbers[id(parameter)]
         if number < self.launch_count:
-            raise second_pass_error()
+            raise unfinished_error("backward()")
         self.missing[number].discard(id(parameter))
         while self.launch_count < len(self.buckets):
             if self.missing[self.launch_count]:

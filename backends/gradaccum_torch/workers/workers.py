@@ -74,7 +74,7 @@ def workers_of(
     if norm_group is not None:
         workers.stages = cast(dist.ProcessGroup, norm_group)
         workers.device = parameters[0].device
-        checks.require_same_options(options, workers.stages)
+        checks.require_same_lines(checks.describe_options(options), workers.stages)
     elif not (workers.is_shared or is_alone) and processes() > 1:
         text = UNNAMED_WORKERS.format(processes())
         warnings.warn(text, GradAccumWarning, stacklevel=5)
@@ -96,13 +96,13 @@ def workers_of_module(
     if not is_parallel and any(map(is_sharded, candidates)):
         return make_shard_group(optimizer, module, options, sync)
     if module is None:
-        checks.require_reduced(optimizer)
         return Workers()
     parallel = checks.parallel_module(cast(torch.nn.Module, module))
     workers = WorkerGroup(parallel.process_group, optimizer, options, parallel)
-    workers.require_parameters(parameters)
-    lines = checks.describe_parameters(optimizer, parallel)
-    checks.require_same_options(options, parallel.process_group, parameters=lines)
+    workers.add_parameters(parameters)
+    lines = checks.describe_options(options)
+    lines += checks.describe_parameters(optimizer, parallel)
+    checks.require_same_lines(lines, parallel.process_group)
     return workers
 
 
@@ -110,9 +110,10 @@ def workers_of_group(
     group: dist.ProcessGroup, optimizer: torch.optim.Optimizer, options: Options
 ) -> WorkerGroup:
     workers = WorkerGroup(group, optimizer, options)
-    workers.require_parameters(workers.parameters())
-    lines = checks.describe_parameters(optimizer, None)
-    checks.require_same_options(options, group, parameters=lines)
+    workers.add_parameters(workers.parameters())
+    lines = checks.describe_options(options)
+    lines += checks.describe_parameters(optimizer, None)
+    checks.require_same_lines(lines, group)
     checks.warn_of_unequal_parameters(optimizer, group)
     return workers
 
@@ -132,7 +133,7 @@ def make_shard_group(
         checks.require_meshes_within(parameters, mesh.mesh.flatten().tolist())
     if module is not None:
         groups = [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
-        checks.require_same_options(options, *groups, gradient_sync=sync)
+        checks.require_same_lines(checks.describe_options(options, sync), *groups)
     units = units_holding(parameters)
     deferred_reduction = None
     if sync == "window":

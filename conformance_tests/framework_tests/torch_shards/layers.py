@@ -123,17 +123,9 @@ def layers_of_a_worker_without_weight(rank: int) -> None:
 
 @check
 def layers_that_are_refused(rank: int) -> None:
-    """Shards, which FSDP2 would reduce for each micro-batch, and stages."""
-    model, whole = shard(build()), build()
+    """Shards, whose sums FSDP2 would not reduce layer by layer."""
+    model = shard(build())
     with refused(gradaccum.ArgumentTypeError, "layers", "FSDP2", "backward"):
         layered_backward(
             model, mean, *own(rank), steps=STEPS, optimizer=wrap(model, module=model)
-        )
-    with refused(gradaccum.UsageError, "one with norm_group=", "backward"):
-        layered_backward(
-            whole,
-            mean,
-            *own(rank),
-            steps=STEPS,
-            optimizer=wrap(whole, norm_group=dist.group.WORLD),
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +11,12 @@ from torch import Tensor, nn
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
 from gradaccum import AutoMicroBatchSize, UsageError
-from gradaccum_torch.large_batch import auto, backward
+from gradaccum_torch.large_batch import backward
 
 from .common import build, ddp, require_same_everywhere, sgd
 from .jobs import check
 
 X = torch.linspace(-1, 2, 32, dtype=torch.float64).reshape(8, 4).sin()
-on_a_cpu = mock.patch.object(auto, "require_device", new=mock.Mock())
-"""The loss says when memory runs out."""
 
 
 def failing(
@@ -36,7 +33,6 @@ def failing(
 
 
 @check
-@on_a_cpu
 def worker_that_raises_leaves_none_waiting(rank: int) -> None:
     """It raises its own error, and the other names it."""
     model = build()
@@ -48,7 +44,6 @@ def worker_that_raises_leaves_none_waiting(rank: int) -> None:
 
 
 @check
-@on_a_cpu
 def attempts_end_in_one_update(rank: int) -> None:
     """Of one size on both workers, and as without failures. Only the second runs out of
     memory: half of three is two, and so is the size of five elsewhere.

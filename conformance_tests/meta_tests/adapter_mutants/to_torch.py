@@ -168,7 +168,7 @@ MUTANTS = (
     ),
     Mutant(
         "add_to_a_sum_that_is_being_reduced",
-        "            raise second_pass_error()\n",
+        '            raise unfinished_error("backward()")\n',
         "            return\n",
         OWN + "test_torch_workers.py::test_two_workers",
         only="second_pass_after_the_reduction",
@@ -236,8 +236,8 @@ MUTANTS = (
     ),
     Mutant(
         "take_an_unscaled_loss",
-        "        if is_unscaled or arrived_factors - {factor}:\n",
-        "        if is_unscaled:\n",
+        "            if is_unscaled or factors - {factor}:\n",
+        "            if is_unscaled:\n",
         OWN
         + "test_torch_misuse.py::test_gradients_that_another_optimizer_multiplied_are_refused",
     ),
@@ -353,8 +353,8 @@ MUTANTS = (
     ),
     Mutant(
         "add_a_mean_unweighed",
-        "        if is_unscaled or arrived_factors - {factor}:\n",
-        "        if is_unscaled or arrived_factors - {1.0, factor}:\n",
+        "            if is_unscaled or factors - {factor}:\n",
+        "            if is_unscaled or factors - {1.0, factor}:\n",
         OWN + "test_torch_weigh.py::test_weigh_beside_a_plain_mean_is_refused",
     ),
     Mutant(
@@ -371,7 +371,7 @@ MUTANTS = (
     ),
     Mutant(
         "take_the_hooks_of_compiled_code_for_granted",
-        "        if self.refuses_compiled:\n",
+        "        if self.before.notes_calls:\n",
         "        if False:\n",
         OWN
         + "test_torch_large_batch_counts.py::test_compiled_statistics_move_once_or_are_refused",
