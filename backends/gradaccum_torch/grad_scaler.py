@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradaccum import UsageError
-from gradaccum.kit import Options, ScaleRule, State, explain
+from gradaccum.kit import Options, ScaleRule, State
 from gradaccum_torch.torch_private.names import (
     found_inf_of,
     pending_update,
@@ -61,14 +61,12 @@ class ScalerLink:
     def require_unmoved(self, state: State) -> None:
         """Raise unless the scale is what it was as the window began."""
         if self.scaler.get_scale() != state.loss_scale:
-            raise explain(
-                UsageError,
-                "scaler",
-                expected="one scale for all micro-batches of a window",
-                found="a scale that moved inside it, such as by scaler.update(new_scale)"
-                " or another optimizer's overflow",
-                fix="Change it between two windows, and give each optimizer a scaler of"
-                " its own. The window cannot be mended: call opt.discard().",
+            raise UsageError(
+                "scaler: expected one scale for all micro-batches of a window; got a"
+                " scale that moved inside it, such as by scaler.update(new_scale) or"
+                " another optimizer's overflow. Change it between two windows, and give"
+                " each optimizer a scaler of its own. The window cannot be mended: call"
+                " opt.discard()."
             )
 
     def write(self, state: State) -> None:
@@ -140,12 +138,10 @@ def groups_for_a_scaler(link: ScalerLink | None) -> list[dict[str, Any]] | None:
 
 
 def foreign_scaler_error() -> UsageError:
-    return explain(
-        UsageError,
-        "scaler.step, scaler.unscale_",
-        expected="the scaler that gradaccum.wrap was given, which moves only between"
-        " windows",
-        found="a torch.amp.GradScaler that would unscale at every micro-batch",
-        fix="Write gradaccum.wrap(optimizer, ..., loss_scale=scaler); in place of"
-        " scaler.unscale_(opt) and clip_grad_norm_ clip_norm=.",
+    return UsageError(
+        "scaler.step, scaler.unscale_: expected the scaler that gradaccum.wrap was"
+        " given, which moves only between windows; got a torch.amp.GradScaler that"
+        " would unscale at every micro-batch. Write gradaccum.wrap(optimizer, ...,"
+        " loss_scale=scaler); in place of scaler.unscale_(opt) and clip_grad_norm_"
+        " clip_norm=."
     )

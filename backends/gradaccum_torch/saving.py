@@ -155,9 +155,7 @@ def describe(masters: MasterWeights) -> list[list[Any]]:
 def checkpoint_error(
     argument: str, expected: str, found: str, fix: str = FIX
 ) -> CheckpointError:
-    return kit.explain(
-        CheckpointError, argument, expected=expected, found=found, fix=fix
-    )
+    return CheckpointError(f"{argument}: expected {expected}; got {found}. {fix}")
 
 
 def require_same_model(entry: Entry, window: Window) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from gradaccum import ArgumentTypeError
-from gradaccum.kit import explain
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.torch_private.names import note_step_called
 
@@ -68,13 +67,11 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
     def __init__(self, scheduler: Scheduler) -> None:
         optimizer = getattr(scheduler, "optimizer", None)
         if not isinstance(optimizer, AccumulatingOptimizer):
-            raise explain(
-                ArgumentTypeError,
-                "scheduler",
-                expected="a scheduler built on a wrapped optimizer",
-                found=f"a scheduler on {type(optimizer).__name__}",
-                fix="Wrap the optimizer first: opt = gradaccum.wrap(optimizer,"
-                " steps=4); scheduler = StepLR(opt, 10).",
+            raise ArgumentTypeError(
+                "scheduler: expected a scheduler built on a wrapped optimizer; got a"
+                f" scheduler on {type(optimizer).__name__}. Wrap the optimizer first:"
+                " opt = gradaccum.wrap(optimizer, steps=4); scheduler = StepLR(opt,"
+                " 10)."
             )
         self._scheduler = scheduler
         self._updates = optimizer._window.updates

@@ -14,7 +14,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
 from gradaccum import UsageError
-from gradaccum.kit import explain
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.saving import StateDict
 from gradaccum_torch.scheduler import GatedScheduler
@@ -62,13 +61,11 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
             ):
                 optimizer.load_state_dict(state)
         if not wrapped_optimizers(trainer):
-            raise explain(
-                UsageError,
-                "configure_optimizers",
-                expected="a wrapped optimizer",
-                found=", ".join(type(each).__name__ for each in trainer.optimizers),
-                fix="Return gradaccum.wrap(optimizer, steps=4) from it, or leave"
-                " AccumulationCallback out.",
+            raise UsageError(
+                "configure_optimizers: expected a wrapped optimizer; got"
+                f" {', '.join(type(each).__name__ for each in trainer.optimizers)}."
+                " Return gradaccum.wrap(optimizer, steps=4) from it, or leave"
+                " AccumulationCallback out."
             )
         if pl_module.automatic_optimization:
             _require_gates(trainer)
@@ -155,13 +152,11 @@ def _require_untouched_micro_batches(trainer: Trainer) -> None:
     ):
         value = getattr(trainer, name)
         if value and value != usual:
-            raise explain(
-                UsageError,
-                name,
-                expected="the Trainer to leave micro-batches to the wrapped optimizer",
-                got=value,
-                fix="Leave it out of the Trainer and return from configure_optimizers"
-                f" gradaccum.wrap(optimizer, {option.format(value)}",
+            raise UsageError(
+                f"{name}: expected the Trainer to leave micro-batches to the wrapped"
+                f" optimizer; got {value!r} ({type(value).__name__}). Leave it out of"
+                " the Trainer and return from configure_optimizers"
+                f" gradaccum.wrap(optimizer, {option.format(value)}"
             )
 
 
@@ -169,13 +164,10 @@ def _require_gates(trainer: Trainer) -> None:
     for config in trainer.lr_scheduler_configs:
         is_gated = isinstance(config.scheduler, GatedScheduler)
         if config.interval == "step" and not (is_gated and config.frequency == 1):
-            raise explain(
-                UsageError,
-                "lr_scheduler",
-                expected='a gated scheduler with "frequency": 1 where "interval" is'
-                ' "step", since Lightning steps it per micro-batch',
-                found=f"{type(config.scheduler).__name__} with frequency"
-                f" {config.frequency}",
-                fix='Write {"scheduler": gradaccum.wrap(scheduler), "interval":'
-                ' "step"}, which moves once per update.',
+            raise UsageError(
+                'lr_scheduler: expected a gated scheduler with "frequency": 1 where'
+                ' "interval" is "step", since Lightning steps it per micro-batch; got'
+                f" {type(config.scheduler).__name__} with frequency {config.frequency}."
+                ' Write {"scheduler": gradaccum.wrap(scheduler), "interval": "step"},'
+                " which moves once per update."
             )

@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 from gradaccum import UsageError
-from gradaccum.kit import explain
 from gradaccum_torch.backend import wrap
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 
@@ -176,10 +175,7 @@ def divides_by_tokens(trainer: Trainer) -> bool:
         return False
     if kind is None or kind in _BY_TOKENS:
         return True
-    raise explain(
-        UsageError,
-        "loss_type",
-        expected=f"one of {', '.join(sorted(_BY_TOKENS | _MEANS))}",
-        found=repr(kind),
-        fix="Choose another loss, or leave AccumulationCallback out.",
+    raise UsageError(
+        f"loss_type: expected one of {', '.join(sorted(_BY_TOKENS | _MEANS))}; got"
+        f" {kind!r}. Choose another loss, or leave AccumulationCallback out."
     )

@@ -107,12 +107,10 @@ def axis_of(leaf: kit.Leaf, axis: int | None) -> int | None:
         return None
     dimensions = 1 if kit.is_column(value) else int(getattr(value, "ndim", 0))
     if not -dimensions <= axis < dimensions:
-        raise kit.explain(
-            ArgumentValueError,
-            leaf.path,
-            expected=f"an array with an axis {axis} to split",
-            found=f"a {type(value).__name__} of {dimensions} dimensions",
-            fix="Write axes= the batch axis of this leaf, or None to pass it whole.",
+        raise ArgumentValueError(
+            f"{leaf.path}: expected an array with an axis {axis} to split; got a"
+            f" {type(value).__name__} of {dimensions} dimensions. Write axes= the batch"
+            " axis of this leaf, or None to pass it whole."
         )
     return axis % dimensions
 

@@ -16,7 +16,6 @@ from gradaccum import ArgumentValueError, GradAccumWarning
 from gradaccum.kit import (
     Options,
     UntilWeight,
-    explain,
     measures,
     require_choice,
     shared_until_weight_error,
@@ -57,12 +56,10 @@ def workers_of(
 ) -> Workers:
     parameters = parameters_of(optimizer)
     if are_flattened(parameters):
-        raise explain(
-            ArgumentValueError,
-            "optimizer",
-            expected="parameters that FSDP1 has not flattened",
-            found="those of FullyShardedDataParallel (FSDP1)",
-            fix="Shard the model with torch.distributed.fsdp.fully_shard (FSDP2).",
+        raise ArgumentValueError(
+            "optimizer: expected parameters that FSDP1 has not flattened; got those of"
+            " FullyShardedDataParallel (FSDP1). Shard the model with"
+            " torch.distributed.fsdp.fully_shard (FSDP2)."
         )
     sync = require_choice("gradient_sync", gradient_sync, get_args(GradientSync))
     is_alone = isinstance(process_group, str) and process_group == ALONE
