@@ -269,8 +269,7 @@ class _CoefficientReader:
             if flat:
                 return (
                     f"The gradient of {self.place_names(flat)} is zero, so the check"
-                    " cannot tell where it went. Check with other data, or set this"
-                    " weight to 0."
+                    " cannot tell where it went. Use other data, or give it weight 0."
                 )
             if update.unexplained <= limit and update.uncertainty > 0.1:
                 return (
@@ -293,10 +292,9 @@ class _CoefficientReader:
                     "unexplained",
                     number,
                     f"{update.unexplained:.1%} of update {number} is not a sum of the"
-                    " micro-batches' gradients. Either the model or the loss mixes the"
-                    " items of a batch (batch norm, a contrastive loss), or the loss is"
-                    " random or has a state, or loss_fn lacks a term of the loop's"
-                    " loss.",
+                    " micro-batches' gradients. Either items of a batch are mixed (batch"
+                    " norm, a contrastive loss), or the loss is random or has a state,"
+                    " or loss_fn lacks a term of the loop's loss.",
                 )
             else:
                 self.read_weights(number, update)
@@ -326,8 +324,7 @@ class _CoefficientReader:
                     "leaked",
                     number,
                     f"Update {number} contains {self.place_names(again)} of the"
-                    " previous update again: the gradients were not cleared after that"
-                    " update.",
+                    " previous update again: gradients were not cleared after it.",
                 )
         if self.steps and not is_leaking:
             self.read_boundaries(self.steps, lost_places)
@@ -375,8 +372,7 @@ class _CoefficientReader:
                     "not_reduced",
                     number,
                     f"Update {number} contains these micro-batches:"
-                    f" {', '.join(words)}. The gradients of some workers were not"
-                    " reduced.",
+                    f" {', '.join(words)}. Some workers' gradients were not reduced.",
                 )
                 return
 
@@ -421,8 +417,7 @@ class _CoefficientReader:
             kind = "short_window"
             text = (
                 f"The short window of update {number} was divided by {full_size}"
-                f" instead of {count}: the update is {share:.3g} times what it should"
-                " be."
+                f" instead of {count}: it is {share:.3g} times what it should be."
             )
             if not are_equal(ratios, room):
                 text += (
@@ -435,8 +430,7 @@ class _CoefficientReader:
             kind = "mean_of_means"
             text = (
                 f"In update {number} micro-batches of different weights count the same,"
-                f" {coefficients[0]:.3g} each. Weight each micro-batch by its number of"
-                " items."
+                f" {coefficients[0]:.3g} each. Weight each by its number of items."
             )
         else:
             norms = [update.norms[member] for member in members if update.norms]
@@ -506,8 +500,7 @@ def uneven_weights(
         if len(clipped_norms) > 1 and are_equal(clipped_norms, room):
             return (
                 "clipped_each",
-                "each micro-batch was clipped by itself. Clip their sum once, at the"
-                " end of the window.",
+                "each micro-batch was clipped by itself. Clip the window's sum once.",
             )
     for sizes in (coefficients, ratios):
         factors = [before / after for before, after in pairwise(sizes)]
