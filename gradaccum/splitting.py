@@ -109,9 +109,9 @@ def unknown_limit_error(device: str) -> GradAccumError:
     """
     return ArgumentValueError(
         "micro_batch_size: expected a device that states its memory limit; got 'auto'"
-        f" on {device}. Write micro_batch_size=AutoMicroBatchSize(memory_limit=2 *"
-        " 1024**3) with the number of bytes that the call may use, or pass a number of"
-        " items."
+        f" on {device}. Write micro_batch_size="
+        "AutoMicroBatchSize(memory_limit=2 * 1024**3) with the number of bytes that the"
+        " call may use, or pass a number of items."
     )
 
 

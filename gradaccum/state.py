@@ -27,8 +27,7 @@ FIELD_DTYPES = {
     "loss_scale": "float32",
     "growth_tracker": "int32",
 }
-"""The dtype of each field at rest. `weight` is float64 where the accumulators are
-float64.
+"""The dtype of each field at rest. `weight` is float64 if the accumulators are float64.
 """
 
 

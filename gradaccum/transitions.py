@@ -341,7 +341,7 @@ def _adjust_scale(
     """Back off after an overflow, and grow after `growth_interval` clean windows. A
     window of weight 0 counts as neither.
 
-    The rule is the rule of `torch.amp.GradScaler`, with a floor and a ceiling.
+    The rule follows `torch.amp.GradScaler`, with a floor and a ceiling added.
     """
     smaller_scale = scale * rule.backoff_factor
     smaller_scale = where(

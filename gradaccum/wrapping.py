@@ -24,7 +24,7 @@ def wrap(
             pairs ``(first optimizer_step, steps)``; ``gradaccum.until_weight(n)``,
             which ends a window when its weight reaches n; or None, which means that the
             caller closes every window with ``flush``.
-        options: options of the framework, and these options of every framework:
+        options: by keyword, the framework's own options, and these:
 
             - ``reduction``: ``"mean"``, the default: sum(w_i g_i) / sum(w_i), g_i the
               gradient of a mean loss and w_i its number of items (default 1);

@@ -46,7 +46,7 @@ def partitions(items: int, steps: int) -> dict[Parts, str]:
     """Return the partitions to compare with the large batch, each with its description.
     The first is the partition of training.
 
-    No micro-batch has one item unless `steps` asks for it, because batch norm refuses a
+    No micro-batch has one item unless `steps` asks for it, because batch norm rejects a
     single item.
     """
     places = tuple(range(items))

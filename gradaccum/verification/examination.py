@@ -277,7 +277,7 @@ class _Examination:
             gradients = comparison.accumulate([(0, 1), (2, 3)])
             swapped_gradients = comparison.accumulate([(0, 3), (2, 1)])
             turned_gradients = comparison.accumulate([(1, 0), (2, 3)])
-        except Exception:  # The user's loss may refuse two items.
+        except Exception:  # The user's loss may reject two items.
             return False
         by_neighbour = comparison.differing(gradients, swapped_gradients)
         by_place = comparison.differing(gradients, turned_gradients)

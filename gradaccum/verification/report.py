@@ -24,7 +24,7 @@ class Cause:
     where: str
     """The layer, state, parameter or part of the batch; else "the loss"."""
     explanation: str
-    """What was seen, and why it matters."""
+    """What the experiments showed, and why it matters."""
     fix: str
     """What to write instead."""
 
@@ -163,7 +163,7 @@ def verify(
             return backend.verify(model_or_params, loss_fn, batch, steps, **options)
     raise ArgumentTypeError(
         "model_or_params: expected a torch.nn.Module, a mindspore.nn.Cell or a nest of"
-        " JAX arrays, whose framework is installed; got an object of type"
+        " JAX arrays, with its framework installed; got an object of type"
         f" {type(model_or_params).__name__}. The installed frameworks are:"
         f" {', '.join(available_backends()) or 'none'}."
     )
