@@ -292,9 +292,9 @@ class _CoefficientReader:
                     "unexplained",
                     number,
                     f"{update.unexplained:.1%} of update {number} is not a sum of the"
-                    " micro-batches' gradients. Either items of a batch are mixed (batch"
-                    " norm, a contrastive loss), or the loss is random or has a state,"
-                    " or loss_fn lacks a term of the loop's loss.",
+                    " micro-batches' gradients. Either items of a batch are mixed"
+                    " (batch norm, a contrastive loss), or the loss is random or has"
+                    " a state, or loss_fn lacks a term of the loop's loss.",
                 )
             else:
                 self.read_weights(number, update)

@@ -65,7 +65,7 @@ def children_of(nest: Nest) -> list[tuple[str, Nest]] | None:
 
 
 def is_column(nest: Nest) -> bool:
-    """True if `nest` is a list or tuple of plain values: a leaf with one value per item."""
+    """True if `nest` is a list or tuple of plain values: one leaf, a value per item."""
     if not isinstance(nest, list | tuple) or hasattr(nest, "_fields"):
         return False
     return bool(nest) and all(isinstance(value, PLAIN) for value in nest)

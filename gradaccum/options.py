@@ -302,8 +302,8 @@ def make_options(
     # A disabled torch.amp.GradScaler is accepted, because its scale is always 1.
     if on_overflow == "ignore" and rule.backoff_factor != 1:
         raise ArgumentValueError(
-            'loss_scale: expected a static scale, because on_overflow="ignore" detects no'
-            " overflow after which a dynamic scale could back off; got"
+            'loss_scale: expected a static scale, because on_overflow="ignore" detects'
+            " no overflow after which a dynamic scale could back off; got"
             f" {loss_scale!r} ({type(loss_scale).__name__}). Pass a number, or leave"
             " on_overflow out."
         )

@@ -36,7 +36,7 @@ def wrapped_twice_error(got: object) -> GradAccumError:
 
 
 def accumulate_dtype_error(got: object) -> GradAccumError:
-    """Return the error for an ``accumulate_dtype`` that is not a floating-point dtype."""
+    """Return the error for an ``accumulate_dtype`` that is not a floating dtype."""
     kind = ArgumentValueError if isinstance(got, str) else ArgumentTypeError
     return kind(
         "accumulate_dtype: expected a floating-point dtype of the framework or its"

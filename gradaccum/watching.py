@@ -15,8 +15,8 @@ from gradaccum.state import StepResult
 
 __all__ = ["ClosedWindow", "Listener"]
 
-# A listener receives Python numbers, so that it needs no framework. An unknown number is
-# NaN.
+# A listener receives Python numbers, so that it needs no framework. An unknown number
+# is NaN.
 
 
 class ClosedWindow(NamedTuple):

@@ -328,7 +328,7 @@ class _Examination:
         return True
 
     def has_other_reduction(self, right: Reduction) -> bool:
-        """Test whether the reduction `right` without weights makes accumulation right."""
+        """Test whether reduction `right` without weights makes accumulation right."""
         if self.comparison.weighing_items(right).moved:
             return False
         fix = "Write reduction='mean' and no weight=."
