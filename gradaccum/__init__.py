@@ -1,8 +1,8 @@
 """Gradient accumulation that means the same thing, exactly, in PyTorch, JAX/optax and
 MindSpore.
 
-Most users need `wrap` only. Authors of a backend find the state machine in
-`gradaccum.kit`. Importing this package imports the standard library only.
+Most users need only `wrap`. Authors of a backend find the state machine in
+`gradaccum.kit`. Importing this package imports only the standard library.
 """
 
 from gradaccum.errors import (

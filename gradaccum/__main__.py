@@ -1,5 +1,5 @@
-"""The ``gradaccum`` command: ``versions`` and ``check`` run anywhere, the other commands
-live in the conformance package.
+"""The ``gradaccum`` command. ``versions`` and ``check`` need only this package; the
+other commands are in the conformance package.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from gradaccum.loop_check import LoopReport
 
 HELP = """Usage: gradaccum [--version] [--help] COMMAND
 
-versions     Print the versions that a report of a fault needs.
-check        Call module:function, which returns the report of gradaccum.check_loop,
-             and print it; the exit status is 1 unless the loop is right.
+versions     Print the versions that a bug report needs.
+check        Call module:function, which must return a report of gradaccum.check_loop,
+             and print the report. The exit status is 1 unless the loop is right.
 demo         Train on handwritten digits in every installed framework.
-conformance  Test that accumulated gradients equal the large batch's.
+conformance  Test that accumulated gradients equal the large batch's gradient.
 
 demo and conformance need: pip install 'gradaccum[conformance]'"""
 
@@ -39,7 +39,7 @@ def main() -> None:
             print(HELP)
             return
         if arguments[0] not in ("demo", "conformance"):
-            sys.exit(f"gradaccum: no command {arguments[0]!r}. {HELP}")
+            sys.exit(f"gradaccum: there is no command {arguments[0]!r}. {HELP}")
         sys.exit(
             f"gradaccum: {arguments[0]} needs {error.name!r}. Run: pip install"
             " 'gradaccum[conformance]'"
@@ -57,8 +57,8 @@ def check(arguments: list[str]) -> int | str:
     if not isinstance(report, LoopReport):
         kind = type(report).__name__
         return (
-            f"gradaccum: {module}:{name} returned an object of type {kind}. Return what"
-            " gradaccum.check_loop returns."
+            f"gradaccum: {module}:{name} returned an object of type {kind}. Return the"
+            " report of gradaccum.check_loop."
         )
     print(report)
     return 0 if report.right else 1

@@ -12,7 +12,7 @@ from typing import SupportsFloat, SupportsIndex, TypeVar, cast
 
 
 class GradAccumError(Exception):
-    """Any error raised by gradaccum. The sum of the open window survives it."""
+    """Any error raised by gradaccum. The sum of the open window survives the error."""
 
 
 class ArgumentValueError(GradAccumError, ValueError):
@@ -24,25 +24,27 @@ class ArgumentTypeError(GradAccumError, TypeError):
 
 
 class GradientError(GradAccumError, ValueError):
-    """A gradient tree of another structure, shape or dtype than the parameters."""
+    """The gradients differ from the parameters in structure, shape or dtype."""
 
 
 class CheckpointError(GradAccumError, ValueError):
-    """A saved state of other parameters or of another window shape."""
+    """The saved state does not match the parameters, or its open window does not match
+    the options.
+    """
 
 
 class UsageError(GradAccumError, RuntimeError):
-    """A call that would make the result silently wrong at this point."""
+    """A call that, at this point, would silently make the result wrong."""
 
 
 class GradAccumWarning(UserWarning):
-    """A loop that is right as it stands, and most likely not what its author means.
-    Each cause is said once per wrapped optimizer.
+    """The loop is right as it is written, but most likely not what its author intended.
+    Each cause is reported once per wrapped optimizer.
     """
 
 
 class BackendNotFoundError(GradAccumError, ImportError):
-    """No backend for this name, or its framework is not installed."""
+    """There is no backend of this name, or its framework is not installed."""
 
 
 E = TypeVar("E", bound=GradAccumError)
@@ -61,25 +63,25 @@ def explain(
 
     Args:
         kind: the class of the error.
-        argument: what is wrong, as the user writes it.
+        argument: the argument that is wrong, as the user writes it.
         expected: a noun phrase.
         fix: what to write instead, as a sentence.
         got: the given value; the error shows its `repr` and its type.
-        found: in place of `got`, words.
+        found: a description of the given value, instead of `got`.
     """
     if found is None:
         found = f"{got!r} ({type(got).__name__})"
     return kind(f"{argument}: expected {expected}; got {found}. {fix}")
 
 
-# Checks of plain arguments. A bool is no number here, and NaN is no value.
+# Checks of plain arguments. A bool does not count as a number, and NaN is rejected.
 
 
 def require_int(
     argument: str, value: object, *, at_least: int, fix: str | None = None
 ) -> int:
-    """Raise unless `value` is an int >= `at_least`. Integer scalars of a framework
-    count; bools and traced values do not.
+    """Raise unless `value` is an int >= `at_least`; return it as an int. A framework's
+    integer scalars are accepted; bools and traced values are not.
     """
     number: int | None = None
     if not isinstance(value, bool):
@@ -88,7 +90,7 @@ def require_int(
     if number is not None and number >= at_least:
         return int(number)
     kind = ArgumentTypeError if number is None else ArgumentValueError
-    fix = fix or f"Write for example {argument}={max(at_least, 4)}."
+    fix = fix or f"For example, write {argument}={max(at_least, 4)}."
     raise kind(
         f"{argument}: expected an int >= {at_least}; got {value!r}"
         f" ({type(value).__name__}). {fix}"
@@ -103,13 +105,12 @@ def require_number(
     or_equal: bool = False,
     fix: str | None = None,
 ) -> float:
-    """Raise unless `value` is finite and > `above`, or equal to it with `or_equal`;
+    """Raise unless `value` is finite and > `above` (or >= `above`, with `or_equal`);
     return it as a float.
     """
     number: float | None = None
     if not isinstance(value, (bool, str)):
-        # An array of several numbers and a value that is being traced raise one of
-        # these.
+        # An array of several numbers raises one of these, and so does a traced value.
         with suppress(TypeError, ValueError, RuntimeError):
             number = float(cast(SupportsFloat, value))
     if number is not None and (
@@ -118,7 +119,7 @@ def require_number(
         return number
     kind = ArgumentTypeError if number is None else ArgumentValueError
     sign = ">=" if or_equal else ">"
-    fix = fix or f"Write for example {argument}={above + 1:g}."
+    fix = fix or f"For example, write {argument}={above + 1:g}."
     raise kind(
         f"{argument}: expected a finite number {sign} {above:g}; got {value!r}"
         f" ({type(value).__name__}). {fix}"

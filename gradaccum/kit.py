@@ -1,5 +1,5 @@
-"""The parts of a backend. `gradaccum` itself has what users need, the error classes
-included.
+"""The parts from which a backend is built. What users need, including the error
+classes, is in `gradaccum` itself.
 
 - `accumulate`, `usable`, `contribution`, `ends`, `with_denominator`, `decide`, `close`,
   `discard`: transitions of the `State`;
@@ -7,10 +7,10 @@ included.
 - `terms_of`, `resumed`, `redistributed`: saving and resuming an open window;
 - `epoch`, `Epoch`, `Sizes`: a pass over a loader;
 - `make_division`, `divided`, `leaves_of`: cutting a large batch;
-- `explain`, ``require_...`` and ``..._error``: one wording for each mistake in every
+- `explain`, ``require_...`` and ``..._error``: errors with the same wording in every
   backend;
-- `Listeners`: callbacks for closed windows, no call while its ``added`` is empty;
-  `described`, `status`: the state in one line;
+- `Listeners`: callbacks for closed windows, which need not be reported while ``added``
+  is empty; `described`, `status`: the state in one line;
 - `examine`, `Subject`, `Conditions`, `Run`: the experiments of `gradaccum.verify`;
 - `Backend`: a backend's protocol;
 - `Steps`, `WrapOptions`, `wrap_with`: a backend's own typed ``wrap``.

@@ -1,5 +1,5 @@
-"""The coefficients of a gradient as a sum over the micro-batches' gradients, by least
-squares. Both the loop check and `verify` read them.
+"""Least squares for the coefficients with which a gradient is a sum of the
+micro-batches' gradients. Both the loop check and `verify` use these coefficients.
 """
 
 from __future__ import annotations
@@ -9,23 +9,25 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 PIVOT = 1e-12
-"""The smallest pivot of the normalised Gram matrix at which gradients are told apart."""
+"""Gradients can be distinguished if each pivot of their normalised Gram matrix is
+larger.
+"""
 
 
 class SolvedUpdate(NamedTuple):
-    """The gradient that an optimizer was handed, as a sum over the micro-batches."""
+    """The gradient that an optimizer received, as a sum over the micro-batches."""
 
     coefficients: tuple[float, ...]
-    """One per micro-batch; with several workers those of worker 0 first, then those of
-    worker 1, and so on.
+    """One coefficient per micro-batch. With several workers the coefficients of worker
+    0 come first, then the coefficients of worker 1, and so on.
     """
     uncertainty: float
-    """The error of the coefficients by rounding, as a part of the largest one; inf
-    where the micro-batches' gradients do not tell them apart.
+    """The rounding error of the coefficients, relative to the largest coefficient; inf
+    if the micro-batches' gradients are too similar to distinguish.
     """
     unexplained: float
-    """||v - sum(c_k g_k)|| / sum(||c_k g_k||), where v is what the optimizer was
-    handed.
+    """||v - sum(c_k g_k)|| / sum(||c_k g_k||), where v is the gradient that the
+    optimizer received.
     """
     norm: float
     """||v||."""
@@ -34,13 +36,13 @@ class SolvedUpdate(NamedTuple):
 
 
 def solve_update(gradients: Any, update: Any) -> SolvedUpdate:
-    """Return the coefficients of the sum of micro-batches that is nearest to what the
-    optimizer was handed.
+    """Return the coefficients of the sum of micro-batches that is nearest to the
+    gradient that the optimizer received.
 
     Args:
-        gradients: an array of NumPy or torch in float64, one row per micro-batch, shape
+        gradients: a float64 array of NumPy or torch, one row per micro-batch, shape
             (micro-batches, elements).
-        update: what the optimizer was handed, shape (elements,).
+        update: the gradient that the optimizer received, shape (elements,).
     """
 
     def rest_of(coefficients: Sequence[float]) -> tuple[list[float], float]:
@@ -61,10 +63,10 @@ def solve_coefficients(
     """Return the coefficients c of the sum(c_k g_k) that is nearest to a vector v.
 
     Args:
-        gram: the products of the g_k with each other.
-        rest_of: returns for coefficients the products of the g_k with
-            v - sum(c_k g_k), and the norm of that rest.
-        elements: how many numbers v has.
+        gram: the dot products of the g_k with each other.
+        rest_of: takes coefficients, and returns the dot products of the g_k with the
+            rest, v - sum(c_k g_k), and the norm of the rest.
+        elements: the number of elements of v.
     """
     places = range(len(gram))
     coefficients = [0.0] * len(gram)
@@ -81,7 +83,7 @@ def solve_coefficients(
         unknown = (math.nan,) * len(gram)
         return SolvedUpdate(unknown, math.inf, 0.0, norm, tuple(norms))
     residual = norm
-    for _ in range(3):  # Twice more than needed in exact arithmetic.
+    for _ in range(3):  # In exact arithmetic one pass would be enough.
         scaled_products = [products[k] / scales[k] for k in places]
         for k in places:
             pairs = zip(inverse[k], scaled_products, strict=True)
@@ -104,8 +106,8 @@ def solve_coefficients(
 
 
 def _inverse(matrix: list[list[float]]) -> list[list[float]] | None:
-    """Invert a symmetric matrix with ones on its diagonal in its place; None if a pivot
-    is next to zero. A diagonal element of 0 is that of a row of zeros, and becomes 1.
+    """Invert a symmetric matrix with ones on its diagonal in place, and return it; None
+    if a pivot is almost zero. If a row is all zeros, its diagonal element becomes 1.
     """
     for k, top in enumerate(matrix):
         if not any(top):
@@ -124,7 +126,7 @@ def _inverse(matrix: list[list[float]]) -> list[list[float]] | None:
 
 
 def rounding_limit(epsilon: float) -> float:
-    """Return the `unexplained` part that rounding may leave with a machine epsilon; at
-    least what is left of a float64 model whose loss is computed in float32.
+    """Return how large `unexplained` may be through rounding, for a machine epsilon.
+    The limit is at least 1e-6, because a float64 model may compute its loss in float32.
     """
     return max(16 * epsilon, math.pow(epsilon, 0.6), 1e-6)

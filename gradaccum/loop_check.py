@@ -1,9 +1,9 @@
 """The loop check: which micro-batches reached the optimizer, and with what weight?
 
-An optimizer has to be handed sum(c_k g_k), where g_k are the gradients of the
-micro-batches, each alone and at the same parameters. An adapter records what the
-optimizer is handed and solves least squares for the coefficients c_k; this module says
-what the coefficients mean.
+An optimizer should receive sum(c_k g_k), where g_k is the gradient of micro-batch k by
+itself, and all g_k are taken at the same parameters. An adapter records the gradient
+that the optimizer receives, and finds the coefficients c_k by least squares. This
+module says what the coefficients mean.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from gradaccum.options import Reduction, require_reduction
 from gradaccum.registry import backend_of
 
 ROOM = 0.004
-"""Coefficients that differ by a smaller part are called equal: what is misplaced or
-weighed wrongly is off by much more.
+"""Coefficients count as equal if their relative difference is smaller, because a
+mistake in a loop makes a much larger difference.
 """
 LEAST = 1e-3
-"""A coefficient below this part of the largest one is called zero."""
+"""A coefficient counts as zero if it is below this fraction of the largest coefficient.
+"""
 SHOWN = 8
 """The number of updates whose coefficients are shown."""
 
@@ -38,7 +39,8 @@ class LoopProblem(NamedTuple):
     ``"unexplained"`` or ``"no_update"``.
     """
     update: int
-    """The number of the update, from 1; 0 if it is not that of one update."""
+    """The number of the update, counted from 1; 0 if the problem is not in one update.
+    """
     explanation: str
 
 
@@ -48,21 +50,21 @@ class LoopReport:
 
     updates: tuple[SolvedUpdate, ...]
     expected: tuple[tuple[float, ...], ...]
-    """The right coefficients for the micro-batches that each update holds, without
-    those that leaked into it from the update before.
+    """The right coefficients for the micro-batches that each update contains, without
+    the micro-batches that leaked into it from the previous update.
     """
     weights: tuple[float, ...]
     """The weight of each micro-batch."""
     workers: int
     problems: tuple[LoopProblem, ...]
     notes: tuple[str, ...]
-    """Remarks on what is no mistake, but good to know."""
+    """Remarks that are good to know, but do not concern mistakes."""
     uncertain: str
-    """Why the check cannot tell; empty if it can."""
+    """Why the check cannot tell whether the loop is right; empty if it can tell."""
 
     @property
     def right(self) -> bool:
-        """True if each update is that of its micro-batches as one large batch."""
+        """True if each update is the update of its micro-batches as one large batch."""
         return not self.problems and not self.uncertain
 
     def __str__(self) -> str:
@@ -81,18 +83,19 @@ class LoopRecord(Protocol):
         micro_batches: Sequence[Any] | None = None,
         **options: Any,
     ) -> LoopReport:
-        """Say which micro-batches each update held, and with what weight; `options` are
-        those of `check_loop`.
+        """Report which micro-batches each update contained, and with what weight. The
+        `options` are the same as for `check_loop`.
         """
         ...
 
 
 def recording(optimizer: Any, model: Any = None) -> AbstractContextManager[LoopRecord]:
-    """Record what `optimizer` is handed while a loop runs; no wrapping, any trainer.
+    """Record the gradients that `optimizer` receives while a loop runs. The optimizer
+    need not be wrapped, and any trainer may run the loop.
 
-    The parameters are restored after each update, so that all gradients are those of
-    one point; the optimizer's own state moves on. Record with a fresh model, without
-    dropout.
+    The parameters are restored after each update, so that all gradients are taken at
+    the same point. The optimizer's own state is not restored. Record with a fresh
+    model, without dropout.
 
         with gradaccum.recording(optimizer) as record:
             train()
@@ -100,11 +103,11 @@ def recording(optimizer: Any, model: Any = None) -> AbstractContextManager[LoopR
 
     Args:
         optimizer: a torch optimizer, wrapped by any package or not; in MindSpore a
-            `gradaccum_mindspore.LoopRecorder`, wrapped or not. JAX has one too, whose
-            own ``report`` takes the state that the loop returns.
+            `gradaccum_mindspore.LoopRecorder`, wrapped or not. JAX has its own
+            `LoopRecorder`, whose ``report`` takes the state that the loop returns.
         model: a module whose call returns an object with a ``loss``, as models of
             transformers do. Its calls are recorded as the micro-batches, so that
-            ``report`` needs none.
+            ``report`` needs no `micro_batches`.
     """
     backend: Any = backend_of(optimizer)
     context: AbstractContextManager[LoopRecord] = backend.recording(optimizer, model)
@@ -122,20 +125,21 @@ def check_loop(
     steps: int | None = None,
     clip_norm: float | None = None,
 ) -> LoopReport:
-    """Run a training loop, and say which micro-batches reached the optimizer, and with
-    what weight.
+    """Run a training loop, and report which micro-batches reached the optimizer, and
+    with what weight.
 
     Args:
-        train: runs the loop over `micro_batches`, in their order, once.
+        train: runs the loop once over `micro_batches`, in their order.
         optimizer: the optimizer that the loop steps.
-        loss_fn: ``loss_fn(*micro_batch)``, the loss of one micro-batch before anything
-            divides or weighs it.
-        micro_batches: what the loop trains on: tuples of arguments, or single ones.
-        weight: ``weight(*micro_batch)``. Default: the number of items, which is the
-            length of the first argument.
+        loss_fn: ``loss_fn(*micro_batch)`` returns the loss of one micro-batch before
+            anything divides or weights it.
+        micro_batches: the micro-batches that the loop trains on: tuples of arguments,
+            or single arguments.
+        weight: ``weight(*micro_batch)`` returns the weight of a micro-batch. Default:
+            the number of items, which is the length of the first argument.
         reduction: what `loss_fn` returns, as in `gradaccum.wrap`.
-        steps: micro-batches per window. Default: those that an update holds are its
-            window.
+        steps: micro-batches per window. Default: the micro-batches that an update
+            contains are its window.
         clip_norm: the global 2-norm to which the loop clips each window.
     """
     with recording(optimizer) as record:
@@ -157,8 +161,8 @@ def assert_accumulates(
     micro_batches: Sequence[Any],
     **options: Any,
 ) -> None:
-    """Raise an AssertionError with the report unless the loop is right: `check_loop`
-    for a test of one's own trainer.
+    """Run `check_loop`, and raise an AssertionError with its report unless the loop is
+    right. Use it in a test of your own trainer.
     """
     report = check_loop(train, optimizer, loss_fn, micro_batches, **options)
     if not report.right:
@@ -171,7 +175,9 @@ def items_of(*micro_batch: Any) -> float:
 
 
 def as_arguments(micro_batch: Any) -> tuple[Any, ...]:
-    """Return the arguments of the loss for a micro-batch: a tuple or list is those."""
+    """Return the arguments of the loss for a micro-batch: the elements of a tuple or
+    list, or the micro-batch itself.
+    """
     if isinstance(micro_batch, list | tuple):
         return tuple(micro_batch)
     return (micro_batch,)
@@ -187,16 +193,16 @@ def read_coefficients(
     workers: int = 1,
     limit: float = 1e-4,
 ) -> LoopReport:
-    """Say what the coefficients of a loop's updates mean.
+    """Report what the coefficients of a loop's updates mean.
 
     Args:
-        updates: in the order in which they were made.
-        weights: one per micro-batch, in the order of the coefficients.
+        updates: the updates, in the order in which they were made.
+        weights: one weight per micro-batch, in the order of the coefficients.
         reduction: what the loss of a micro-batch is, as in `gradaccum.wrap`.
         steps: micro-batches of one worker per window, or None.
         clip_norm: the norm to which each window is clipped, or None.
-        workers: how many there are; all have the same number of micro-batches.
-        limit: the `unexplained` part that rounding may leave.
+        workers: the number of workers; all have the same number of micro-batches.
+        limit: how large `unexplained` may be through rounding.
     """
     require_reduction(reduction)
     reader = _CoefficientReader(
@@ -233,7 +239,7 @@ class _CoefficientReader:
         self.length = len(self.weights) // self.workers
         """Micro-batches of one worker."""
         self.members = [self.members_of(update) for update in self.updates]
-        """The micro-batches that each update holds."""
+        """The micro-batches that each update contains."""
         self.expected = [
             self.right_coefficients([k for k in members if k not in before] or members)
             for before, members in pairwise([[], *self.members])
@@ -262,13 +268,12 @@ class _CoefficientReader:
             flat = [k for k, (norm, weight) in enumerate(pairs) if weight and not norm]
             if flat:
                 return (
-                    f"The gradient of {self.place_names(flat)} is zero, so that no"
-                    " coefficient tells where it went. Check with other data, or give"
-                    " it weight 0."
+                    f"The gradient of {self.place_names(flat)} is zero, so the check"
+                    " cannot tell where it went. Use other data, or give it weight 0."
                 )
             if update.unexplained <= limit and update.uncertainty > 0.1:
                 return (
-                    "The micro-batches' gradients are too much alike to tell apart in"
+                    "The micro-batches' gradients are too similar to distinguish in"
                     f" update {number}. Check with other data, with more parameters"
                     " than micro-batches, or in float32."
                 )
@@ -286,10 +291,10 @@ class _CoefficientReader:
                 self.say(
                     "unexplained",
                     number,
-                    f"{update.unexplained:.1%} of update {number} is no sum of the"
-                    " micro-batches' gradients: items of different micro-batches meet"
-                    " (batch norm, a contrastive loss), the loss has noise or a state,"
-                    " or a term of the loop's loss is not in loss_fn.",
+                    f"{update.unexplained:.1%} of update {number} is not a sum of the"
+                    " micro-batches' gradients. Either items of a batch are mixed"
+                    " (batch norm, a contrastive loss), or the loss is random or has"
+                    " a state, or loss_fn lacks a term of the loop's loss.",
                 )
             else:
                 self.read_weights(number, update)
@@ -318,8 +323,8 @@ class _CoefficientReader:
                 self.say(
                     "leaked",
                     number,
-                    f"Update {number} holds {self.place_names(again)} of the update before"
-                    " again: gradients were not cleared after the update.",
+                    f"Update {number} contains {self.place_names(again)} of the"
+                    " previous update again: gradients were not cleared after it.",
                 )
         if self.steps and not is_leaking:
             self.read_boundaries(self.steps, lost_places)
@@ -333,9 +338,9 @@ class _CoefficientReader:
             )
         if all(len(members) <= 1 for members in self.members):
             return "only_last", (
-                ". Each update holds one micro-batch: most likely zero_grad() runs"
-                " before each backward pass, or only the last backward pass of a window"
-                " counts"
+                ". Each update contains only one micro-batch: most likely zero_grad()"
+                " runs before each backward pass, or only the last backward pass of a"
+                " window counts"
             )
         return "lost", ""
 
@@ -350,8 +355,9 @@ class _CoefficientReader:
                 self.say(
                     "boundary",
                     number,
-                    f"Update {number} holds {self.place_names(members)}, where windows of"
-                    f" {steps} have {window_name}: the condition for a step is off.",
+                    f"Update {number} contains {self.place_names(members)}, but with"
+                    f" windows of {steps} it should contain {window_name}: the loop"
+                    " steps after the wrong micro-batch.",
                 )
                 return
 
@@ -365,8 +371,8 @@ class _CoefficientReader:
                 self.say(
                     "not_reduced",
                     number,
-                    f"Update {number} holds micro-batches as follows:"
-                    f" {', '.join(words)}. What the other workers had was not reduced.",
+                    f"Update {number} contains these micro-batches:"
+                    f" {', '.join(words)}. Some workers' gradients were not reduced.",
                 )
                 return
 
@@ -379,11 +385,13 @@ class _CoefficientReader:
         if weightless:
             places = self.place_names(weightless)
             self.say(
-                "weights", number, f"Update {number} holds {places}, whose weight is 0."
+                "weights",
+                number,
+                f"Update {number} contains {places}, whose weight is 0.",
             )
             return
         if not members:
-            self.notes.append(f"Update {number} holds no micro-batch.")
+            self.notes.append(f"Update {number} contains no micro-batch.")
             return
         members = [member for member in members if expected[member]]
         coefficients = [update.coefficients[member] for member in members]
@@ -399,8 +407,8 @@ class _CoefficientReader:
         if are_equal([*coefficients, 1.0], room):
             kind = "not_divided"
             text = (
-                f"Update {number} is the plain sum of {count} micro-batches: no mean was"
-                f" taken, so that it is about {count} times too large."
+                f"Update {number} is the plain sum of {count} micro-batches: no mean"
+                f" was taken, so the update is about {count} times too large."
             )
         elif share < 1 and (
             are_equal([*coefficients, 1 / full_size], room)
@@ -408,12 +416,12 @@ class _CoefficientReader:
         ):
             kind = "short_window"
             text = (
-                f"The short window of update {number} was divided by {full_size} in place"
-                f" of {count}: it is {share:.3g} of what it should be."
+                f"The short window of update {number} was divided by {full_size}"
+                f" instead of {count}: it is {share:.3g} times what it should be."
             )
             if not are_equal(ratios, room):
                 text += (
-                    " Its micro-batches count the same, though their weights differ."
+                    " Its micro-batches count the same although their weights differ."
                 )
         elif are_equal(ratios, room):
             self.read_factor(number, ratios[0], count)
@@ -422,7 +430,7 @@ class _CoefficientReader:
             kind = "mean_of_means"
             text = (
                 f"In update {number} micro-batches of different weights count the same,"
-                f" {coefficients[0]:.3g} each: weigh each by its items."
+                f" {coefficients[0]:.3g} each. Weight each by its number of items."
             )
         else:
             norms = [update.norms[member] for member in members if update.norms]
@@ -439,19 +447,19 @@ class _CoefficientReader:
         if count > 1 and are_equal([ratio, 1 / count], ROOM):
             reason = f": the loss was divided by {count} once too often"
         elif self.workers > 1 and are_equal([ratio, 1 / self.workers], ROOM):
-            reason = ": the mean over the workers was taken of a mean over all"
+            reason = ": a mean over all workers was divided by their number again"
         elif 0 < ratio < 1:
             if self.clip_norm and are_equal([norm, self.clip_norm], ROOM):
                 self.notes.append(f"Update {number} was clipped as a whole.")
                 return
             if self.problems:
                 return  # The factor most likely comes from these.
-            reason = ". If the loop clips each window, give clip_norm="
+            reason = ". If the loop clips each window, pass clip_norm="
         self.say(
             "scaled",
             number,
-            f"Update {number} has the right proportions, and is {ratio:.3g} times the"
-            f" large batch's{reason}.",
+            f"Update {number} has the right proportions, but is {ratio:.3g} times the"
+            f" large batch's update{reason}.",
         )
 
     def place_names(self, members: Sequence[int]) -> str:
@@ -471,16 +479,16 @@ def uneven_weights(
     norms: Sequence[float],
     room: float,
 ) -> tuple[str, str]:
-    """Look for a factor between each micro-batch and the next, on top of equal or of
-    right weights.
+    """Return the kind and the explanation for weights that are neither equal nor right,
+    often because of a factor between each micro-batch and the next.
     """
     count = len(coefficients)
     shares = [size * count / (count - place) for place, size in enumerate(coefficients)]
     if count > 2 and are_equal(shares, room):
         return (
             "counted_again",
-            "each micro-batch counts again with every later one: most likely the"
-            " losses are added up, and backward() runs for the sum each time.",
+            "each micro-batch counts again with every later micro-batch: most likely"
+            " the losses are added up, and backward() runs on the sum each time.",
         )
     for sizes in (coefficients, ratios):
         largest = max(sizes)
@@ -492,8 +500,7 @@ def uneven_weights(
         if len(clipped_norms) > 1 and are_equal(clipped_norms, room):
             return (
                 "clipped_each",
-                "each micro-batch was clipped alone: clip their sum once, at the"
-                " end of the window.",
+                "each micro-batch was clipped by itself. Clip the window's sum once.",
             )
     for sizes in (coefficients, ratios):
         factors = [before / after for before, after in pairwise(sizes)]
@@ -501,11 +508,11 @@ def uneven_weights(
         if is_one_factor or (count > 2 and max(factors) < 1 + ROOM):
             return (
                 "scaled_inside",
-                "earlier micro-batches count by a factor less or more than later"
-                " ones: the sum was multiplied inside the window, as a clip after"
-                " each backward pass, a running mean or a repeated scaling does.",
+                "earlier micro-batches count less or more than later micro-batches, by"
+                " a factor: the sum was multiplied inside the window, as a clip after"
+                " each backward pass, a running mean or repeated scaling does.",
             )
-    return "weights", "the micro-batches have weights that follow no rule."
+    return "weights", "the weights of the micro-batches follow no known rule."
 
 
 def are_equal(numbers: Sequence[float], room: float) -> bool:
@@ -523,11 +530,11 @@ def _lines(report: LoopReport) -> Iterator[str]:
         yield f"- Note: {note}"
     shown = zip(report.updates[:SHOWN], report.expected, strict=False)
     for number, (update, expected) in enumerate(shown, 1):
-        yield f"Update {number}, micro-batches times:"
+        yield f"Update {number}, factors of the micro-batches:"
         yield f"    in the loop        {_row(update.coefficients, report.workers)}"
         yield f"    in the large batch {_row(expected, report.workers)}"
     if len(report.updates) > SHOWN:
-        yield f"and {len(report.updates) - SHOWN} updates more."
+        yield f"and {len(report.updates) - SHOWN} more updates."
 
 
 def _verdict(report: LoopReport) -> str:
@@ -536,7 +543,7 @@ def _verdict(report: LoopReport) -> str:
         return f"Cannot tell whether the loop is right ({counts}). {report.uncertain}"
     if report.problems:
         return f"The loop is wrong ({counts})."
-    return f"The loop is right ({counts}): each update is that of the large batch."
+    return f"The loop is right ({counts}): each update is the large batch's update."
 
 
 def _row(coefficients: Sequence[float], workers: int) -> str:

@@ -1,13 +1,13 @@
 """Nests of arrays: the containers that a batch comes in.
 
 A nest is a tuple, list, mapping or dataclass of nests, or a leaf. A list or tuple of
-plain values (texts, numbers) is one leaf with one value per item. JAX has trees of its
-own.
+plain values (strings, numbers) is one leaf with one value per item. JAX uses its own
+trees instead.
 
-Any other list or tuple is a container whose elements each hold a part of all items. A
-list with one element per item (one dict per image) looks the same, so
-`require_one_size` refuses an ambiguous list until the user's ``axes`` have an entry for
-each element.
+Any other list or tuple is a container, each element of which contains something of all
+items. A list with one element per item (one dict per image) looks the same, so
+`require_one_size` rejects an ambiguous list unless the user's ``axes`` have an entry
+for each element.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ Nest: TypeAlias = object
 """Containers around leaves of any kind."""
 
 PLAIN = (str, bytes, bool, int, float, complex, type(None))
-"""The types of values that hold no array."""
+"""The types of values that contain no array."""
 
 
 class Leaf(NamedTuple):
     """One leaf of a nest."""
 
     path: str
-    """Where it stands, as Python that reads it: ``batch[0]['ids']``."""
+    """The Python expression that reads the leaf: ``batch[0]['ids']``."""
     value: object
-    """What stands there."""
 
 
 def leaves_of(nest: Nest, path: str = "") -> list[Leaf]:
@@ -46,7 +45,7 @@ def leaves_of(nest: Nest, path: str = "") -> list[Leaf]:
 
 
 def children_of(nest: Nest) -> list[tuple[str, Nest]] | None:
-    """Return the children of a container, each with its step of a path; None for a
+    """Return the children of a container, each with its step in the path; None for a
     leaf.
     """
     if _is_dataclass(nest):
@@ -73,8 +72,8 @@ def is_column(nest: Nest) -> bool:
 
 
 def with_leaves(nest: Nest, leaves: Iterator[object]) -> Nest:
-    """Return a nest like `nest` with the next `leaves` in place of its own; containers
-    keep their types.
+    """Return a nest like `nest` with the next `leaves` instead of its own leaves. The
+    containers keep their types.
     """
     inside = children_of(nest)
     if inside is None:
@@ -91,13 +90,13 @@ def spread(prefix: Nest, nest: Nest, argument: str) -> list[object]:
     """Return one value of `prefix` for each leaf of `nest`.
 
     Args:
-        prefix: one value for all, or a nest whose leaves stand for everything below
-            their place: ``{"ids": 0, "flags": None}``.
-        nest: what the values are for.
+        prefix: one value for all leaves, or a nest each leaf of which applies to
+            everything below its place in `nest`: ``{"ids": 0, "flags": None}``.
+        nest: the nest that needs the values.
         argument: the name of `prefix`, for the error.
 
     Raises:
-        ArgumentValueError: `prefix` has containers that `nest` has not.
+        ArgumentValueError: `prefix` has containers that `nest` does not have.
     """
     given = _inside(prefix)
     if given is None:
@@ -108,8 +107,8 @@ def spread(prefix: Nest, nest: Nest, argument: str) -> list[object]:
         raise ArgumentValueError(
             f"{argument}: expected a prefix of a nest like"
             f" {type(nest).__name__}({steps}); got {prefix!r}"
-            f" ({type(prefix).__name__}). Give one value for all, or a nest with the"
-            " keys and lengths of the batch."
+            f" ({type(prefix).__name__}). Pass one value for all arrays, or a nest with"
+            " the keys and lengths of the batch."
         )
     return [
         value
@@ -134,8 +133,8 @@ def lists_of_one_kind(
 
     Args:
         batch: a tuple of arguments, or another nest.
-        axes: a prefix of it that `spread` accepts.
-        path: what the paths begin with.
+        axes: a prefix of `batch` that `spread` accepts.
+        path: the beginning of each path.
     """
     if axes is None:
         return []
@@ -171,8 +170,8 @@ def _elements(nest: list[Nest] | tuple[Nest, ...]) -> list[tuple[str, Nest]]:
 
 
 def _inside(prefix: Nest) -> list[tuple[str, Nest]] | None:
-    """Return the children of a prefix; unlike in a nest, its lists of plain values are
-    containers.
+    """Return the children of a prefix. In a prefix, unlike in a nest, lists of plain
+    values are containers.
     """
     return _elements(prefix) if _is_list(prefix) else children_of(prefix)  # type: ignore[arg-type]
 
@@ -182,8 +181,8 @@ def _is_dataclass(nest: Nest) -> bool:
 
 
 def _rebuilt(nest: Nest, children: list[Nest]) -> Nest:
-    """Copy a container with other children, where possible without its constructor,
-    which may check lengths or derive values.
+    """Return a copy of a container with other children. The constructor is avoided
+    where possible, because it may check lengths or derive values.
     """
     if _is_dataclass(nest):
         made = copy.copy(nest)

@@ -21,8 +21,8 @@ from gradaccum.errors import (
 )
 from gradaccum.state import Scalar
 
-# How long a window is: so many micro-batches, or until a weight is reached; a constant,
-# pairs, a function, or the caller's decision.
+# The length of a window: a number of micro-batches, or a weight to reach. It is a
+# constant, pairs or a function, or the caller decides.
 
 
 Sizes = int | tuple[tuple[int, int], ...] | Callable[[Scalar], Scalar]
@@ -40,22 +40,23 @@ class UntilWeight:
 
 
 Schedule = Sizes | UntilWeight | None
-"""`steps` as the options hold it."""
+"""The value of `steps` in the checked options."""
 
 
 def until_weight(weight: object) -> UntilWeight:
-    """Make windows end by weight: ``steps=until_weight(524_288)`` ends a window when it
-    holds that many items or tokens.
+    """End windows by weight: ``steps=until_weight(524_288)`` ends a window when it
+    contains that many items or tokens.
 
-    A window may exceed the number by less than its last micro-batch; the gradient is
-    divided by the weight that the window holds. That weight is a float32 (float64
-    beside float64 sums), which beyond 2^24 counts in steps of 2, 4, ...
+    A window may exceed the number, by less than the weight of its last micro-batch. The
+    gradient is divided by the window's actual weight. This weight is a float32 (a
+    float64 if the sums are float64), which beyond 2^24 counts in steps of 2, 4, ...
 
     Args:
-        weight: an int >= 1, also where weights are fractions; or pairs
+        weight: an int >= 1, even if the micro-batches' weights are fractions; or pairs
             ``(first optimizer_step, weight)`` or a callable of the optimizer step.
 
-    Each micro-batch needs its weight then: without one it would count as one item.
+    Each micro-batch then needs a weight, because without a weight it would count as one
+    item.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: `weight` is none of these.
@@ -86,17 +87,18 @@ def make_schedule(steps: object) -> Schedule:
 def require_steps(
     size: object, optimizer_step: int, schedule: Schedule
 ) -> int | UntilWeight:
-    """Raise unless a callable returned an int >= 1, or an `UntilWeight` of one.
+    """Raise unless a callable returned an int >= 1, or an `UntilWeight` of an int >= 1;
+    return the size.
 
-    A backend calls this when it wraps, for step 0, and for each window outside compiled
-    code. Compiled code cannot raise: there each window of a size below 1 is an
-    overflow.
+    A backend calls this for step 0 when it wraps an optimizer, and outside compiled
+    code for each window. Compiled code cannot raise an error: there a window counts as
+    an overflow if its size is below 1.
 
     Args:
-        size: as `gradaccum.kit.steps_at` returns it.
+        size: the size that `gradaccum.kit.steps_at` returned.
         optimizer_step: updates before the window.
-        schedule: the schedule that was asked. Only an `UntilWeight` schedule may return
-            an `UntilWeight`.
+        schedule: the schedule that returned the size. Only an `UntilWeight` schedule
+            may return an `UntilWeight`.
     """
     if isinstance(schedule, UntilWeight):
         weight = cast(UntilWeight, size).weight
@@ -105,10 +107,10 @@ def require_steps(
     return require_int(f"steps({optimizer_step})", size, at_least=1, fix=_RETURN)
 
 
-_RETURN = "Return how many micro-batches, or how much weight, that window has."
+_RETURN = "Return that window's number of micro-batches, or its weight."
 _FIXES = {
-    "steps": "Write for example steps=4, or steps=[(0, 4), (1000, 8)].",
-    "weight": "Write steps=until_weight(524_288), or"
+    "steps": "For example, write steps=4 or steps=[(0, 4), (1000, 8)].",
+    "weight": "Write steps=until_weight(524_288) or"
     " until_weight([(0, 65_536), (1000, 524_288)]).",
 }
 
@@ -127,19 +129,19 @@ def _make_sizes(name: str, sizes: object) -> Sizes:
     starts = [first for first, _ in pairs]
     if starts != sorted({0, *starts}):
         raise ArgumentValueError(
-            f"{name}: expected pairs that begin at optimizer_step 0 and go up; got"
-            f" {pairs!r} ({type(pairs).__name__}). {fix}"
+            f"{name}: expected pairs in ascending order, beginning at optimizer_step 0;"
+            f" got {pairs!r} ({type(pairs).__name__}). {fix}"
         )
     return pairs
 
 
-# Loss scaling: how the scale starts and by which rule it moves. Defaults are
-# `torch.amp.GradScaler`'s; the floor of 1 is `jmp.DynamicLossScale`'s.
+# Loss scaling: the initial scale, and the rule that changes it. The defaults are
+# those of `torch.amp.GradScaler`; the floor of 1 comes from `jmp.DynamicLossScale`.
 
 
 class ScaleRule(NamedTuple):
-    """The constants by which a loss scale moves. A static scale has both factors 1 and
-    an interval of 1.
+    """The constants that control how a loss scale changes. For a static scale, both
+    factors and the interval are 1.
     """
 
     init_scale: float = 1.0
@@ -152,20 +154,20 @@ class ScaleRule(NamedTuple):
 
 @dataclass(frozen=True)
 class DynamicLossScale:
-    """A loss scale that backs off after an overflow and grows after clean windows. It
-    moves only between windows.
+    """A loss scale that backs off after an overflow and grows after clean windows,
+    which are windows without an overflow. It changes only between windows.
 
     Args:
         init_scale: the first scale, > 0.
         growth_factor: multiplies the scale after `growth_interval` clean windows, > 1.
         backoff_factor: multiplies the scale after a window with an overflow, in (0, 1).
-        growth_interval: clean windows between two growths, an int >= 1.
+        growth_interval: clean windows before the scale grows, an int >= 1.
         min_scale: the floor, > 0 and at most `init_scale`.
         max_scale: the ceiling, at least `init_scale`. With inf the scale stays within
             float32's range.
 
     Raises:
-        ArgumentValueError: an argument is not as above.
+        ArgumentValueError: an argument is outside its range.
     """
 
     init_scale: float = 2.0**16
@@ -183,7 +185,7 @@ class DynamicLossScale:
         ):
             raise ArgumentValueError(
                 "loss_scale: expected numbers in the ranges that DynamicLossScale"
-                f" names; got {self!r} ({type(self).__name__}). Write for example"
+                f" documents; got {self!r} ({type(self).__name__}). For example, write"
                 " DynamicLossScale(init_scale=2.0**16)."
             )
 
@@ -192,21 +194,21 @@ class DynamicLossScale:
 
 
 LossScale = DynamicLossScale
-"""What every backend takes as ``loss_scale=``, beside a number."""
+"""The type that every backend accepts as ``loss_scale=``, as well as a number."""
 
 
 @runtime_checkable
 class ScalerDriver(Protocol):
-    """A backend that accepts its framework's loss scaler as ``loss_scale=`` and drives
-    it once per window.
+    """A backend that accepts its framework's loss scaler as ``loss_scale=``, and
+    updates it once per window.
     """
 
     scaler_kind: str
     """The scaler's type with an article, for messages: ``"a torch.amp.GradScaler"``."""
 
     def scaler_rule(self, scaler: object) -> ScaleRule | None:
-        """Return the rule by which `scaler` moves now; None if `scaler` is another kind
-        of object.
+        """Return the rule that `scaler` currently uses to update its scale; None if
+        `scaler` is another kind of object.
         """
         ...
 
@@ -214,12 +216,12 @@ class ScalerDriver(Protocol):
 def scale_rule(
     loss_scale: object, driver: ScalerDriver | None = None
 ) -> tuple[ScaleRule, Any]:
-    """Return the rule of the user's ``loss_scale=``, and the framework's own scaler if
-    it is one, else None.
+    """Return the rule of the user's ``loss_scale=``, and the framework's loss scaler if
+    the user passed a scaler, else None.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: it is neither None, a finite number > 0,
-            a rule nor a scaler that `driver` takes.
+        ArgumentTypeError, ArgumentValueError: `loss_scale` is neither None, a finite
+            number > 0, a `DynamicLossScale` nor a scaler that `driver` accepts.
     """
     if loss_scale is None:
         return ScaleRule(), None
@@ -254,25 +256,28 @@ class Options(NamedTuple):
     """
 
     steps: Schedule
-    """Micro-batches per window; None: the caller closes every window."""
+    """Micro-batches per window; None means that the caller closes every window."""
     reduction: Reduction
     clip_norm: float | None
     skip_norm: float | None
     accumulate_dtype: Any
-    """The framework's dtype or its name; None: float32 for half-precision gradients,
-    else the gradient's own.
+    """The framework's dtype or its name. None means float32 for half-precision
+    gradients, and the gradient's own dtype for others.
     """
     scale_rule: ScaleRule
     on_overflow: OnOverflow
     master_weights: bool = False
     scaler: Any = None
-    """The framework's loss scaler, if given as the loss scale: the backend drives it.
+    """The framework's loss scaler, if the user passed it as the loss scale. The backend
+    updates it.
     """
     separate_sums: bool = False
-    """Leave the place where the framework puts gradients to the user."""
+    """Keep the sums elsewhere, and leave the framework's own place for gradients to the
+    user.
+    """
 
 
-_NO_LIMIT = "Write None for no limit, as 0 would leave nothing of the gradient."
+_NO_LIMIT = "Write None for no limit, because a limit of 0 would remove the gradient."
 
 
 def make_options(
@@ -287,19 +292,20 @@ def make_options(
     master_weights: bool = False,
     driver: ScalerDriver | None = None,
 ) -> Options:
-    """Check the options of `gradaccum.wrap`; `driver` is the backend if it drives loss
-    scalers of its framework.
+    """Check the options of `gradaccum.wrap`, and return them. `driver` is the backend,
+    if it accepts a loss scaler of its framework.
     """
     rule, scaler = scale_rule(loss_scale, driver)
     for name, norm in {"clip_norm": clip_norm, "skip_norm": skip_norm}.items():
         if norm is not None:
             require_number(name, norm, above=0, fix=_NO_LIMIT)
-    # A disabled torch.amp.GradScaler passes: its scale is 1.
+    # A disabled torch.amp.GradScaler is accepted, because its scale is always 1.
     if on_overflow == "ignore" and rule.backoff_factor != 1:
         raise ArgumentValueError(
-            'loss_scale: expected one that does not move, as on_overflow="ignore" looks'
-            f" for no overflow that it could back off from; got {loss_scale!r}"
-            f" ({type(loss_scale).__name__}). Give a number, or leave on_overflow out."
+            'loss_scale: expected a static scale, because on_overflow="ignore" detects'
+            " no overflow after which a dynamic scale could back off; got"
+            f" {loss_scale!r} ({type(loss_scale).__name__}). Pass a number, or leave"
+            " on_overflow out."
         )
     return Options(
         steps=make_schedule(steps),
@@ -324,8 +330,8 @@ def require_reduction(reduction: object) -> Reduction:
 
 
 def use_of_weights(options: Options) -> str | None:
-    """Return the option that gives each micro-batch's weight a meaning of its own, as
-    the user writes it; None if a micro-batch may have no weight.
+    """Return the option that needs a weight for each micro-batch, as the user writes
+    it; None if a micro-batch may have no weight.
     """
     if isinstance(options.steps, UntilWeight):
         return "steps=until_weight(...)"
@@ -335,42 +341,43 @@ def use_of_weights(options: Options) -> str | None:
 
 
 def given_weight(weight: Scalar | None, use: str | None) -> Scalar:
-    """Return the weight of a micro-batch, 1 where None was given.
+    """Return the weight of a micro-batch; None becomes 1.
 
-    - `use`: `use_of_weights`.
+    - `use`: the result of `use_of_weights`.
 
     Raises:
-        ArgumentTypeError: None was given, and an option uses the weights.
+        ArgumentTypeError: `weight` is None, and an option needs the weights.
     """
     if weight is None and use is not None:
         raise ArgumentTypeError(
-            "weight: expected the number of items (tokens) in the micro-batch, for"
-            f" {use}; got {weight!r} ({type(weight).__name__}). Pass weight=n with each"
-            f" micro-batch, or leave {use} out."
+            "weight: expected the number of items (tokens) in the micro-batch, which"
+            f" {use} needs; got {weight!r} ({type(weight).__name__}). Pass weight=n"
+            f" with each micro-batch, or leave {use} out."
         )
     return 1.0 if weight is None else weight
 
 
 def require_denominator_allowed(options: Options, *, several: bool = False) -> None:
-    """Raise unless ``flush(denominator=...)`` can mean something: one worker closes
-    every window.
+    """Raise unless ``flush(denominator=...)`` makes sense: with a single worker, whose
+    caller closes every window.
     """
     if several or options.steps is not None:
         raise UsageError(
-            "denominator: expected to be left out beside steps=, which closes windows"
-            " by itself, and where several workers share the window; got one. Write"
-            " steps=None, and call flush(denominator=n) where a window ends; on several"
-            " workers give each micro-batch its weight."
+            "denominator: expected no denominator with steps=, which closes windows by"
+            " itself, or when several workers share the window; got a denominator."
+            " Write steps=None, and call flush(denominator=n) where a window ends. With"
+            " several workers pass each micro-batch's weight instead."
         )
 
 
 def require_denominator(
     denominator: object, options: Options, *, several: bool = False
 ) -> float:
-    """Raise unless ``flush(denominator=...)`` is allowed and has a finite number > 0;
-    return the number as a float.
+    """Raise unless ``flush(denominator=...)`` is allowed and `denominator` is a finite
+    number > 0; return the number as a float.
 
-    `several`: workers share the window, each of which has a `denominator` of its own.
+    `several`: True if several workers, each with its own `denominator`, share the
+    window.
     """
     require_denominator_allowed(options, several=several)
     return require_number("denominator", denominator, above=0)

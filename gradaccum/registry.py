@@ -1,13 +1,13 @@
-"""The entry points by which `gradaccum.wrap` finds a backend without importing any
-framework, and the options that it hands over.
+"""The entry points through which `gradaccum.wrap` finds a backend without importing any
+framework, and the options that it passes to the backend.
 
-There are two groups of entry points. A name has one owner in each:
+There are two groups of entry points. In each group a name belongs to one backend:
 
 - ``gradaccum.backends``: the backend's name, pointing at its `Backend` object;
-- ``gradaccum.types``: the top-level package of the optimizers that it wraps (``optax``
-  for ``jax``), pointing at the same object.
+- ``gradaccum.types``: the top-level package of the optimizers that the backend wraps
+  (``optax`` for ``jax``), pointing at the same object.
 
-Where the package's folders were copied without the metadata that holds the entry
+If the package's folders were copied without the metadata that contains the entry
 points, the three adapters of this project are found if they can be imported.
 """
 
@@ -58,16 +58,16 @@ class Backend(Protocol):
     name: str
 
     def wrap(self, optimizer: Any, options: Options) -> Any:
-        """Wrap `optimizer`, or raise `ArgumentTypeError` if it is no optimizer or
-        already wrapped.
+        """Wrap `optimizer`, or raise `ArgumentTypeError` if it is not an optimizer or
+        is already wrapped.
         """
         ...
 
 
 @runtime_checkable
 class GatingBackend(Protocol):
-    """A backend whose framework has learning-rate schedulers that step beside the
-    optimizer.
+    """A backend whose framework has learning-rate schedulers that the user steps next
+    to the optimizer.
     """
 
     def is_scheduler(self, candidate: object) -> bool:
@@ -75,15 +75,15 @@ class GatingBackend(Protocol):
         ...
 
     def gate(self, scheduler: Any) -> Any:
-        """Make `scheduler` move only when an update was applied, or raise
+        """Make `scheduler` step only when an update was applied, or raise
         `ArgumentTypeError` if its optimizer is not wrapped.
         """
         ...
 
 
 def owners(group: str) -> Mapping[str, EntryPoint]:
-    """Return the entry points of `group` by name, also of adapters that were copied
-    beside this package without being installed.
+    """Return the entry points of `group` by name, including adapters that were copied
+    next to this package but not installed.
     """
     copied_adapters = {
         name: EntryPoint(name, value, group)
@@ -98,13 +98,14 @@ def load(group: str, name: str) -> Any:
     """Load the object registered as `name` in `group`, and import nothing else.
 
     Raises:
-        BackendNotFoundError: there is none, or what it needs is not installed.
+        BackendNotFoundError: there is no such entry point, or a package that it needs
+            is not installed.
     """
     entries = owners(group)
     if name not in entries:
         raise BackendNotFoundError(
             f"backend: expected one of {sorted(entries)}; got {name!r}. Check the"
-            " spelling, or install it."
+            " spelling, or install the backend."
         )
     try:
         return entries[name].load()
@@ -116,10 +117,11 @@ def load(group: str, name: str) -> Any:
 
 
 def load_backend(name: str) -> Backend:
-    """Import the backend called `name`, and so its framework.
+    """Return the backend called `name`; this imports its framework.
 
     Raises:
-        BackendNotFoundError: no such backend, or its framework is not installed.
+        BackendNotFoundError: there is no such backend, or its framework is not
+            installed.
     """
     return cast(Backend, load(BACKENDS, name))
 
@@ -145,11 +147,12 @@ def available_backends() -> tuple[str, ...]:
 
 
 def backend_of(optimizer: object) -> Backend:
-    """Find the backend whose package defines the type of `optimizer`, a base of it, or
-    of the optimizer that it holds (timm's schedulers).
+    """Return the backend whose package defines the type of `optimizer` or a base class
+    of it. If there is none, the optimizer that `optimizer` contains decides, as for
+    timm's schedulers.
 
     Raises:
-        ArgumentTypeError: there is none.
+        ArgumentTypeError: no backend was found.
     """
     for candidate in (optimizer, getattr(optimizer, "optimizer", None)):
         entry = _entry_of(type(candidate).__mro__)
@@ -160,21 +163,21 @@ def backend_of(optimizer: object) -> Backend:
 
 def _not_an_optimizer(candidate: object) -> ArgumentTypeError:
     kind = f"an object of type {type(candidate).__name__}"
-    fix = "Build an optimizer of parameters first; wrap each optimizer by itself."
+    fix = "Build an optimizer from parameters first. Wrap each optimizer by itself."
     if isinstance(candidate, type) or isroutine(candidate):
         kind = f"{candidate.__name__}, which was not called"
         fix = f"Call it: gradaccum.wrap({candidate.__name__}(...), steps=4)."
     names = ", ".join(map(_describe, registered_backends()))
     return ArgumentTypeError(
         "optimizer: expected an optimizer of"
-        f" {names or 'a backend, of which none is installed'}; got {kind}. {fix}"
+        f" {names or 'a backend, but no backend is installed'}; got {kind}. {fix}"
     )
 
 
 @cache
 def _entry_of(bases: tuple[type, ...]) -> EntryPoint | None:
-    """Find the backend whose package defines one of `bases`; cached, since reading
-    entry points takes milliseconds.
+    """Return the entry point of the backend whose package defines one of `bases`. It is
+    cached, because reading entry points takes milliseconds.
     """
     types = owners(TYPES)
     for base in bases:
@@ -195,12 +198,12 @@ _SHARED = signature(make_options).parameters.keys() - {"steps", "driver"}
 
 
 Steps = int | Sequence[tuple[int, int]] | Callable[[Any], Any] | UntilWeight | None
-"""What ``steps=`` may be; see `wrap`."""
+"""The types that ``steps=`` may have; see `wrap`."""
 
 
 class WrapOptions(TypedDict, total=False):
-    """The options of `wrap` that every backend has. A backend's own options inherit
-    from it.
+    """The options of `wrap` that every backend has. The class of a backend's own
+    options inherits from this class.
     """
 
     reduction: Reduction
@@ -214,19 +217,20 @@ class WrapOptions(TypedDict, total=False):
 def wrap_with(
     backend: Backend, optimizer: Any, steps: object = NOT_GIVEN, **options: Any
 ) -> Any:
-    """Wrap `optimizer` by this `backend`; otherwise as `wrap`."""
+    """Wrap `optimizer` with this `backend`, and otherwise do the same as `wrap`."""
     if isinstance(backend, GatingBackend) and backend.is_scheduler(optimizer):
         if steps is not NOT_GIVEN or options:
             raise ArgumentTypeError(
-                "optimizer: expected no option beside a scheduler, which follows its"
-                f" optimizer; got {options or steps}. Write gradaccum.wrap(scheduler)."
+                "optimizer: expected no options when wrapping a scheduler, because it"
+                f" follows its optimizer; got {options or steps}. Write"
+                " gradaccum.wrap(scheduler)."
             )
         return backend.gate(optimizer)
     shared = {name: options.pop(name) for name in _SHARED if name in options}
     if steps is NOT_GIVEN:
         raise ArgumentTypeError(
-            "steps: expected the number of micro-batches per window; got nothing at"
-            " all. Write gradaccum.wrap(optimizer, steps=4)."
+            "steps: expected the number of micro-batches per window; got no steps="
+            " argument. Write gradaccum.wrap(optimizer, steps=4)."
         )
     driver = backend if isinstance(backend, ScalerDriver) else None
     return backend.wrap(

@@ -1,7 +1,8 @@
-"""The terms of an open window, saved beside its state and checked when it resumes.
+"""The terms of an open window. They are saved together with its state, and checked when
+it resumes.
 
-A partial sum has a meaning only under the options that made it, so an open window
-resumes under the same terms or is refused. Between two windows every option may change.
+A partial sum makes sense only under the options that produced it, so an open window can
+resume only under the same terms. Between two windows every option may change.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from gradaccum.transitions import select, steps_at
 SCALES_IN_USE = ("unused", "static", "dynamic")
 FORMAT = 1
 """The format of a window in a checkpoint. A release that drops an entry, or changes its
-meaning, counts it up.
+meaning, increments the number.
 """
 
 
@@ -36,9 +37,9 @@ class Terms(NamedTuple):
     reduction: str
     on_overflow: str
     scale: str
-    """``"unused"``, ``"static"`` or ``"dynamic"``: how the loss scale moves."""
+    """``"unused"``, ``"static"`` or ``"dynamic"``: how the loss scale changes."""
     steps: int | UntilWeight | None
-    """Micro-batches in the window when it is full, or its weight; None: the caller
+    """Micro-batches in the full window, or its weight; None means that the caller
     closes it.
     """
 
@@ -56,19 +57,19 @@ def terms_of(options: Options, optimizer_step: Scalar) -> Terms:
 
 
 def require_format(number: object) -> None:
-    """Raise unless `number` is `FORMAT`, which this release reads
-    (`CheckpointError`).
+    """Raise `CheckpointError` unless `number` is `FORMAT`, the format that this release
+    reads.
     """
     if number != FORMAT:
         raise CheckpointError(
             f"format: expected a window's state in format {FORMAT}; got format"
-            f" {number}. Load it with the gradaccum that saved it."
+            f" {number}. Load it with the release of gradaccum that saved it."
         )
 
 
 def encode_terms(terms: Terms) -> tuple[int, int, int, int, int]:
-    """Return `FORMAT` and `terms` as integers, for a checkpoint of arrays;
-    ``steps=None`` is 0, a window's weight is negative.
+    """Return `FORMAT` and `terms` as integers, for a checkpoint of arrays.
+    ``steps=None`` becomes 0, and a window's weight becomes negative.
     """
     return (
         FORMAT,
@@ -92,7 +93,7 @@ def decode_terms(codes: Iterable[SupportsInt]) -> Terms:
     """Invert `encode_terms`.
 
     Raises:
-        CheckpointError: `codes` are of another format.
+        CheckpointError: `codes` have another format.
     """
     saved_format, *indices, steps = (int(code) for code in codes)
     require_format(saved_format)
@@ -104,17 +105,18 @@ def decode_terms(codes: Iterable[SupportsInt]) -> Terms:
 def resumed(fields: State, saved_terms: Terms, options: Options) -> State:
     """Return the state with which a saved run resumes under `options`.
 
-    An open window resumes as it is; a full one, whose update was interrupted, counts as
-    open. If no window is open, the saved loss scale and growth tracker are kept only
+    An open window resumes as it is; a full window, whose update was interrupted, counts
+    as open. If no window is open, the saved loss scale and growth tracker are kept only
     when both runs use a dynamic scale.
 
     Args:
         fields: the saved state, in Python numbers.
-        saved_terms: the terms it was saved under.
+        saved_terms: the terms under which the state was saved.
         options: the options of the optimizer that resumes.
 
     Raises:
-        CheckpointError: a window is open and one of its terms differs; names the term.
+        CheckpointError: a window is open, and one of its terms differs. The error names
+            the term.
     """
     if fields.micro_step:
         _require_same_window(fields, saved_terms, options)
@@ -127,27 +129,28 @@ def resumed(fields: State, saved_terms: Terms, options: Options) -> State:
 
 
 def redistributed(states: Sequence[State], workers: int) -> list[State]:
-    """Return the states of `workers` workers that resume an open window, whatever the
-    number that saved it.
+    """Return the states of `workers` workers that resume an open window, however many
+    workers saved it.
 
-    The first worker takes the sum of all sums, their weight and overflow flag; the
-    others hold nothing. All count the micro-batches of the worker that had most, so
-    that their windows end together.
+    The first worker gets the sum of all sums, their weight and overflow flag; the other
+    workers get an empty sum. Every worker gets the highest `micro_step` that was saved,
+    so that their windows end together.
 
     Args:
-        states: one per worker that saved, in Python numbers.
-        workers: how many resume, >= 1.
+        states: one state per worker that saved, in Python numbers.
+        workers: the number of workers that resume, >= 1.
 
     Raises:
-        CheckpointError: the states are not of one moment; names the field.
+        CheckpointError: the states were not saved at the same moment. The error names
+            the field that differs.
     """
     for name in ("optimizer_step", "skipped_windows", "loss_scale", "growth_tracker"):
         values = [getattr(state, name) for state in states]
         if any(value != values[0] for value in values):
             raise CheckpointError(
-                f"{name}: expected one value on every worker; got {values!r}"
-                f" ({type(values).__name__}). Load what the workers saved between the"
-                " same two updates."
+                f"{name}: expected the same value on every worker; got {values!r}"
+                f" ({type(values).__name__}). Load states that the workers saved"
+                " between the same two updates."
             )
     nothing = states[0]._replace(
         micro_step=max(state.micro_step for state in states), weight=0.0, overflow=False
@@ -169,7 +172,7 @@ def _require_same_window(fields: State, saved: Terms, options: Options) -> None:
     terms = terms_of(options, fields.optimizer_step)
     saved_values = saved._asdict()
     values = terms._asdict()
-    # A negative number marks a window that was written in part.
+    # A negative number marks a window that was only partially written.
     saved_values["micro_step"] = fields.micro_step
     values["micro_step"] = abs(fields.micro_step)
     if terms.scale != "dynamic":
@@ -179,10 +182,10 @@ def _require_same_window(fields: State, saved: Terms, options: Options) -> None:
         if saved_values[name] != value:
             argument = "loss_scale" if name == "scale" else name
             raise CheckpointError(
-                f"{argument}: expected an open window under {name}={value!r}; got one"
-                f" that was saved under {name}={saved_values[name]!r}. Wrap with the"
-                " options it was saved with, or save between two windows, where the"
-                " options may change."
+                f"{argument}: expected an open window that was saved with"
+                f" {name}={value!r}; got a window that was saved with"
+                f" {name}={saved_values[name]!r}. Wrap with the options it was saved"
+                " with, or save between two windows, where the options may change."
             )
 
 
@@ -191,7 +194,7 @@ def _require_same_window(fields: State, saved: Terms, options: Options) -> None:
 
 _DEFAULTS = make_options(1)
 _SHOWN_OTHERWISE = ("steps", "scale_rule", "scaler")
-"""Options that stand in the line in another form."""
+"""Options that the line shows in another form."""
 
 
 def status(state: State, steps: Schedule) -> str:
@@ -202,8 +205,8 @@ def status(state: State, steps: Schedule) -> str:
 
     Args:
         state: in Python numbers.
-        steps: the size of the open or next window; None: not known, or the caller
-            closes it.
+        steps: the size of the open or next window; None if it is not known, or if the
+            caller closes the window.
     """
     words = [f"micro-batch {state.micro_step}"]
     if isinstance(steps, UntilWeight):
@@ -224,8 +227,8 @@ def described(
     """Return one line for ``repr``: ``AccumulatingOptimizer(SGD, steps=4, clip_norm=1.0
     | micro-batch 2 of 4, update 17)``.
 
-    Shows the options that are not at their defaults. `wrapper` and `inner` are the
-    names of the classes; the rest is as for `status`.
+    The line shows the options that are not at their defaults. `wrapper` and `inner` are
+    the names of the classes; the other arguments are as for `status`.
     """
     steps_in_words = getattr(options.steps, "__name__", repr(options.steps))
     words = [inner, f"steps={steps_in_words}"]

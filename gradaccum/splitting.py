@@ -1,5 +1,5 @@
-"""The cuts of a large batch into micro-batches of consecutive items, in plain numbers:
-all frameworks cut and refuse the same.
+"""The cuts of a large batch into micro-batches of consecutive items. They are plain
+numbers, so that all frameworks make the same cuts and reject the same batches.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from gradaccum.errors import (
 )
 from gradaccum.nests import ListOfOneKind
 
-# The largest micro-batch that fits, found once and remembered. The backend knows when
-# memory runs out. The first try is the whole batch, or what fitted last time; after a
-# failure the size is halved, rounded up, and 1 is the last.
+# The largest micro-batch that fits is found once and remembered. The backend notices
+# when memory runs out. The first attempt is the whole batch, or the size that fitted
+# last time. After a failure the size is halved and rounded up, down to 1.
 
 
 _SIZE = 'Write micro_batch_size=8 or micro_batch_size="auto".'
@@ -30,20 +30,22 @@ _SIZE = 'Write micro_batch_size=8 or micro_batch_size="auto".'
 class AutoMicroBatchSize:
     """Finds the largest micro-batch that fits, and remembers it.
 
-    ``micro_batch_size="auto"`` uses an instance shared by the process. An instance of
-    your own has its own sizes and may have a limit.
+    ``micro_batch_size="auto"`` uses one instance for the whole process. An instance of
+    your own remembers its own sizes and may have a memory limit.
 
     Args:
-        memory_limit: JAX alone: the most bytes that the call may use, as 2 * 1024**3
-            for 2 GiB; None asks the device. A CPU has no limit to ask for. MindSpore
-            has no automatic size.
+        memory_limit: only in JAX: the largest number of bytes that the call may use,
+            for example 2 * 1024**3 for 2 GiB. None means the limit of the device; a CPU
+            states no limit. MindSpore has no automatic size.
     """
 
     def __init__(self, memory_limit: int | None = None) -> None:
         self.memory_limit = memory_limit
         self._choices: dict[Hashable, int] = {}
         self.size: int | None = None
-        """The last call's items in a micro-batch; None before the first."""
+        """The number of items per micro-batch in the last call; None before the first
+        call.
+        """
 
     def start(self, key: Hashable, items: int) -> int:
         """Return the size to try first: the size that fitted `key` before, or all
@@ -55,7 +57,7 @@ class AutoMicroBatchSize:
         """Return the size to try after `size` did not fit: half of it, rounded up.
 
         Raises:
-            UsageError: `size` is 1 already. Raise it from the framework's own error.
+            UsageError: `size` is already 1. Raise it from the framework's own error.
         """
         if size <= 1:
             raise too_small_error(self.memory_limit)
@@ -67,13 +69,15 @@ class AutoMicroBatchSize:
         self.size = size
 
     def forget(self) -> None:
-        """Try the whole batch again, after memory was freed or the model changed."""
+        """Forget all sizes, so that the next call tries the whole batch again. Use this
+        after memory was freed or the model changed.
+        """
         self._choices.clear()
         self.size = None
 
 
 SHARED = AutoMicroBatchSize()
-"""What ``micro_batch_size="auto"`` stands for."""
+"""The instance that ``micro_batch_size="auto"`` uses."""
 
 
 def require_micro_batch_size(value: object) -> int | AutoMicroBatchSize:
@@ -86,8 +90,8 @@ def require_micro_batch_size(value: object) -> int | AutoMicroBatchSize:
 
 
 def free_frames(error: BaseException) -> None:
-    """Clear the frames of `error` and of its causes, whose tracebacks keep the failed
-    attempt's arrays in memory.
+    """Clear the frames of `error` and of its causes, because their tracebacks keep the
+    failed attempt's arrays in memory.
     """
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
@@ -104,9 +108,10 @@ def unknown_limit_error(device: str) -> GradAccumError:
     limit.
     """
     return ArgumentValueError(
-        f"micro_batch_size: expected a device with a known limit; got auto on {device}."
-        " Write micro_batch_size=AutoMicroBatchSize(memory_limit=2 * 1024**3), the"
-        " bytes that the call may use, or a number of items."
+        "micro_batch_size: expected a device that states its memory limit; got 'auto'"
+        f" on {device}. Write micro_batch_size="
+        "AutoMicroBatchSize(memory_limit=2 * 1024**3) with the number of bytes that the"
+        " call may use, or pass a number of items."
     )
 
 
@@ -114,14 +119,14 @@ def too_small_error(limit: int | None) -> UsageError:
     """Return the error for a micro-batch of one item that does not fit."""
     known = "" if limit is None else f" into {limit} bytes"
     return UsageError(
-        "micro_batch_size: expected a micro-batch of one item to fit; got one that does"
-        f" not fit{known}. Recompute activations, shorten the item, or use a smaller"
-        " model."
+        "micro_batch_size: expected a micro-batch of one item to fit; got an item that"
+        f" does not fit{known}. Recompute activations, shorten the item, or use a"
+        " smaller model."
     )
 
 
 class Cut(NamedTuple):
-    """The items of one micro-batch, from `start` up to, not including, `stop`."""
+    """The items of one micro-batch, from `start` up to but not including `stop`."""
 
     start: int
     stop: int
@@ -132,30 +137,30 @@ class Cut(NamedTuple):
 
 
 class Division(NamedTuple):
-    """The way to divide a batch: one of the two is set."""
+    """The way to divide a batch. Exactly one of the two fields is set."""
 
     steps: int | None
-    """At most so many micro-batches, of ceil(items / steps) items."""
+    """The largest number of micro-batches; each has ceil(items / steps) items."""
     micro_batch_size: int | AutoMicroBatchSize | None
-    """Items of a micro-batch; the last one may be smaller."""
+    """Items per micro-batch; the last micro-batch may be smaller."""
 
 
 def make_division(steps: object = None, micro_batch_size: object = None) -> Division:
-    """Check how the user asks to divide the batch.
+    """Check how the user wants to divide the batch, and return the division.
 
     Args:
         steps: an int >= 1.
         micro_batch_size: an int >= 1, "auto" or an `AutoMicroBatchSize`.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: both or neither are given, or the one
-            given is not as above.
+        ArgumentTypeError, ArgumentValueError: both or neither are passed, or the value
+            is not as above.
     """
     if (steps is None) == (micro_batch_size is None):
         count = "neither" if steps is None else "both"
         raise ArgumentValueError(
-            f"steps: expected one of steps and micro_batch_size; got {count}. Write"
-            " steps=4, or micro_batch_size=8, or micro_batch_size='auto'."
+            f"steps: expected either steps or micro_batch_size; got {count}. Write"
+            " steps=4, micro_batch_size=8 or micro_batch_size='auto'."
         )
     if steps is not None:
         return Division(require_int("steps", steps, at_least=1), None)
@@ -163,7 +168,7 @@ def make_division(steps: object = None, micro_batch_size: object = None) -> Divi
 
 
 def cuts(items: int, size: int) -> tuple[Cut, ...]:
-    """Cut `items` into micro-batches of `size`; the last one may be smaller.
+    """Cut `items` into micro-batches of `size`; the last micro-batch may be smaller.
 
     Examples:
         >>> cuts(7, 3)
@@ -175,9 +180,9 @@ def cuts(items: int, size: int) -> tuple[Cut, ...]:
 
 
 def divided(division: Division, items: int) -> tuple[Cut, ...]:
-    """Return the cuts of `items` by a `division`, whose automatic size is an int by
-    now. `steps` makes micro-batches of ceil(items / steps): nine items in four steps
-    are three of three.
+    """Return the cuts of `items` according to a `division`, in which an automatic size
+    was replaced by an int. With `steps` a micro-batch has ceil(items / steps) items:
+    nine items in four steps become three micro-batches of three items.
 
     Raises:
         ArgumentValueError: the batch is empty.
@@ -193,23 +198,23 @@ def require_one_size(
 ) -> int:
     """Raise unless all leaves have the same number of items; return that number.
 
-    A list may have an element per item: eight images of three channels look like three
-    items with eight arrays each. So a list that is as long as the batch is refused, and
-    a list is refused that holds all arrays of the batch, such as the images alone.
+    A list may have one element per item: a list of eight images with three channels
+    each looks like three items with eight arrays each. So a list is rejected if it is
+    as long as the batch, or if it contains all arrays of the batch.
 
     Args:
-        sizes: path and length along the batch axis of each leaf that is split.
+        sizes: the path of each leaf that is split, and its length along the batch axis.
         lists: from `lists_of_one_kind`.
 
     Raises:
-        ArgumentValueError: no leaf is split, a leaf has another length than the first,
-            or the elements of a list may be the items.
+        ArgumentValueError: no leaf is split, a leaf differs in length from the first
+            leaf, or the elements of a list may be the items.
     """
     sizes = list(sizes)
     if not sizes:
         raise ArgumentValueError(
-            "batch: expected an array to split; got none: every leaf is passed whole."
-            " Give at least one array with a batch axis."
+            "batch: expected an array to split; got a batch in which every leaf is"
+            " passed whole. Pass at least one array with a batch axis."
         )
     items = sizes[0][1]
     for one_list in lists:
@@ -220,19 +225,20 @@ def require_one_size(
     for path, size in sizes:
         if size != items:
             raise ArgumentValueError(
-                f"{path}: expected {items} items, as {sizes[0][0]} has; got {size}."
-                " Write axes= the batch axis of this leaf, or None to pass it whole; if"
-                " a list has one element per item, stack them into one array."
+                f"{path}: expected {items} items, as in {sizes[0][0]}; got {size}"
+                " items. In axes= write the batch axis of this leaf, or None to pass"
+                " the leaf whole. If a list has one element per item, stack the"
+                " elements into one array."
             )
     return items
 
 
 def _list_error(one_list: ListOfOneKind) -> GradAccumError:
     return ArgumentValueError(
-        f"{one_list.path}: expected a list whose elements each hold all items; got"
-        f" {one_list.length} elements of one kind, which may be the items. Stack the"
-        " elements into one array if they are the items. Otherwise write an axis for"
-        " each element in axes=, as [0, 0], or None to pass the list whole."
+        f"{one_list.path}: expected a list in which each element contains all items;"
+        f" got {one_list.length} elements of one kind, which may be the items. Stack"
+        " the elements into one array if they are the items. Otherwise write an axis"
+        " for each element in axes=, such as [0, 0], or None to pass the list whole."
     )
 
 
@@ -240,8 +246,8 @@ def require_items(items: int) -> None:
     """Raise unless the batch has an item (`ArgumentValueError`)."""
     if items == 0:
         raise ArgumentValueError(
-            "batch: expected at least one item; got 0 items. Skip a batch that holds"
-            " nothing: it has no gradient and no mean."
+            "batch: expected at least one item; got 0 items. Skip an empty batch,"
+            " because it has no gradient and no mean."
         )
 
 
@@ -259,13 +265,13 @@ def item_weights_error(expected: int, found: str) -> GradAccumError:
     """Return the error for weights that are not one finite number >= 0 per item."""
     return ArgumentValueError(
         f"weight: expected {expected} finite numbers >= 0, one per item; got {found}."
-        " Give one number per item, or a callable of the micro-batch that returns its"
+        " Pass one number per item, or a callable of the micro-batch that returns its"
         " weight."
     )
 
 
 def scalar_loss_error(found: str) -> GradAccumError:
-    """Return the error for a loss that is no scalar; `found` describes it in words."""
+    """Return the error for a loss that is not a scalar; `found` describes the loss."""
     return ArgumentValueError(
         f"loss_fn: expected a function that returns a scalar loss; got {found}. Reduce"
         " it in the loss: loss.mean() goes with reduction='mean', loss.sum() with 'sum'"
@@ -274,8 +280,8 @@ def scalar_loss_error(found: str) -> GradAccumError:
 
 
 def missing_aux_error(got: object) -> GradAccumError:
-    """Return the error for a loss function that returns `got` alone, though ``has_aux``
-    announces an aux. Two losses in an array could be unpacked as a pair.
+    """Return the error for a loss function that returns only `got`, although
+    ``has_aux`` is set. An array of two losses could otherwise be unpacked as a pair.
     """
     return ArgumentTypeError(
         "loss_fn: expected a function that returns (loss, aux), because of"

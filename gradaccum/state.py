@@ -1,9 +1,9 @@
 """The state of an accumulation: seven scalars with the same names in every backend and
 every checkpoint.
 
-A state is immutable. A backend decides where its scalars live (Python numbers,
+A state is immutable. A backend decides where its scalars are stored (Python numbers,
 `jax.Array`, MindSpore `Parameter`); only the transitions in `gradaccum.transitions`
-compute a new one.
+compute a new state.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ FIELD_DTYPES = {
     "loss_scale": "float32",
     "growth_tracker": "int32",
 }
-"""The dtype of each field at rest. `weight` is float64 where the accumulators are
-float64.
+"""The dtype of each field at rest. `weight` is float64 if the accumulators are float64.
 """
 
 
@@ -46,8 +45,9 @@ class State(NamedTuple):
     window.
     """
     overflow: Scalar
-    """bool: some micro-batch of the open window is known to have had a non-finite
-    gradient; under ``"skip_window"`` only the norm at the window's end finds it.
+    """bool: a micro-batch of the open window is known to have had a non-finite
+    gradient. Under ``"skip_window"`` only the norm at the window's end shows such a
+    gradient.
     """
     loss_scale: Scalar
     """float32: the factor of the loss before differentiation; 1 when unused."""
@@ -63,8 +63,9 @@ def initial_state(loss_scale: float = 1.0) -> State:
 def round_to_float32(value: float) -> float:
     """Round `value` to the nearest float32, as a Python float.
 
-    One float64 operation on float32 operands, then this, is the float32 operation bit
-    for bit (S. Figueroa, "When is double rounding innocuous?", 1995).
+    One float64 operation on float32 operands, followed by this rounding, has the same
+    bits as the float32 operation (S. Figueroa, "When is double rounding innocuous?",
+    1995).
     """
     return ctypes.c_float(value).value
 
@@ -77,8 +78,8 @@ def largest_number(*, float64_weight: bool) -> float:
 
 
 def has_exact_inverse(number: float) -> bool:
-    """True if multiplying by the inverse gives the bits of dividing: both are normal
-    float32 powers of two.
+    """True if multiplying by the inverse has the same bits as dividing, because
+    `number` and its inverse are normal float32 powers of two.
     """
     return math.frexp(number)[0] == 0.5 and 2.0**-126 <= number <= 2.0**126
 
@@ -87,7 +88,8 @@ def at_rest(state: tuple[Scalar, ...], *, float64_weight: bool = False) -> State
     """Return a state of Python numbers with each float rounded to the dtype of its
     field.
 
-    A total weight beyond that dtype is inf, and spoils its window.
+    A total weight beyond the range of that dtype becomes inf, and its window makes no
+    update.
     """
     fields = State(*state)
     weight = fields.weight if float64_weight else round_to_float32(fields.weight)
@@ -96,8 +98,8 @@ def at_rest(state: tuple[Scalar, ...], *, float64_weight: bool = False) -> State
     )
 
 
-# The outcome of the last call, in scalars. The flush of an empty window did nothing:
-# neither applied, nor skipped, nor an overflow.
+# The outcome of the last call, in scalars. The flush of an empty window does nothing:
+# `applied`, `skipped` and `overflow` are False.
 
 
 class StepResult(NamedTuple):
@@ -106,18 +108,19 @@ class StepResult(NamedTuple):
     """
 
     applied: Scalar
-    """bool: it closed a window with an update."""
+    """bool: the call closed a window with an update."""
     skipped: Scalar
-    """bool: it closed a window without one (overflow, norm above `skip_norm`, or no
-    weight).
+    """bool: the call closed a window without an update (overflow, norm above
+    `skip_norm`, or no weight).
     """
     overflow: Scalar
-    """bool: it closed a window that held a non-finite gradient, or its own gradient was
-    dropped as such.
+    """bool: the call closed a window that contained a non-finite gradient, or it
+    dropped its micro-batch because of a non-finite gradient.
     """
     grad_norm: Scalar
     """float: global 2-norm of the last closed window's true gradient, before clipping;
-    inf if it overflowed; 0 before any; NaN if nothing asked for it.
+    inf if it overflowed; 0 before the first window closes; NaN if no option needs the
+    norm.
     """
     loss_scale: Scalar
     """float: the scale for the next micro-batch's loss."""
@@ -126,13 +129,13 @@ class StepResult(NamedTuple):
     optimizer_step: Scalar
     """int: updates applied since the start."""
     loss: Scalar = math.nan
-    """float: the last closed window's loss as one large batch, by its reduction,
-    unscaled; NaN unless all of its losses were told.
+    """float: the last closed window's loss as one large batch, according to
+    `reduction`, unscaled; NaN unless all of the window's losses are known.
     """
 
     @property
     def closed(self) -> Scalar:
-        """bool: a window closed. False for a micro-batch in mid-window."""
+        """bool: the call closed a window. False for a micro-batch inside a window."""
         return self.applied | self.skipped
 
     def __repr__(self) -> str:

@@ -1,4 +1,5 @@
-"""Numbers beside an update: the window's loss, and the learning rate of a larger batch.
+"""Numbers that go with an update: the window's loss, and the learning rate for a larger
+batch.
 
 Losses of micro-batches are combined as their gradients are. The functions are
 transitions, as in `gradaccum.transitions`, with the same ``options`` and ``where``. A
@@ -27,34 +28,34 @@ def add_loss(
     options: Options,
     where: Where,
 ) -> Scalar:
-    """Return the sum of the open window's losses, `total`, after a micro-batch. It adds
-    nothing if dropped, or of weight 0.
+    """Return the sum of the open window's losses after a micro-batch. A micro-batch
+    adds nothing if it is dropped or has weight 0.
 
-    - `total`: 0 at the window's start.
-    - `loss`: the micro-batch's, a scalar, not scaled; NaN if none was passed.
-    - `weight`: its weight, a scalar.
-    - `adds`: bool: `gradaccum.kit.usable`.
+    - `total`: the sum before the micro-batch, 0 at the window's start.
+    - `loss`: the micro-batch's loss, a scalar, not scaled; NaN if no loss was passed.
+    - `weight`: the micro-batch's weight, a scalar.
+    - `adds`: bool, the result of `gradaccum.kit.usable`.
     """
     return where(adds, total + contribution(weight, options) * loss, total)
 
 
 def window_loss(total: Scalar, state: Fields, options: Options, where: Where) -> Scalar:
-    """Return the loss of the ending window: weighted mean, sum or item mean by
-    `reduction`; NaN for a window of weight 0.
+    """Return the loss of the ending window: a weighted mean, a sum or a mean over
+    items, according to `reduction`; NaN for a window of weight 0.
 
-    - `total`: from `add_loss`; summed over all workers that share the window.
-    - `state`: the state that was decided on.
+    - `total`: from `add_loss`, summed over all workers that share the window.
+    - `state`: the state that `decide` received.
     """
     weight = state[3]
     one = 0 * weight + 1
     loss = (
         total if options.reduction == "sum" else total / where(weight > 0, weight, one)
     )
-    # NaN times one would have the derivative NaN.
+    # The derivative of NaN times one would be NaN.
     return where(weight > 0, loss, float("nan") + one)
 
 
-# The batch that an update is made of, and the learning rate that goes with it.
+# The number of items in an update, and the learning rate for it.
 
 
 Rule = Literal["linear", "sqrt"]
@@ -66,7 +67,7 @@ def effective_batch_size(per_device: int, steps: int, world_size: int = 1) -> in
     Args:
         per_device: items in a micro-batch on one device, an int >= 1.
         steps: micro-batches in a window, an int >= 1.
-        world_size: devices that hold different items, an int >= 1.
+        world_size: devices that process different items, an int >= 1.
     """
     counts = {"per_device": per_device, "steps": steps, "world_size": world_size}
     for name, count in counts.items():

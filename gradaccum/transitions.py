@@ -2,16 +2,16 @@
 state.
 
 Everything here is arithmetic, comparison, ``&``, ``|`` and the backend's `Where`; no
-Python ``if`` looks at a value of the state. So the same source runs on Python numbers
-(torch), is traced by JAX and compiled by MindSpore. Hence ``x == False`` in place of
-``not x``, and constants derived from a field, ``0 * micro_step``: MindSpore's compiler
-must not turn a field into a Python number. A state is a plain tuple, since MindSpore
-cannot compile a named tuple. ``if`` on one of the checked ``options`` is fine: they are
-constants of the program.
+Python ``if`` depends on a value of the state. So the same source runs on Python numbers
+(torch), is traced by JAX and compiled by MindSpore. MindSpore's compiler must not turn
+a field into a Python number, so the code has ``x == False`` instead of ``not x``, and
+constants are derived from a field, as in ``0 * micro_step``. A state is a plain tuple,
+because MindSpore cannot compile a named tuple. ``if`` on one of the checked ``options``
+is fine, because they are constants of the program.
 
 A backend calls, in this order: for each micro-batch ``usable``, ``contribution``,
 ``accumulate`` and ``ends``; at the window's end ``joined``, if several workers share
-it, ``decide`` with the norm it measured, and ``close``. ``discard`` forgets an open
+the window, ``decide`` with the measured norm, and ``close``. ``discard`` drops an open
 window.
 """
 
@@ -30,7 +30,7 @@ Fields = tuple[Scalar, Scalar, Scalar, Scalar, Scalar, Scalar, Scalar]
 
 FLOAT32_MAX = 3.4028234663852886e38
 FLOAT32_TINY, FLOAT64_TINY = 2.0**-126, 2.0**-1022
-"""The smallest normal numbers. XLA takes what is smaller for 0."""
+"""The smallest normal numbers. XLA treats smaller numbers as 0."""
 INFINITY = float("inf")
 
 
@@ -48,10 +48,10 @@ class Decision(NamedTuple):
     apply: Scalar
     """bool: run the inner optimizer, once."""
     overflow: Scalar
-    """bool: the window, or a dropped micro-batch, held a non-finite gradient."""
+    """bool: the window, or a dropped micro-batch, contained a non-finite gradient."""
     divisor: Scalar
-    """float: accumulator / divisor is the gradient for the inner optimizer: loss scale,
-    denominator and clipping in one.
+    """float: accumulator / divisor is the gradient for the inner optimizer. The divisor
+    combines the loss scale, the denominator and clipping.
     """
     grad_norm: Scalar
     """float: global 2-norm of the window's true gradient, before clipping; inf when it
@@ -60,17 +60,17 @@ class Decision(NamedTuple):
 
 
 def select(condition: Scalar, a: Scalar, b: Scalar) -> Scalar:
-    """Choose between Python numbers, as ``where``."""
+    """Choose between Python numbers, as ``where`` does."""
     return a if condition else b
 
 
 def accumulate(state: Fields, weight: Scalar, finite: Scalar, where: Where) -> Fields:
     """Count one micro-batch.
 
-    - `weight`: a scalar >= 0. Another one, which only compiled code lets through,
+    - `weight`: a scalar >= 0. Any other weight, which only compiled code lets through,
       counts as a non-finite gradient.
-    - `finite`: bool, False if its gradient is known to hold an inf or NaN; its weight
-      is then left out.
+    - `finite`: bool, False if the gradient is known to contain an inf or NaN; the
+      micro-batch's weight is then left out.
     """
     (
         micro_step,
@@ -81,8 +81,8 @@ def accumulate(state: Fields, weight: Scalar, finite: Scalar, where: Where) -> F
         loss_scale,
         growth_tracker,
     ) = state
-    # A weight of 0 is added as well: the total changes with the weight there too, and
-    # the user may differentiate by it.
+    # A weight of 0 is added as well, because the user may differentiate the total with
+    # respect to the weight.
     harmless = usable(state, weight, finite) | (weight == 0)
     return (
         micro_step + 1,
@@ -98,16 +98,16 @@ def accumulate(state: Fields, weight: Scalar, finite: Scalar, where: Where) -> F
 def usable(state: Fields, weight: Scalar, finite: Scalar) -> Scalar:
     """True if the micro-batch adds its gradient to the sum and its weight to the total.
 
-    A micro-batch of weight 0 adds nothing, whatever its gradient. Nor does a weight
-    that is negative, not finite, or makes the total infinite; then `accumulate` raises
-    the overflow flag. The arguments are `accumulate`'s.
+    A micro-batch of weight 0 adds nothing, whatever its gradient. It also adds nothing
+    if its weight is negative or not finite, or makes the total infinite; `accumulate`
+    then sets the overflow flag. The arguments are the same as for `accumulate`.
     """
     return finite & (weight > 0) & (state[3] + weight < INFINITY)
 
 
 def contribution(weight: Scalar, options: Options) -> Scalar:
-    """Return the factor of a micro-batch's gradient as it is added: w_i for ``"mean"``,
-    else 1.
+    """Return the factor with which a micro-batch's gradient is added: w_i for
+    ``"mean"``, else 1.
     """
     return weight if options.reduction == "mean" else 0 * weight + 1
 
@@ -133,8 +133,8 @@ def steps_at(schedule: Schedule, optimizer_step: Scalar, where: Where) -> Scalar
 
 
 def ends(state: Fields, steps: Schedule | Scalar, where: Where) -> Scalar:
-    """True if the window ends with the last micro-batch; never where the caller closes
-    it.
+    """True if the window ends with the last micro-batch; always False if the caller
+    closes the window.
 
     - `state`: the state after the micro-batch.
     - `steps`: the size of this window, or the schedule for `steps_at`.
@@ -182,13 +182,13 @@ def with_denominator(
     state: Fields, denominator: Scalar, options: Options, where: Where
 ) -> tuple[Fields, Options]:
     """Return the state and the options under which the ending window's sum is divided
-    by `denominator` in place of its weight.
+    by `denominator` instead of its weight.
 
-    `divisor`, `decide` and `gradaccum.kit.window_loss` take them; a window of weight 0
-    stays one.
+    Pass them to `divisor`, `decide` and `gradaccum.kit.window_loss`. A window of weight
+    0 keeps this weight.
 
-    - `state`: after its last micro-batch, of all workers.
-    - `denominator`: a finite scalar > 0; with any other one `decide` makes no update.
+    - `state`: the state of all workers after the window's last micro-batch.
+    - `denominator`: a finite scalar > 0; with any other value `decide` makes no update.
     """
     (
         micro_step,
@@ -224,19 +224,20 @@ def decide(
     where: Where,
     largest: float = FLOAT32_MAX,
 ) -> tuple[Scalar, Scalar, Scalar, Scalar]:
-    """Decide on the window that ends here: the fields of a `Decision`.
+    """Decide on the window that ends here, and return the fields of a `Decision`.
 
-    A divisor outside the sums' dtype would silently make the gradient 0 or inf: such a
-    window is an overflow. With ``on_overflow="ignore"`` a sum that is not finite is
-    applied as it is, unclipped.
+    A divisor outside the range of the sums' dtype would silently make the gradient 0 or
+    inf, so such a window counts as an overflow. With ``on_overflow="ignore"`` a sum
+    that is not finite is applied as it is, unclipped.
 
-    - `state`: after the window's last micro-batch.
+    - `state`: the state after the window's last micro-batch.
     - `norm`: global 2-norm of the accumulator (scaled, not yet divided); NaN if not
       measured.
     - `finite`: bool, every element of the accumulator is finite; True if not measured.
-      `norm` does not tell: squares of large finite gradients may overflow.
-    - `largest`: the largest number of the dtype in which sums are divided; float64's
-      where `weight` is float64.
+      `norm` does not show this, because the squares of large finite gradients may
+      overflow.
+    - `largest`: the largest number of the dtype in which sums are divided, which is
+      float64 if `weight` is float64.
     """
     weight = state[3]
     overflow = state[4]
@@ -275,12 +276,12 @@ def measures(options: Options) -> bool:
 def close(
     state: Fields, apply: Scalar, overflow: Scalar, options: Options, where: Where
 ) -> Fields:
-    """Return the state after the window: counters moved, the window empty, the loss
-    scale adjusted.
+    """Return the state after the window: the counters are updated, the window is empty,
+    and the loss scale is adjusted.
 
-    - `state`: the state that was decided on.
-    - `apply`: the decision's.
-    - `overflow`: the decision's.
+    - `state`: the state that `decide` received.
+    - `apply`: from the decision.
+    - `overflow`: from the decision.
     """
     (
         micro_step,
@@ -310,14 +311,14 @@ def close(
 
 
 def discard(state: Fields) -> Fields:
-    """Return the state without the open window: no update, nothing counted, the loss
-    scale untouched.
+    """Return the state without the open window. There is no update, nothing is counted,
+    and the loss scale does not change.
     """
     micro_step, optimizer_step, skipped_windows, _, _, loss_scale, growth_tracker = (
         state
     )
     # Not 0 * weight: a weight that several workers added up may be infinite, and 0
-    # times it NaN for ever.
+    # times infinity would be NaN for ever.
     return (
         0 * micro_step,
         optimizer_step,
@@ -337,10 +338,10 @@ def _adjust_scale(
     rule: ScaleRule,
     where: Where,
 ) -> tuple[Scalar, Scalar]:
-    """Back off after an overflow, grow after `growth_interval` clean windows; a window
-    of weight 0 is neither.
+    """Back off after an overflow, and grow after `growth_interval` clean windows. A
+    window of weight 0 counts as neither.
 
-    The rule is `torch.amp.GradScaler`'s, with a floor and a ceiling.
+    The rule follows `torch.amp.GradScaler`, with a floor and a ceiling added.
     """
     smaller_scale = scale * rule.backoff_factor
     smaller_scale = where(

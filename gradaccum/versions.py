@@ -1,5 +1,5 @@
-"""The ``gradaccum versions`` command: what a report of a fault has to say. It imports no
-framework.
+"""The ``gradaccum versions`` command, which prints the versions that a bug report
+needs. It imports no framework.
 """
 
 from __future__ import annotations

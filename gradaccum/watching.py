@@ -15,57 +15,61 @@ from gradaccum.state import StepResult
 
 __all__ = ["ClosedWindow", "Listener"]
 
-# What a listener hears of a window: Python numbers, so that it needs no framework. What
-# nobody told is NaN.
+# A listener receives Python numbers, so that it needs no framework. An unknown number
+# is NaN.
 
 
 class ClosedWindow(NamedTuple):
-    """One window, after its end. The flags and the norm are those of its
+    """One window, after its end. The flags and the norm are the same as in its
     `gradaccum.StepResult`.
     """
 
     optimizer_step: int
-    """Updates applied since the start, this window's included: the same number again if
-    the window was skipped.
+    """Updates applied since the start, including this window's update. The number does
+    not change if the window was skipped.
     """
     applied: bool
-    """It closed with an update."""
+    """The window closed with an update."""
     skipped: bool
-    """It closed without one (overflow, norm above `skip_norm`, or no weight)."""
+    """The window closed without an update (overflow, norm above `skip_norm`, or no
+    weight).
+    """
     overflow: bool
-    """It held a non-finite gradient."""
+    """The window contained a non-finite gradient."""
     grad_norm: float
-    """Global 2-norm of its true gradient, before clipping; inf if it overflowed, NaN if
-    not measured.
+    """Global 2-norm of the window's true gradient, before clipping; inf if it
+    overflowed, NaN if it was not measured.
     """
     loss_scale: float
     """The scale for the losses of the next window; 1 when unused."""
     weight: float
-    """Sum of the weights in it, of all workers where the optimizer knows them."""
+    """Sum of the window's weights, over all workers if the optimizer knows them."""
     micro_batches: float
-    """This worker's micro-batches in it, an int."""
+    """The number of this worker's micro-batches in the window, an int."""
     seconds: float
-    """Time on the clock since the window before it closed; for the first one, since
-    listening began.
+    """Wall-clock time since the previous window closed; for the first window, since the
+    first listener was added.
     """
     loss: float = math.nan
-    """Its loss as one large batch, of all workers, if all losses were told."""
+    """The window's loss as one large batch, over all workers; NaN unless all losses are
+    known.
+    """
 
 
 Listener = Callable[[ClosedWindow], object]
-"""Called with each closed window; what it returns is dropped."""
+"""A function that is called with each closed window. Its return value is ignored."""
 
 
-# The listeners of one optimizer. A window that closes is only noted (`note`). The
-# listeners are told when all about it is settled (`tell`), at the latest as the last
-# act of the call that closed it (`settled`), which raises what they raised. So a
-# listener that raises cannot lose an update, the scale's move or another worker's part
-# in a collective.
+# The listeners of one optimizer. When a window closes, `note` only records it. `tell`
+# calls the listeners after everything about the window is done, at the latest at the
+# end of the call that closed the window (`settled`), which then raises the listeners'
+# errors. So a listener that raises an error cannot prevent an update, a change of the
+# loss scale, or a collective that the other workers wait for.
 
 
 _AFTER = (
-    "gradaccum: a listener raised this after the window had closed; the update, if one"
-    " was due, is made."
+    "gradaccum: a listener raised this after the window had closed. If an update was"
+    " due, it has been made."
 )
 
 
@@ -79,18 +83,18 @@ class Handle:
         self._key = key
 
     def remove(self) -> None:
-        """Remove the listener; more than once is harmless."""
+        """Remove the listener. A second call does nothing."""
         self._listeners.pop(self._key, None)
 
 
 class Listeners:
-    """The listeners in order, and the windows not yet reported. A copy or a pickle has
-    none.
+    """The listeners in order, and the windows that are not reported yet. A copy or a
+    pickle has no listeners and no windows.
     """
 
     def __init__(self) -> None:
         self.added: dict[int, Listener] = {}
-        """The listeners by key; empty, the window need not report."""
+        """The listeners by key. While this is empty, windows need not be reported."""
         self._keys = itertools.count()
         self._untold: list[ClosedWindow] = []
         self._failures: list[Exception] = []
@@ -146,8 +150,8 @@ class Listeners:
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """Report the windows that closed inside the block at its end. An error of the
-        block comes before a listener's.
+        """At the end of the block, report the windows that closed inside it. If the
+        block and a listener raise an error, the block's error is raised.
         """
         try:
             yield
@@ -166,11 +170,11 @@ class Listeners:
             raise first
 
     def tell(self) -> None:
-        """Call every listener with every window not yet reported; `settled` raises what
-        they raise.
+        """Call every listener with every window that is not reported yet. `settled`
+        raises the listeners' errors.
 
-        A call that closes several windows reports each before the next, as a listener
-        may move a schedule.
+        A call that closes several windows reports each window before the next window
+        closes, because a listener may step a schedule.
         """
         windows = self._untold
         self._untold = []

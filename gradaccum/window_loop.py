@@ -1,9 +1,9 @@
-"""Passes over a loader: the updates in one, the flush at its end, and windows with
-totals that are known before the first forward pass.
+"""Passes over a loader: the number of updates in a pass, the flush at its end, and
+windows with totals that are known before the first forward pass.
 
-A loss with one denominator needs no totals: pass each micro-batch's weight. Of a loss
-of several terms divide each term by the window's total of it, and sum the window with
-``reduction="sum"``.
+A loss with one denominator needs no totals: pass each micro-batch's weight. If a loss
+has several terms, divide each term by the window's total for it, and sum the window
+with ``reduction="sum"``.
 """
 
 from __future__ import annotations
@@ -29,20 +29,22 @@ from gradaccum.transitions import select, steps_at
 
 M = TypeVar("M")
 Count = Callable[[M], SupportsFloat]
-"""How many of something a micro-batch has; a Python number or a framework's scalar."""
+"""A function that counts something in a micro-batch. It returns a Python number or a
+framework's scalar.
+"""
 Reduce = Callable[[list[float]], Iterable[SupportsFloat]]
-"""The list of one worker in, the list summed over all workers out."""
+"""A function of one worker's list that returns the list summed over all workers."""
 
 _ROUNDING = 1e-5
-"""A reduction may round as float32 does; a mean over workers is farther off."""
+"""A sum over the workers may be rounded to float32; a mean would be off by more."""
 
 
-# One pass over a loader: how many updates it makes, and the flush at its end.
+# One pass over a loader: its number of updates, and the flush at its end.
 
 
 _UNEQUAL = (
-    "gradaccum: micro-batches of {} and {} items count the same, since none has a"
-    " weight. If the loss is a mean over the items, {}. If they are to count the same,"
+    "gradaccum: micro-batches of {} and {} items count the same, because they have no"
+    " weight. If the loss is a mean over the items, {}. If they should count the same,"
     " pass weight=1."
 )
 
@@ -56,16 +58,17 @@ def updates_in(
     micro_step: int = 0,
 ) -> int:
     """Return the number of updates in `epochs` passes over a loader, each of which ends
-    with a flush: the length of a scheduler.
+    with a flush. This is the length of a learning-rate schedule.
 
     Args:
-        micro_batches: the loader, which has a length, or its number of micro-batches,
+        micro_batches: the loader, if it has a length, or its number of micro-batches,
             an int >= 0.
         steps: as for `gradaccum.wrap`: an int, pairs or a callable.
         epochs: passes over the loader, an int >= 0.
-        optimizer_step: the updates made before them, for a schedule of steps.
-        micro_step: the micro-batches in a window that is open already, which the first
-            pass fills up.
+        optimizer_step: the number of updates before these passes, if `steps` depends on
+            it.
+        micro_step: the number of micro-batches in a window that is already open. The
+            first pass completes this window.
 
     Raises:
         TypeError: `micro_batches` has no length, or windows end by weight.
@@ -88,8 +91,8 @@ def updates_in(
 
 
 class Sizes:
-    """The numbers of items of the micro-batches that were counted without a weight;
-    once they differ, a `GradAccumWarning` says so.
+    """The numbers of items of the micro-batches that were counted without a weight. As
+    soon as they differ, a `GradAccumWarning` is issued.
     """
 
     def __init__(
@@ -104,7 +107,7 @@ class Sizes:
         self._fix = fix
 
     def see(self, micro_batch: object) -> None:
-        """Take in the last micro-batch."""
+        """Compare the number of items in the last micro-batch with the first number."""
         if self.weighed or not self._looks:
             return
         self.weighed = True
@@ -122,10 +125,11 @@ class Sizes:
 
 
 def _items_of(micro_batch: object) -> int | None:
-    """Return the number of items, 0 without any array; None where it is unknown.
+    """Return the number of items: 0 if there is no array, None if it is unknown.
 
-    A batch of graphs names its number. Otherwise the items are along the first axis if
-    all arrays have the same one: in time-major batches the labels have another.
+    A batch of graphs states its number of graphs. Otherwise the items are along the
+    first axis if it has the same length in all arrays. In time-major batches its length
+    differs between inputs and labels.
     """
     number_of_graphs = getattr(micro_batch, "num_graphs", None)
     if isinstance(number_of_graphs, int):
@@ -165,7 +169,7 @@ def epoch(
         see: called with each micro-batch after the loop's body has run.
 
     Raises:
-        ModuleNotFoundError: `progress` without rich.
+        ModuleNotFoundError: `progress` is True, and rich is not installed.
     """
     source = _with_progress(loader) if progress else loader
     return Epoch(loader, _epoch(source, None if carry else flush, see))
@@ -212,34 +216,36 @@ def _with_progress(loader: Iterable[M]) -> Iterable[M]:
     return cast(Iterable[M], track(loader, "micro-batches", total=total))
 
 
-# A window whose micro-batches are all read before the first is run, and the pass over a
-# loader that reads them.
+# A window whose micro-batches are all read before the first micro-batch is run, and the
+# pass over a loader that reads them.
 
 
 class Window(Generic[M]):
-    """The micro-batches of one window, iterable until the next window begins; its
-    `number`, `len` and `totals` stay.
+    """The micro-batches of one window. They can be iterated over until the next window
+    begins; `number`, `len` and `totals` remain available.
     """
 
     def __init__(
         self, number: int, micro_batches: list[M], totals: Mapping[str, float]
     ) -> None:
         self.number = number
-        """int: windows before it."""
+        """int: the number of windows before this window."""
         self.totals = totals
-        """The sum of each count over the window, by name, over all workers."""
+        """By name, the sum of each count over the window and all workers."""
         self._micro_batches: list[M] | None = micro_batches
         self._length = len(micro_batches)
 
     def __len__(self) -> int:
-        """Return this worker's micro-batches; 0 if only other workers have some."""
+        """Return the number of this worker's micro-batches; 0 if only other workers
+        have micro-batches.
+        """
         return self._length
 
     def __iter__(self) -> Iterator[M]:
         """Iterate over its micro-batches.
 
         Raises:
-            UsageError: another window is the current one.
+            UsageError: the next window has begun.
         """
         return (self._at(index) for index in range(self._length))
 
@@ -251,16 +257,16 @@ class Window(Generic[M]):
         if self._micro_batches is None:
             raise UsageError(
                 f"window {self.number}: expected to be iterated over before the next"
-                " window is asked for; got one whose micro-batches are gone. Use a"
-                " window in the body of its loop."
+                " window begins; got a window whose micro-batches are no longer in"
+                " memory. Use each window only in the body of the loop over windows."
             )
         return self._micro_batches[index]
 
 
 @dataclass
 class Windows(Generic[M]):
-    """The iterable that `gradaccum.windows` returns: each ``for`` reads the loader from
-    its beginning, and numbers windows on.
+    """The iterable that `gradaccum.windows` returns. Each ``for`` reads the loader from
+    its beginning, and continues to number the windows.
     """
 
     loader: Iterable[M]
@@ -269,14 +275,14 @@ class Windows(Generic[M]):
     weight: str | None
     reduce: Reduce | None
     next_number: int
-    """The number of the window that is given next."""
+    """The number of the next window."""
 
     def __iter__(self) -> Iterator[Window[M]]:
         loader = iter(self.loader)
         ends_by_weight = isinstance(self.schedule, UntilWeight)
         is_over = False
-        """Nothing is left to read: for this worker, or, where windows end by weight,
-        for all.
+        """True if nothing is left to read for this worker, or, if windows end by
+        weight, for all workers.
         """
         while True:
             size = _size(self.schedule, self.next_number)
@@ -285,7 +291,7 @@ class Windows(Generic[M]):
             while not (is_over or self._is_full(size, len(micro_batches), totals)):
                 new = list(islice(loader, 1))
                 values = self._values_of(new)
-                if ends_by_weight:  # No worker alone knows the window's weight.
+                if ends_by_weight:  # A single worker does not know the window's weight.
                     values = self._reduced(values)
                 is_over = values[0] == 0
                 totals = [
@@ -303,7 +309,9 @@ class Windows(Generic[M]):
             window.forget()
 
     def _values_of(self, micro_batches: list[M]) -> list[float]:
-        """Return the number of micro-batches, one at most, and its counts in order."""
+        """Return the number of micro-batches, which is at most 1, and then the counts
+        in order.
+        """
         values = [float(len(micro_batches))]
         for name, function in self.count.items():
             numbers = map(function, micro_batches)
@@ -316,8 +324,8 @@ class Windows(Generic[M]):
         """Return the sum of `values` over all workers.
 
         Raises:
-            ArgumentValueError: `reduce` returned another number of values, or less than
-                this worker's values, as a mean over the workers is.
+            ArgumentValueError: `reduce` returned another number of values, or a value
+                below this worker's value, as a mean over the workers would be.
         """
         if self.reduce is None:
             return values
@@ -360,31 +368,32 @@ def windows(
     """Read the micro-batches of a loader window by window, with totals that are known
     before the first forward pass.
 
-    ``for window in windows(loader, 4, count={"tokens": f})``: `window` is iterable over
-    its micro-batches, has `len` and ``window.totals["tokens"]``. Wrap the optimizer
-    with ``steps=None``, and ``flush`` after each window. One window at a time is held
-    in memory.
+    In ``for window in windows(loader, 4, count={"tokens": f})`` each `window` iterates
+    over its micro-batches, and has a `len` and ``window.totals["tokens"]``. Wrap the
+    optimizer with ``steps=None``, and call ``flush`` after each window. Only one window
+    at a time is in memory.
 
     Args:
         loader: yields the micro-batches, of any type. A window is read before it is
-            used: a loader that fills one buffer again and again must yield copies.
+            used, so a loader that reuses one buffer must yield copies.
         steps: micro-batches per window: an int >= 1, pairs ``(first number, steps)`` or
             a callable of the window's number, 0, 1, ...; or ``until_weight(n)``: a
-            window ends with the micro-batch by which its weight reaches n.
+            window ends with the micro-batch at which its weight reaches n.
         count: functions of a micro-batch by name; each returns a finite number >= 0, or
-            a framework's scalar. The loop waits for a scalar on a device.
-        weight: with ``until_weight``: the name of a count.
+            a framework's scalar. If the scalar is on a device, the loop waits for it.
+        weight: with ``until_weight``: the name of the count that is the weight.
         reduce: with several workers: a function that returns a list of floats summed
-            over all of them, best in float64, called once per window, and once more at
-            the end; with ``until_weight`` once per micro-batch. Totals and weight are
-            then those of all workers. Every worker must iterate through every window:
-            if its loader ends early, through windows of `len` 0.
+            over all workers, preferably in float64. It is called once per window and
+            once more at the end; with ``until_weight`` once per micro-batch. Totals and
+            weight are then sums over all workers. Every worker must iterate over every
+            window; after its loader has ended, its windows have a `len` of 0.
         start: the number of the first window, for a schedule that resumes.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: `steps` is not as above, at once; or what
-            a function returns, when it is read.
-        KeyError: windows end by weight, and `weight` names no count.
+        ArgumentTypeError, ArgumentValueError: `steps` is not as above, which is raised
+            at once; or a function returned a wrong value, which is raised when a window
+            is read.
+        KeyError: windows end by weight, and no count has the name `weight`.
 
     Examples:
         >>> lengths = [[5, 3], [2], [7, 1, 4], [6]]  # of the sequences of four micro-batches

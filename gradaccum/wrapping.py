@@ -1,4 +1,4 @@
-"""`gradaccum.wrap`: one call for every framework. Its types stand in ``wrapping.pyi``."""
+"""`gradaccum.wrap`: one call for every framework. Its types are in ``wrapping.pyi``."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def wrap(
 
     Args:
         optimizer: a `torch.optim.Optimizer`, an `optax.GradientTransformation`, a
-            `mindspore.nn.Optimizer` or an optimizer of any installed backend. Or a
-            learning-rate scheduler built on a wrapped optimizer, alone: it moves only
-            when an update was applied.
+            `mindspore.nn.Optimizer` or an optimizer of any installed backend. A
+            learning-rate scheduler that was built on a wrapped optimizer can be passed
+            too, without other arguments: it then steps only when an update was applied.
         steps: micro-batches per window: an int >= 1; a callable of the optimizer step;
-            pairs ``(first optimizer_step, steps)``; ``gradaccum.until_weight(n)``: the
-            window ends when its weight reaches n; None: the caller closes every window
-            with ``flush``.
-        options: by keyword, options of one framework, and these:
+            pairs ``(first optimizer_step, steps)``; ``gradaccum.until_weight(n)``,
+            which ends a window when its weight reaches n; or None, which means that the
+            caller closes every window with ``flush``.
+        options: by keyword, the framework's own options, and these:
 
             - ``reduction``: ``"mean"``, the default: sum(w_i g_i) / sum(w_i), g_i the
               gradient of a mean loss and w_i its number of items (default 1);
@@ -37,16 +37,16 @@ def wrap(
             - ``accumulate_dtype``: dtype of the sum; by default float32 for float16 and
               bfloat16 gradients, else the gradient's own.
             - ``loss_scale``: factor of the loss before differentiation: a number,
-              `DynamicLossScale`, or in torch a `torch.amp.GradScaler`, which then moves
-              once per window.
+              `DynamicLossScale`, or in torch a `torch.amp.GradScaler`, which is then
+              updated once per window.
             - ``on_overflow``: ``"skip_window"``, the default: a non-finite gradient
               makes the window end without an update; ``"drop_micro_batch"``: such a
-              micro-batch adds nothing; ``"ignore"``: it is applied as the bare
-              optimizer would, and no norm is measured unless another option needs it.
-              Refused beside a loss scale that moves.
+              micro-batch adds nothing; ``"ignore"``: the gradient is applied, as the
+              bare optimizer would do, and no norm is measured unless another option
+              needs it. ``"ignore"`` cannot be combined with a dynamic loss scale.
             - ``master_weights``: True keeps float32 masters of float16 and bfloat16
-              parameters: the inner optimizer works on the masters, the model holds the
-              rounded copy.
+              parameters: the inner optimizer updates the masters, and the model has a
+              rounded copy of them.
 
     Returns:
         An optimizer of the same framework; in JAX an
@@ -54,7 +54,7 @@ def wrap(
 
     Raises:
         ArgumentTypeError: `optimizer` belongs to no installed backend, or is already
-            wrapped; an option has the wrong type, or stands beside a scheduler.
+            wrapped; an option has the wrong type, or is passed with a scheduler.
         ArgumentValueError: an option has a value that makes no sense.
     """
     return wrap_with(backend_of(optimizer), optimizer, steps, **options)

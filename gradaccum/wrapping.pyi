@@ -1,5 +1,5 @@
-"""The types of `gradaccum.wrap`: a type checker knows a framework's wrapped optimizer,
-and a run imports no framework.
+"""The types of `gradaccum.wrap`. Through them a type checker knows each framework's
+wrapped optimizer, and at run time no framework is imported.
 """
 
 from collections.abc import Callable

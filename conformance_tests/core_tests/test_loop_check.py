@@ -94,7 +94,7 @@ def test_clip_of_the_whole_is_a_note() -> None:
 
 def test_one_clipped_update_needs_the_norm() -> None:
     row = tuple(part / 10 for part in RIGHT)
-    assert "If the loop clips each window, give clip_norm=" in str(read(row))
+    assert "If the loop clips each window, pass clip_norm=" in str(read(row))
     assert read(row, clip_norm=1.0).right
     assert kinds(read(row, clip_norm=2.0)) == ["scaled"]
 
@@ -115,7 +115,7 @@ def test_gradient_of_zero_is_not_called_lost() -> None:
 def test_update_without_a_micro_batch_is_noted() -> None:
     report = read(RIGHT, (0.0, 0.0, 0.0, 0.0))
     assert report.right
-    assert "Update 2 holds no micro-batch" in str(report)
+    assert "Update 2 contains no micro-batch" in str(report)
 
 
 def test_what_no_coefficients_explain() -> None:

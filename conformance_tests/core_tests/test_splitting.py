@@ -158,7 +158,7 @@ OF_PAIR = [("batch[1][0]", 8), ("batch[1][1]", 8)]
         pytest.param(
             [*THREE_CHANNELS, TARGETS],
             [IMAGES],
-            r"batch\[1\]: expected 3 items.* got 8.* stack them",
+            r"batch\[1\]: expected 3 items.* got 8.* stack the elements",
             id="images and targets",
         ),
         pytest.param([], [], "batch: expected an array to split", id="nothing"),
@@ -211,7 +211,8 @@ def test_automatic_size_halves_and_remembers() -> None:
     with pytest.raises(
         UsageError,
         match=(
-            "micro-batch of one item to fit; got one that does not fit into 100 bytes"
+            "micro-batch of one item to fit; got an item that does not fit into 100"
+            " bytes"
         ),
     ):
         sizes.after_failure(1)

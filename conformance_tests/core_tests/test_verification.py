@@ -56,7 +56,7 @@ from .plain_subject import (
 POWERS = ("a", "b", "c", "d", "e", "f")
 TOKENS = {"batch[1]": [[1.0] * int(n) + [0.0] * (5 - int(n)) for n in COUNTS]}
 POSITIVE = {"batch[1]": [float(n > 3) for n in COUNTS]}
-COMMAND = "(Add|Bring|Divide|Make|Mend|Multiply|Seed|Split|Update|Use|Write) "
+COMMAND = "(Divide|Make|Multiply|Pass|Seed|Split|Update|Use|Write) "
 
 
 def wide(slopes: Any) -> Any:
@@ -230,7 +230,7 @@ def test_coefficients_are_the_shares_of_the_counts() -> None:
     assert report.coefficients.best == pytest.approx(shares, rel=1e-9)
     assert report.coefficients.used == (0.25,) * 4
     assert report.coefficients.unexplained < 1e-12
-    assert "They leave" in str(report)
+    assert "The best coefficients leave" in str(report)
     assert "0.211 (0.25), 0.368 (0.25), 0.263 (0.25), 0.158 (0.25)" in str(report)
 
 
@@ -254,7 +254,7 @@ def test_words_of_a_cause() -> None:
     assert joined_names(["a", "b", "c", "d", "e"]) == "a, b, c, d, e"
     assert joined_names(list("abcdefg")) == "a, b, c, d, e and 2 more"
     for subject, reduction, fix in (
-        (PlainSubject(summed), "mean", "Write reduction='sum'; or, for the mean over"),
+        (PlainSubject(summed), "mean", "Write reduction='sum'. For the mean over"),
         (PlainSubject(sound), "sum", "Write reduction='mean' and no weight=."),
     ):
         assert examine(subject, 4, reduction).causes[0].fix.startswith(fix)

@@ -97,7 +97,7 @@ def test_schedule_is_read_at_the_saved_step() -> None:
     earlier = state._replace(optimizer_step=jnp.asarray(4, jnp.int32))
     with pytest.raises(
         gradaccum.CheckpointError,
-        match=r"steps=1; got one that was saved under steps=4",
+        match=r"steps=1; got a window that was saved with steps=4",
     ):
         gradaccum_jax.check_state(tx, earlier, PARAMS)
 

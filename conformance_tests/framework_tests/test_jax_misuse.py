@@ -86,7 +86,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "apply_every": (
         lambda: update(wrap(optax.chain(SGD, optax.apply_every(4)))),
         TYPE,
-        "optimizer: .*not wrapped; got a wrapped one: ApplyEvery",
+        "optimizer: .*not wrapped yet; got a wrapped optimizer: ApplyEvery",
     ),
     "traced steps": (
         lambda: jax.jit(lambda n: wrap(steps=n).init(PARAMS))(4),

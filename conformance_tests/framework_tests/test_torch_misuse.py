@@ -33,7 +33,7 @@ BY_WRAP: list[Refusal] = [
             steps=2, on_overflow="ignore", loss_scale=torch.amp.GradScaler("cpu")
         ),
         ArgumentValueError,
-        "loss_scale: expected one that does not move",
+        "loss_scale: expected a static scale",
     ),
 ]
 BY_A_METHOD: list[Refusal] = [

@@ -55,7 +55,7 @@ KINDS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("options", [{"steps": 4}, {"clip_norm": 1.0}])
 def test_options_beside_a_scheduler_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(gradaccum.ArgumentTypeError, match="no option beside a sched"):
+    with pytest.raises(gradaccum.ArgumentTypeError, match="no options when wrapping"):
         gradaccum.wrap(step_lr(make()), **options)
 
 

@@ -128,7 +128,7 @@ def test_notes() -> None:
             steps=4,
         )
         assert report.equivalent
-        unused = "unused.weight, unused.bias: the loss does not reach it."
+        unused = "unused.weight, unused.bias: not reached by the loss."
         assert report.notes[0] == unused
         assert len(report.notes) == notes
 

@@ -25,7 +25,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,  # rich's help shows a flag as `--deep <bool>`
     help=(
-        "Gradient accumulation, shown and proven. `gradaccum --version` prints the"
+        "Demonstrate and test gradient accumulation. `gradaccum --version` prints the"
         " version."
     ),
 )
@@ -36,7 +36,7 @@ Backends = Annotated[
         "--backend",
         metavar="NAME",
         help=(
-            "Run this backend only; repeat the option for several. Default: every"
+            "Run only this backend; repeat the option for several. Default: every"
             " installed backend."
         ),
     ),
@@ -55,7 +55,7 @@ def demo(
 ) -> None:
     """Train on digits in every installed framework.
 
-    With large batches, with accumulation, with the naive loop.
+    It trains with large batches, with accumulation and with the naive loop.
     """
     _finish(lambda: run_demo(Console(), backend, out))
 
@@ -74,16 +74,16 @@ def conformance(
         ),
     ] = False,
 ) -> None:
-    """Test that accumulated gradients equal the large batch's.
+    """Test that accumulated gradients equal the large batch's gradient.
 
-    In every installed framework, with a report.
+    It tests every installed framework, and writes a report.
     """
     _finish(lambda: run_conformance(Console(), backend, report, deep=deep))
 
 
 @app.command()
 def versions() -> None:
-    """Print the versions that a report of a fault needs."""
+    """Print the versions that a bug report needs."""
     print(versions_report())
 
 
@@ -105,6 +105,6 @@ def _finish(run: Callable[[], bool]) -> None:
 
 
 def main() -> None:
-    """Run the command line. On SIGTERM it first ends the processes that it started."""
+    """Run the command line. On SIGTERM, end the processes that it started."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     app()

@@ -1,10 +1,11 @@
 """The harness of a backend: it builds a model from a spec, trains it, and shows its
 state to the suite.
 
-A backend has one subclass of `Harness`. It stands in ``gradaccum_harnesses``, or its package
-registers it under the backend's name in the entry-point group ``gradaccum.harnesses``. Everything that goes in or comes out
-is NumPy. "Second door" means: read the framework's own objects (parameters, checkpoint
-entries, state trees), never the API under test.
+A backend has one subclass of `Harness`. It is in ``gradaccum_harnesses``, or its
+package registers it under the backend's name in the entry-point group
+``gradaccum.harnesses``. All inputs and outputs are NumPy arrays. "Second door" means
+that the method reads the framework's own objects (parameters, checkpoint entries, state
+trees), and never the API under test.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from gradaccum_conformance.specs import Array, Arrays, Batch, Model, Optimizer
 
 Loss = Literal["mean", "sum"]
 Dtype = Literal["float32", "float64", "float16", "bfloat16"]
-"""Dtype of the model's parameters. NumPy has no bfloat16: such arrays go in and come
-out as float32.
+"""Dtype of the model's parameters. NumPy has no bfloat16, so bfloat16 arrays are passed
+and returned as float32.
 """
 GradientTree = Mapping[str, Array | None]
-"""Gradients by parameter name. None: the parameter took no part in this micro-batch."""
-Option = Any
-"""The value of one argument of `gradaccum.wrap`: a right one, or in some tests a wrong
-one.
+"""Gradients by parameter name. None means that the parameter has no gradient in this
+micro-batch.
 """
+Option = Any
+"""The value of one argument of `gradaccum.wrap`. In some tests it is a wrong value."""
 WrapOptions = Mapping[str, Option]
-"""Arguments of `gradaccum.wrap` by name, ``steps`` among them."""
+"""Arguments of `gradaccum.wrap` by name, including ``steps``."""
 
 
 class Setup(NamedTuple):
-    """What a session is started with."""
+    """The arguments with which a session is started."""
 
     model: Model
     weights: Arrays
@@ -43,133 +44,136 @@ class Setup(NamedTuple):
     optimizer: Optimizer
     dtype: Dtype = "float32"
     mode: str | None = None
-    """One of the harness's `modes`; None: the default."""
+    """One of the harness's `modes`; None means the default."""
     options: WrapOptions | None = None
-    """`gradaccum.wrap`'s, with ``steps``; None: do not wrap."""
+    """The arguments of `gradaccum.wrap`, with ``steps``; None means: do not wrap."""
 
 
 class Captured(NamedTuple):
     """The calls that a ``capture`` optimizer received."""
 
     calls: int
-    """Their number."""
+    """The number of calls."""
     gradient: Arrays
-    """The gradient of the last call; empty before the first."""
+    """The gradient of the last call; empty before the first call."""
 
 
 class Session(ABC):
-    """One model under one optimizer, wrapped or (for the large batch) bare."""
+    """One model with one optimizer, which is wrapped, or bare for the large batch."""
 
     @abstractmethod
     def micro_batch(
         self, batch: Batch, *, weight: float | None = None, loss: Loss = "mean"
     ) -> float:
-        """Forward, backward and the optimizer's call, as a user of the framework writes
-        them; returns the (unscaled) loss.
+        """Run the forward pass, the backward pass and the optimizer's call, as a user
+        of the framework writes them; return the unscaled loss.
 
         `loss` is the mean or the sum over the items. If the wrapper has a loss scale,
-        it is applied as users apply it. The wrapper is told the loss, as users tell it.
+        it is applied as users apply it. The loss is passed to the wrapper, as users
+        pass it.
         """
 
     @abstractmethod
     def gradients(self, tree: GradientTree, *, weight: float | None = None) -> None:
-        """One micro-batch whose gradient is exactly `tree` times the loss scale; values
-        may be inf or NaN.
+        """Run one micro-batch whose gradient is exactly `tree` times the loss scale.
+        The values may be inf or NaN.
         """
 
     def gradients_with_loss(
         self, tree: GradientTree, weight: float | None, loss: float
     ) -> bool:
-        """One micro-batch as `gradients` makes it, where the wrapper is told this
-        unscaled loss, NaN for one that is not known; False if the session has no such
-        call, and made none.
+        """Run one micro-batch as `gradients` does, and pass this unscaled loss to the
+        wrapper; NaN means that the loss is not known. Return False, and do nothing, if
+        the session has no such call.
         """
         return False
 
     def gradients_in(self, tree: Arrays) -> None:
-        """One micro-batch whose gradients are views of memory, which the caller writes
-        over for the next micro-batch.
+        """Run one micro-batch whose gradients are views of memory, which the caller
+        overwrites for the next micro-batch.
 
-        A framework that can take NumPy's memory as a gradient takes it without a copy.
+        A framework that can use NumPy's memory as a gradient uses it without a copy.
         The parameters are float64.
         """
         self.gradients({name: gradient.copy() for name, gradient in tree.items()})
 
     @abstractmethod
     def flush(self, denominator: Option = None) -> None:
-        """Close the open window; `denominator` is the call's own, if one is given."""
+        """Close the open window. The `denominator` is passed to the call, unless it is
+        None.
+        """
 
     @abstractmethod
     def discard(self) -> None:
-        """Forget the open window."""
+        """Discard the open window."""
 
     def listen(self, listener: Listener) -> bool:
-        """Have the wrapped optimizer tell `listener` of each window that closes; False
-        if it has no listeners.
+        """Have the wrapped optimizer call `listener` for each window that closes;
+        return False if it has no listeners.
         """
         return False
 
     def on_update(self, function: Callable[[], object]) -> bool:
-        """Have the wrapped optimizer call `function` after each update; False if it
-        calls nothing.
+        """Have the wrapped optimizer call `function` after each update; return False if
+        it cannot.
         """
         return False
 
     def idle(self) -> None:  # noqa: B027 - most backends do nothing
-        """No micro-batch on this worker while others have one: nothing to do, unless
-        all workers run one program.
+        """Run no micro-batch on this worker while other workers run one. There is
+        nothing to do unless all workers run the same program.
         """
 
     @abstractmethod
     def result(self) -> StepResult:
-        """The API's `StepResult`, in Python numbers."""
+        """Return the `StepResult` of the API under test, in Python numbers."""
 
     @abstractmethod
     def state(self) -> State:
-        """Second door: the seven fields, in Python numbers."""
+        """Second door: return the seven fields, in Python numbers."""
 
     @abstractmethod
     def accumulator(self) -> Arrays:
-        """Second door: the sum as the backend stores it now, undivided, by parameter
-        name; zeros where it stores none.
+        """Second door: return the sum as the backend stores it now, undivided, by
+        parameter name; zeros if it stores no sum.
         """
 
     @abstractmethod
     def parameters(self) -> Arrays:
-        """Second door: the model's parameters."""
+        """Second door: return the model's parameters."""
 
     @abstractmethod
     def masters(self) -> Arrays:
-        """Second door: the float32 master weights, by parameter name; only for sessions
-        with ``master_weights=True``.
+        """Second door: return the float32 master weights, by parameter name. This is
+        called only for sessions with ``master_weights=True``.
         """
 
     @abstractmethod
     def optimizer_state(self) -> Arrays:
-        """Second door: every array of the inner optimizer's state, by any stable
-        name.
+        """Second door: return every array of the inner optimizer's state, under any
+        stable name.
         """
 
     @abstractmethod
     def captured(self) -> Captured:
-        """Second door: the calls of the ``capture`` optimizer; only for sessions that
-        have one.
+        """Second door: return the calls of the ``capture`` optimizer. This is called
+        only for sessions that have one.
         """
 
     @abstractmethod
     def predict(self, x: Array) -> Array:
-        """The model's output for inputs (batch, *input_shape)."""
+        """Return the model's output for inputs (batch, *input_shape)."""
 
     @abstractmethod
     def snapshot(self) -> Any:
-        """A copy of model and optimizer in memory, taken through the framework's own
-        state functions. Only sessions of the same backend look into it.
+        """Return a copy of model and optimizer in memory, taken through the framework's
+        own state functions. Only sessions of the same backend read it.
         """
 
     @abstractmethod
     def restore(self, snapshot: Any) -> None:
-        """Go back to a snapshot of this session or of one built alike. The snapshot can
-        be used again.
+        """Restore a snapshot of this session, or of a session that was built in the
+        same way. The snapshot can be used again.
         """
 
     @abstractmethod
@@ -178,14 +182,14 @@ class Session(ABC):
 
     @abstractmethod
     def load(self, directory: Path) -> None:
-        """Read what `save` wrote, also into a freshly built session."""
+        """Load what `save` wrote. The session may be a freshly built one."""
 
 
 class Harness(ABC):
-    """A backend, as the suite drives it. One instance per process."""
+    """A backend, as the suite uses it. There is one instance per process."""
 
     name: ClassVar[str]
-    """The backend's name: that of its entry points."""
+    """The backend's name, which is the name of its entry points."""
     modes: ClassVar[tuple[str, ...]] = ("eager",)
     """Ways to run a training step (``"eager"``, ``"jit"``, ``"graph"``); the first is
     the default.
@@ -193,15 +197,15 @@ class Harness(ABC):
     deep_modes: ClassVar[tuple[str, ...]] = ()
     """The `modes` that only ``--deep`` runs."""
     brief_modes: ClassVar[tuple[str, ...]] = ()
-    """The `modes` that without ``--deep`` run only the tests marked ``every_mode``: one
-    that compiles what another mode compiles too.
+    """The `modes` that run only the tests marked ``every_mode``, unless ``--deep`` is
+    passed. Such a mode compiles what another mode compiles too.
     """
     gradient_shapes_reach_gradaccum: ClassVar[bool] = True
-    """False if the framework itself refuses a gradient of another shape."""
+    """False if the framework itself rejects a gradient of another shape."""
 
     @abstractmethod
     def start(self, setup: Setup) -> Session:
-        """A session over a fresh model."""
+        """Return a session with a fresh model."""
 
     @abstractmethod
     def gradient(
@@ -213,65 +217,65 @@ class Harness(ABC):
         dtype: Dtype,
         loss: Loss = "mean",
     ) -> Arrays:
-        """The framework's own gradient of the whole batch, without gradaccum."""
+        """Return the framework's own gradient of the whole batch, without gradaccum."""
 
 
 Returns = Callable[[Any, Any], Any]
-"""What a loss function returns, of its loss and the logits (items, classes), which have
-NumPy's methods.
+"""A function of the loss and the logits (items, classes), which have NumPy's methods.
+It returns what a loss function should return.
 """
 
 
 class LargeBatchCall(NamedTuple):
-    """A call that takes the large batch, and the model that it is made for."""
+    """A call with the large batch, and the model for it."""
 
     model: Model
     weights: Arrays
     dtype: Dtype = "float32"
     mode: str | None = None
-    """One of the harness's `large_batch_modes`; None: the first."""
+    """One of the harness's `large_batch_modes`; None means the first."""
     loss: Loss = "mean"
-    """What the loss function returns of a micro-batch."""
+    """The loss of a micro-batch that the loss function returns."""
     options: Mapping[str, Option] = MappingProxyType({})
-    """The call's own: ``steps``, ``micro_batch_size``, ``reduction``, ``weight`` (a
-    NumPy array, one per item, or a function of a micro-batch's two arrays), ``axes``,
-    ``has_aux`` and ``merge_aux``.
+    """The options of the call: ``steps``, ``micro_batch_size``, ``reduction``,
+    ``weight`` (a NumPy array with one weight per item, or a function of a micro-batch's
+    two arrays), ``axes``, ``has_aux`` and ``merge_aux``.
 
-    With ``has_aux`` `returns` gives the loss and a dict of arrays.
+    With ``has_aux``, `returns` returns the loss and a dict of arrays.
     """
     extra: Any = None
-    """If given, a nest of NumPy arrays and plain values, the batch's third argument.
-    The loss function takes it and does not read it.
+    """The batch's third argument, unless it is None: a nest of NumPy arrays and plain
+    values. The loss function accepts it and does not read it.
     """
     returns: Returns | None = None
-    """If given, what the loss function returns in place of the loss; a coupled one's
-    logits are ``left``.
+    """If it is not None, the loss function returns its result instead of the loss.
+    The logits of a coupled loss are ``left``.
     """
 
 
 class Outcome(NamedTuple):
-    """What a call that took the large batch gives back."""
+    """The results of a call with the large batch."""
 
     loss: float
     gradient: Arrays
     aux: Any
-    """What the call returned as aux, in NumPy's arrays; where it has one aux for each
-    micro-batch, a dict of arrays with a row for each micro-batch.
+    """What the call returned as aux, in NumPy arrays. If it returns one aux for each
+    micro-batch, this is a dict of arrays with a row for each micro-batch.
     """
 
 
 class LargeBatchHarness(Harness):
-    """A backend that takes the large batch in one call and splits it."""
+    """A backend that accepts the large batch in one call and splits it."""
 
     large_batch_modes: ClassVar[tuple[str, ...]]
-    """The `modes` in which it can; the first is the default."""
+    """The `modes` that support this call; the first is the default."""
     half_dtypes: ClassVar[tuple[Dtype, ...]] = ("bfloat16",)
     """The half-precision dtypes in which the framework runs a model on this machine."""
 
     @abstractmethod
     def value_and_grad(self, call: LargeBatchCall, batch: Batch) -> Outcome:
-        """The backend's splitting call; `batch` reaches it as a nest of two arrays,
-        ``(x, y)``.
+        """Run the backend's splitting call. It receives `batch` as a nest of two
+        arrays, ``(x, y)``.
         """
 
     @abstractmethod
@@ -284,22 +288,22 @@ class LargeBatchHarness(Harness):
         options: Mapping[str, Option],
         returns: Returns | None = None,
     ) -> float:
-        """A whole window of `session`'s wrapped optimizer in one call; returns the
-        (unscaled) loss.
+        """Run a whole window of `session`'s wrapped optimizer in one call; return the
+        unscaled loss.
 
-        `returns` is as that of `LargeBatchCall`. `session` was started with
+        `returns` is the same as in `LargeBatchCall`. `session` was started with
         ``steps=None`` in one of the `large_batch_modes`.
         """
 
     @abstractmethod
     def coupled(self, call: LargeBatchCall, batch: Batch) -> Outcome:
-        """The backend's call for losses that couple the items of a batch; its options
-        are ``steps`` and the like.
+        """Run the backend's call for losses that couple the items of a batch. Its
+        options are ``steps`` and the like.
 
-        The outputs of a micro-batch are a dict: ``left``, the model's of ``x``, and
-        ``right``, the model's of `mirrored` ``x``. The loss of all outputs is
-        `contrast`, with its parameter ``temperature``, a scalar that begins at
-        `TEMPERATURE`. The gradient has an entry of that name.
+        The outputs of a micro-batch are a dict: ``left`` is the model's output for
+        ``x``, and ``right`` is its output for `mirrored` ``x``. The loss of all outputs
+        is `contrast`, whose parameter ``temperature`` is a scalar that begins at
+        `TEMPERATURE`. The gradient has an entry named ``temperature``.
         """
 
 
@@ -307,45 +311,47 @@ class VerifyCall(NamedTuple):
     """A call of `gradaccum.verify`."""
 
     loss: Callable[..., Any]
-    """What the loss function returns, of the model's outputs (items, classes), its
-    parameters by name, and the arrays of the batch. All of them have NumPy's methods.
+    """The loss, as a function of the model's outputs (items, classes), its parameters
+    by name, and the arrays of the batch. All of them have NumPy's methods.
     """
     batch: tuple[Array, ...]
-    """The model takes the first array."""
+    """The first array is the model's input."""
     options: Mapping[str, Option] = MappingProxyType({})
     """``steps``, ``reduction``, ``weight`` and ``axes``."""
     dtype: Dtype = "float32"
 
 
 class VerifyingHarness(Harness):
-    """A backend that `gradaccum.verify` has a check for."""
+    """A backend that supports `gradaccum.verify`."""
 
     @abstractmethod
     def verify(
         self, model: Model, weights: Arrays, call: VerifyCall
     ) -> VerificationReport:
-        """The report of `gradaccum.verify`."""
+        """Return the report of `gradaccum.verify`."""
 
 
 class WorkersHarness(Harness):
-    """A backend whose windows several workers can share, one process each."""
+    """A backend whose windows can be shared by several workers, each in its own
+    process.
+    """
 
     worker_modes: ClassVar[tuple[str, ...]]
-    """The `modes` in which they can."""
+    """The `modes` in which workers can share a window."""
 
     @abstractmethod
     def join(self, rank: int, workers: int, folder: Path, port: int) -> None:
         """Make this process, in which nothing has run yet, worker number `rank`.
 
-        The workers meet in the empty `folder` that they share, or at the free `port` of
-        this machine: as the engine wants it.
+        The workers find each other through the empty `folder` that they share, or
+        through the free `port` of this machine, whichever the framework needs.
         """
 
     @abstractmethod
     def start_shared(self, setup: Setup) -> Session:
-        """In a process that joined: as `start`, wrapped, but a window is that of all
-        workers.
+        """Return a wrapped session, as `start` does, in a process that has joined. All
+        workers share its windows.
 
-        Every worker makes the same calls in the same order, this one and those of the
-        session; `idle` stands for a micro-batch.
+        Every worker makes the same calls in the same order: this call, and the calls of
+        the session. `idle` counts as a micro-batch.
         """

@@ -1,8 +1,8 @@
-"""The suite's pytest plugin: which backends run, declared gaps, and a record of every
-result and measured error.
+"""The suite's pytest plugin: it chooses the backends, marks the declared gaps, and
+records every result and measured error.
 
-Loaded with ``-p gradaccum_conformance.plugin``, never by an entry point: it must not
-appear in other people's test runs.
+It is loaded with ``-p gradaccum_conformance.plugin`` and not through an entry point,
+because it must not appear in other people's test runs.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--xfails-file",
         help=(
-            "declared gaps, one per line: PATTERN  # reason; a line that matches"
-            " nothing fails the run"
+            "file of declared gaps, one per line: PATTERN  # reason; the run fails if a"
+            " line matches nothing"
         ),
     )
     group.addoption("--results", help="write results to this file as JSON lines")
@@ -69,15 +69,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "deep: only with --deep")
+    config.addinivalue_line("markers", "deep: run only with --deep")
     config.addinivalue_line(
         "markers", "xdist_group(name): tests of one backend share a worker process"
     )
     config.addinivalue_line(
-        "markers", "every_mode: also in a backend's brief modes, without --deep"
+        "markers", "every_mode: run in a backend's brief modes too, without --deep"
     )
     config.addinivalue_line(
-        "markers", "no_such_backend: no chosen backend does what the test is about"
+        "markers", "no_such_backend: no chosen backend can do what is tested"
     )
     config.pluginmanager.register(Results(config), "gradaccum-results")
     config.pluginmanager.register(workers, "gradaccum-workers")
@@ -86,11 +86,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def chosen_backends(config: pytest.Config) -> list[str]:
-    """The backends to run: the requested ones, else every one whose framework is
-    installed.
+    """Return the backends to run: the requested backends, else every backend whose
+    framework is installed.
 
-    Found once for a session: to read entry points means to read the metadata of every
-    installed package.
+    They are found once per session, because reading entry points means reading the
+    metadata of every installed package.
     """
     if CHOSEN not in config.stash:
         config.stash[CHOSEN] = _choose(config)
@@ -108,8 +108,8 @@ def _choose(config: pytest.Config) -> list[str]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make a case for each backend that can do what the test is about, and for each of
-    its modes if the test asks for one.
+    """Make a case for each backend that can do what is tested, and for each of its
+    modes if the test asks for a mode.
     """
     if "backend" not in metafunc.fixturenames:
         return
@@ -132,14 +132,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             for harness in harnesses
             for mode in product(*(getattr(harness, f"{name}s") for name in names[1:]))
         ]
-    # Pytest would skip a test that has no case.
+    # pytest would skip a test without cases.
     nothing = pytest.param(*names, marks=pytest.mark.no_such_backend)
     metafunc.parametrize(names, cases or [nothing], scope="session")
 
 
 def _kind_of(metafunc: pytest.Metafunc) -> type[Any]:
-    """What a backend must be able to do for a test, which says so by the type of its
-    backend, or by asking for crews of workers.
+    """Return the type that a test needs its backend to have. The test shows this
+    through the annotation of `backend`, or by asking for crews of workers.
     """
     if "crews" in metafunc.fixturenames:
         return WorkersHarness
@@ -151,7 +151,7 @@ def _kind_of(metafunc: pytest.Metafunc) -> type[Any]:
 
 
 def _is_brief(metafunc: pytest.Metafunc) -> bool:
-    """Whether the test leaves out a backend's `brief_modes`."""
+    """True if the test leaves out a backend's `brief_modes`."""
     return metafunc.definition.get_closest_marker("every_mode") is None
 
 
@@ -169,7 +169,7 @@ def pytest_collection_modifyitems(
     items[:] = [
         item for item in items if not item.get_closest_marker("no_such_backend")
     ]
-    # A gap may be in a deep test.
+    # The gaps come first, because a gap may be in a deep test.
     Xfails.read(config.getoption("--xfails-file"), chosen_backends(config)).mark(
         items, whole=not config.getoption("-k")
     )
@@ -181,22 +181,22 @@ def pytest_collection_modifyitems(
 
 @pytest.fixture
 def deep(request: pytest.FixtureRequest) -> bool:
-    """Whether ``--deep`` was given."""
+    """True if ``--deep`` was passed."""
     return bool(request.config.getoption("--deep"))
 
 
 @pytest.fixture
 def errors() -> Errors:
-    """Records measured errors and their bounds. The first error above its bound fails
-    the test.
+    """A recorder of measured errors and their bounds. The first error above its bound
+    fails the test.
     """
     return Errors()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Attach the measured errors before pytest makes the test's report. A fixture's
-    teardown would come too late.
+    """Attach the measured errors before pytest makes the test's report, because the
+    teardown of a fixture would be too late.
     """
     try:
         yield
@@ -209,8 +209,8 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 class Results:
-    """Writes the JSON lines of ``--results``: what was collected, every test's outcome,
-    and the end.
+    """Writes the JSON lines of ``--results``: the number of collected tests, every
+    test's outcome, and the exit status.
     """
 
     def __init__(self, config: pytest.Config) -> None:

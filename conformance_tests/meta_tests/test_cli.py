@@ -197,7 +197,11 @@ def nothing():
     [
         ("loops:right", 0, "The loop is right"),
         ("loops:wrong", 1, "no mean was taken"),
-        ("loops:nothing", 1, "of type NoneType. Return what gradaccum.check_loop"),
+        (
+            "loops:nothing",
+            1,
+            "of type NoneType. Return the report of gradaccum.check_loop",
+        ),
     ],
 )
 def test_check_prints_the_report(

@@ -14,7 +14,7 @@ from gradaccum.splitting import require_item_weights, require_one_size
 from gradaccum.verification.subject import Items
 
 KEY = "key"
-"""In place of an axis: a random key, which each micro-batch gets in full."""
+"""Marks, instead of an axis, a random key, which each micro-batch gets whole."""
 
 
 class Batch:
@@ -22,11 +22,12 @@ class Batch:
 
     Args:
         arguments: nests of arrays.
-        axes: a prefix nest of them: the batch axis of each array; None for what each
-            micro-batch gets in full, as it does other values than arrays.
-        is_array: whether a leaf is an array.
+        axes: a prefix nest of `arguments` with the batch axis of each array, or None
+            for an array that each micro-batch gets whole. Values that are not arrays
+            are always passed whole.
+        is_array: returns True if a leaf is an array.
         take: ``take(array, axis, items)`` returns the rows of some items; with an axis
-            of None the array in full.
+            of None the whole array.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Batch:
             (path, array.shape[axis]) for path, array, axis in self._split()
         )
         self.terms = max(math.prod(array.shape) for _, array, _ in self._split())
-        """About how many numbers are added up into one element of a gradient."""
+        """The approximate number of terms in the sum for one element of a gradient."""
 
     def part(self, items: Items) -> tuple[Any, ...]:
         """Return the arguments for some items."""
@@ -65,7 +66,7 @@ class Batch:
         return tuple(arguments)
 
     def arrays(self, items: Items) -> list[tuple[str, Any]]:
-        """Return path and rows of each array that is split."""
+        """Return the path and the rows of each array that is split."""
         return [
             (path, self._take(array, axis, items))
             for path, array, axis in self._split()

@@ -1,11 +1,12 @@
-"""The distance between the gradients of two partitions of a batch, in units of rounding.
+"""The distance between the gradients of two partitions of a batch, in units of
+rounding.
 
-A parameter's unit is the largest change of its gradient when all parameters move by one
-rounding, several times, in the large batch and in the first partition. It has a floor:
-each micro-batch's gradient is rounded once, and its sum is off by at most log2(terms)
-roundings (pairwise summation: Higham, "Accuracy and Stability of Numerical Algorithms",
-section 4.2). Where terms cancel, so that a gradient is rounding alone, the terms count
-as being as large as the largest gradient.
+A parameter's unit is the largest change of its gradient when all parameters change by
+one rounding. It is measured several times, for the large batch and for the first
+partition. The unit has a floor: each micro-batch's gradient is rounded once, and the
+sum is off by at most log2(terms) roundings (pairwise summation: Higham, "Accuracy and
+Stability of Numerical Algorithms", section 4.2). If terms cancel, so that a gradient is
+only rounding, the terms count as being as large as the largest gradient.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ from gradaccum.options import Reduction
 from gradaccum.verification.subject import Conditions, Gradient, Items, Run, Subject
 
 PERTURBATIONS = 4
-"""Of the large batch and of the first partition each."""
+"""The number of perturbations of the large batch, and also of the first partition."""
 ROUNDING_LIMIT = 4.0
-"""Units that are still rounding: the worst may be twice the worst of the perturbations.
-Thirty right models came to 2 at most.
+"""Up to this many units count as rounding: the worst difference may be twice the worst
+of the perturbations. Thirty right models had at most 2 units.
 """
 SUM_ROUNDOFF = 2.0**-23
-"""float32's: the coarsest dtype in which sums are computed."""
+"""The roundoff of float32, the coarsest dtype in which sums are computed."""
 COEFFICIENT_ERROR = 0.02
-"""The uncertainty up to which coefficients mean something: a part of the largest."""
+"""The largest uncertainty, relative to the largest coefficient, with which coefficients
+are meaningful.
+"""
 
 TRAINING = Conditions()
 
@@ -40,10 +43,10 @@ Parts = tuple[tuple[int, ...], ...]
 
 
 def partitions(items: int, steps: int) -> dict[Parts, str]:
-    """Return the partitions to compare with the large batch, each with its words; the
-    first is that of training.
+    """Return the partitions to compare with the large batch, each with its description.
+    The first is the partition of training.
 
-    No micro-batch has one item unless `steps` asks for it, because batch norm refuses a
+    No micro-batch has one item unless `steps` asks for it, because batch norm rejects a
     single item.
     """
     places = tuple(range(items))
@@ -77,36 +80,44 @@ def deal(items: Items, steps: int) -> Parts:
 
 @dataclass(frozen=True)
 class Coefficients:
-    """The sum of the micro-batches that comes nearest to the large batch."""
+    """The weighted sum of the micro-batches' gradients that comes nearest to the large
+    batch's gradient.
+    """
 
     best: tuple[float, ...]
-    """By micro-batch, what its gradient is to be multiplied by."""
+    """For each micro-batch, the best factor for its gradient."""
     used: tuple[float, ...]
-    """By micro-batch, what accumulation multiplies its gradient by."""
+    """For each micro-batch, the factor with which accumulation multiplies its gradient.
+    """
     unexplained: float
     """||g - sum(c_k g_k)|| / sum(||c_k g_k||) with the best coefficients c_k, where g
-    is the large batch's gradient: about a rounding where only coefficients are wrong.
+    is the large batch's gradient. It is about one rounding if only the coefficients are
+    wrong.
     """
     uncertainty: float
-    """The error of the best coefficients by rounding, as a part of the largest."""
+    """The rounding error of the best coefficients, relative to the largest coefficient.
+    """
     error: float
     """The worst parameter's distance from the large batch, in units."""
     norms: tuple[float, ...]
-    """By micro-batch, the norm of its gradient in units; 0 where it is not finite."""
+    """For each micro-batch, the norm of its gradient in units; 0 if it is not finite.
+    """
 
     def __str__(self) -> str:
         if self.uncertainty > COEFFICIENT_ERROR:
             return (
                 "No coefficients of the micro-batches give the large batch's gradient:"
-                f" the best ones leave {self.unexplained:.2g} of it unexplained."
+                f" the best coefficients leave {self.unexplained:.2g} of it"
+                " unexplained."
             )
         pairs = ", ".join(
             f"{best:.3g} ({used:.3g})"
             for best, used in zip(self.best, self.used, strict=True)
         )
         return (
-            "Best coefficients of the micro-batches, and in parentheses yours:"
-            f" {pairs}. They leave {self.unexplained:.1g} of the gradient unexplained."
+            "Best coefficients of the micro-batches, with yours in parentheses:"
+            f" {pairs}. The best coefficients leave {self.unexplained:.1g} of the"
+            " gradient unexplained."
         )
 
 
@@ -119,7 +130,7 @@ class Comparison:
     reduction: Reduction
     conditions: Conditions = TRAINING
     weighs_items: bool = False
-    """Each micro-batch weighs its number of items, in place of the user's weight."""
+    """True if a micro-batch's weight is its number of items, not the user's weight."""
 
     def weighing_items(self, reduction: Reduction) -> Comparison:
         """Return the comparison under another reduction, without the user's weights."""
@@ -147,8 +158,8 @@ class Comparison:
         return self.runs([self.items])[0]
 
     def factors(self, runs: Sequence[Run], parts: Sequence[Items]) -> list[float]:
-        """Return what accumulation multiplies each micro-batch by, so that the sum is
-        the gradient of the large batch.
+        """Return the factor with which accumulation multiplies each micro-batch's
+        gradient, so that the sum is the gradient of the large batch.
         """
         weights = [run.weight for run in runs]
         if self.weighs_items:
@@ -169,12 +180,12 @@ class Comparison:
 
     @property
     def moved(self) -> tuple[str, ...]:
-        """The parameters whose gradient moves by more than rounding."""
+        """The parameters whose gradient differs by more than rounding."""
         return moved_names(self.errors)
 
     @cached_property
     def errors(self) -> dict[str, float]:
-        """By parameter the worst partition's distance from the large batch, in
+        """For each parameter, the worst partition's distance from the large batch, in
         units.
         """
         worst = dict.fromkeys(self.subject.names, 0.0)
@@ -195,7 +206,7 @@ class Comparison:
         }
 
     def distances(self, a: Gradients, b: Gradients) -> dict[str, float]:
-        """Return by parameter the 2-norm of the difference; inf where it is not
+        """Return the 2-norm of the difference for each parameter; inf if it is not
         finite.
         """
         distances = dict.fromkeys(self.subject.names, 0.0)
@@ -226,8 +237,8 @@ class Comparison:
 
     @cached_property
     def floors(self) -> dict[str, float]:
-        """Each unit's floor: the error of rounding the micro-batches' gradients and
-        adding them up, at least the smallest number of the dtype.
+        """The floor of each unit: the error of rounding the micro-batches' gradients
+        and adding them up, and at least the smallest number of the dtype.
         """
         runs = self.runs(self.first_parts)
         sizes = dict.fromkeys(self.subject.names, 0.0)
@@ -250,11 +261,11 @@ class Comparison:
         return floors
 
     def coefficients(self, parts: Parts) -> Coefficients | None:
-        """Return the coefficients by which the micro-batches come nearest to the large
-        batch; None if their gradients do not tell.
+        """Return the coefficients with which the micro-batches come nearest to the
+        large batch; None if their gradients are too similar to distinguish.
 
-        Each parameter counts in its units, so that large gradients do not hide small
-        ones. A micro-batch whose gradient is not finite is left out.
+        Each parameter is measured in its own units, so that large gradients do not hide
+        small gradients. A micro-batch is left out if its gradient is not finite.
         """
         runs = self.runs(parts)
         large = self.large.gradients
@@ -296,8 +307,8 @@ class Comparison:
 def linear_combination(
     gradients: Iterable[Gradients], factors: Iterable[float]
 ) -> dict[str, Gradient]:
-    """Return the sum of factor x gradient; a factor of 0 leaves its micro-batch out,
-    even a NaN.
+    """Return the sum of factor x gradient. A micro-batch with a factor of 0 is left
+    out, even if its gradient is NaN.
     """
     total: dict[str, Gradient] = {}
     for each, factor in zip(gradients, factors, strict=True):
@@ -313,5 +324,5 @@ def difference(a: Gradients, b: Gradients) -> dict[str, Gradient]:
 
 
 def moved_names(errors: Mapping[str, float]) -> tuple[str, ...]:
-    """Return the parameters that moved by more than rounding."""
+    """Return the parameters whose error is more than rounding."""
     return tuple(name for name, error in errors.items() if not error <= ROUNDING_LIMIT)

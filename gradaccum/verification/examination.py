@@ -39,23 +39,24 @@ KINDS = (
 """The kinds of causes, in the order in which the experiments look for them."""
 USUAL_STEPS = 4
 SCALES = (2.0**8, 2.0**16)
-"""Powers of two: they scale every step of a linear backward pass exactly. The larger one
-is where `torch.amp.GradScaler` begins.
+"""Powers of two, which scale every step of a linear backward pass exactly. The larger
+scale is the initial scale of `torch.amp.GradScaler`.
 """
 SAME = 1e-3
-"""The difference up to which measured coefficients are the expected ones."""
+"""Measured coefficients count as the expected coefficients up to this difference."""
 OF_A_PART = (
-    "gradaccum: verify runs loss_fn on parts of the batch, each with any of its items."
-    " If it takes the full batch only, some items belong together: give the batch an"
-    " axis of such groups, and flatten it in loss_fn."
+    "gradaccum: verify runs loss_fn on parts of the batch, which may contain any of its"
+    " items. If loss_fn accepts only the full batch, because some items belong"
+    " together, give the batch an axis of such groups, and flatten that axis in"
+    " loss_fn."
 )
 
 
 def examine(
     subject: Subject, steps: object, reduction: object = "mean"
 ) -> VerificationReport:
-    """Compare the partitions of the subject's batch, and look for the causes where the
-    gradient moves.
+    """Compare the partitions of the subject's batch, and look for the causes if their
+    gradients differ.
     """
     if steps is None:
         steps = max(2, min(USUAL_STEPS, subject.items))
@@ -64,7 +65,7 @@ def examine(
         "items in the batch",
         subject.items,
         at_least=number,
-        fix="Bring a larger batch, or write steps= a smaller number.",
+        fix="Pass a larger batch or a smaller steps=.",
     )
     by_parts = partitions(subject.items, number)
     comparison = Comparison(subject, by_parts, require_reduction(reduction))
@@ -86,10 +87,12 @@ class _Examination:
             comparison = comparison.under(random_layers=False)
             self.notes.append(
                 f"{joined_names(layers)}: compared in evaluation mode, because an item"
-                " draws other random numbers in another micro-batch."
+                " gets different random numbers in a different micro-batch."
             )
         self.comparison = comparison
-        """Under the conditions of training, without the causes that were found."""
+        """The comparison under the conditions of training, excluding the causes that
+        were found.
+        """
 
     def report(self) -> VerificationReport:
         reached_gradients = self.comparison.large.gradients
@@ -106,7 +109,7 @@ class _Examination:
             name for name in comparison.subject.names if name not in reached_gradients
         ]
         if names:
-            self.notes.append(f"{joined_names(names)}: the loss does not reach it.")
+            self.notes.append(f"{joined_names(names)}: not reached by the loss.")
         return VerificationReport(
             not self.causes and not comparison.moved,
             tuple(self.causes),
@@ -141,13 +144,13 @@ class _Examination:
                 "coupled",
                 "the loss",
                 "No weights make the micro-batches add up to the large batch's gradient"
-                f" in {joined_names(names)}: the loss of one item depends on the others,"
-                " as in contrastive, ranking and load-balancing losses, statistics over"
-                " the batch and a branch that the batch chooses.",
-                "Split it into outputs per item and a loss of all outputs:"
-                " coupled_backward (torch), coupled_value_and_grad (JAX, MindSpore). If"
-                " it only adds terms that divide by different counts:"
-                " gradaccum.windows.",
+                f" in {joined_names(names)}: the loss of one item depends on other"
+                " items. Contrastive, ranking and load-balancing losses do this, and so"
+                " do statistics over the batch and branches that depend on the batch.",
+                "Split the loss into outputs per item and a loss of all outputs, and"
+                " call coupled_backward (torch) or coupled_value_and_grad (JAX,"
+                " MindSpore). If the loss only adds terms that divide by different"
+                " counts, use gradaccum.windows.",
             )
 
     # Can the gradients be compared at all?
@@ -163,7 +166,7 @@ class _Examination:
                 "not_finite",
                 joined_names(names),
                 "The gradient of the large batch itself is not finite.",
-                "Mend the loss first, or verify with another batch.",
+                "Make the loss finite first, or verify with another batch.",
             )
         return not names
 
@@ -171,7 +174,7 @@ class _Examination:
         comparison = self.comparison
         again = comparison.runs([comparison.items])[0].gradients
         distances = comparison.distances(again, comparison.large.gradients)
-        # Units are measured by repeated runs, so that they would hide the difference.
+        # Units are measured with repeated runs, so they would hide the difference.
         names = [
             name
             for name, distance in distances.items()
@@ -182,8 +185,9 @@ class _Examination:
                 "not_repeatable",
                 "outside of the model",
                 "Two runs of the same batch, with the model's state and the random"
-                f" state restored, differ in {joined_names(names)}: the loss reads something"
-                " that changes from call to call, as a generator of its own does.",
+                f" state restored, differ in {joined_names(names)}: the loss reads"
+                " something that changes from call to call, such as its own random"
+                " generator.",
                 "Make it a buffer of the model, or a part of the batch.",
             )
         return not names
@@ -201,11 +205,12 @@ class _Examination:
             self.add(
                 "custom_backward",
                 joined_names(names),
-                "A loss multiplied by a number does not give the multiplied gradient in"
-                f" {joined_names(names)}: a custom backward pass or a hook ignores the"
-                " gradient that it is handed, and with it the weight of a micro-batch.",
-                "Multiply by the incoming gradient in the custom backward pass; in"
-                " place of a hook that clips write clip_norm=.",
+                "Multiplying the loss by a number does not multiply the gradient of"
+                f" {joined_names(names)} by it: a custom backward pass or a hook"
+                " ignores the gradient that it receives, and with it the weight of a"
+                " micro-batch.",
+                "Multiply by the incoming gradient in the custom backward pass. Replace"
+                " a hook that clips with clip_norm=.",
             )
         return not names
 
@@ -213,8 +218,8 @@ class _Examination:
         return self.comparison.differing(gradients, self.comparison.large.gradients)
 
     def draws_random_numbers(self) -> bool:
-        """Test whether the gradient moves because an item meets other numbers in
-        another micro-batch, even with random layers in evaluation mode.
+        """Test whether the gradient changes because an item gets different random
+        numbers in a different micro-batch, even with random layers in evaluation mode.
         """
         if not self.comparison.moved:
             return False
@@ -224,18 +229,18 @@ class _Examination:
         self.add(
             "not_repeatable",
             "the loss",
-            "The loss draws random numbers. In another micro-batch an item meets other"
-            " numbers, so that nothing can be compared. Drawing is no mistake by"
-            " itself.",
-            "Bring the numbers in the batch, or verify with the drawing switched off.",
+            "The loss draws random numbers. In a different micro-batch an item gets"
+            " different numbers, so the gradients cannot be compared. Drawing random"
+            " numbers is not a mistake in itself.",
+            "Pass the numbers in the batch, or verify without random numbers.",
         )
         return True
 
-    # Why does the gradient move?
+    # Why do the gradients differ?
 
     def depends_on_state(self) -> None:
         """Test whether a micro-batch leaves something behind that changes the gradient
-        of the next.
+        of the next micro-batch.
         """
         comparison = self.comparison
         alone = comparison.under(carry_state=False)
@@ -254,16 +259,16 @@ class _Examination:
             self.add(
                 "hidden_state",
                 joined_names(changed_state) or "state of the model",
-                "The forward pass changes this and the loss reads it: with the state"
-                " restored before each micro-batch the gradient of"
-                f" {joined_names(names)} is another one.",
+                "The forward pass changes this state, and the loss reads it: if the"
+                " state is restored before each micro-batch, the gradient of"
+                f" {joined_names(names)} is different.",
                 "Update it once per window, after the optimizer's step, or use the"
                 " value from before the window.",
             )
 
     def depends_on_places(self) -> bool:
-        """Test whether an item's gradient depends on its place in the micro-batch and
-        on no other item: two pairs may swap their second items.
+        """Test whether an item's gradient depends on its place in the micro-batch but
+        on no other item, so that two pairs of items can swap their second items.
         """
         comparison = self.comparison
         if len(comparison.items) < 4:
@@ -272,7 +277,7 @@ class _Examination:
             gradients = comparison.accumulate([(0, 1), (2, 3)])
             swapped_gradients = comparison.accumulate([(0, 3), (2, 1)])
             turned_gradients = comparison.accumulate([(1, 0), (2, 3)])
-        except Exception:  # The user's loss may refuse two items.
+        except Exception:  # The user's loss may reject two items.
             return False
         by_neighbour = comparison.differing(gradients, swapped_gradients)
         by_place = comparison.differing(gradients, turned_gradients)
@@ -282,16 +287,17 @@ class _Examination:
         self.add(
             "not_repeatable",
             "the loss",
-            "The loss gives an item a number by its place in the micro-batch, the same"
-            " in every micro-batch: as a seed, a key or a generator does that is made"
-            " in the loss, or a table.",
-            "Seed once, at the start of the program, or bring the numbers in the batch."
+            "The loss gives an item a number that depends on its place in the"
+            " micro-batch and is the same in every micro-batch. This happens if a seed,"
+            " a key or a generator is created in the loss, or if the loss reads a"
+            " table.",
+            "Seed once, at the start of the program, or pass the numbers in the batch."
             " In JAX split one key into a key per item, or verify without dropout.",
         )
         return True
 
     def has_other_weights(self) -> bool:
-        """Test whether another reduction or other weights make it right."""
+        """Test whether another reduction or other weights make accumulation right."""
         if self.has_other_reduction("sum") or self.has_other_reduction("mean"):
             return True
         fits = {}
@@ -303,8 +309,8 @@ class _Examination:
             return False
         where = "the denominator of the loss"
         fix = (
-            "Write reduction='mean' and weight= a function that returns what the"
-            " loss divides by in a micro-batch."
+            "Write reduction='mean', and pass as weight= a function that returns the"
+            " number by which the loss divides in a micro-batch."
         )
         for code in self.counts(self.comparison.items):
             if all(self.is_count(code, *pair) for pair in fits.items()):
@@ -314,28 +320,28 @@ class _Examination:
         self.add(
             "weights",
             where,
-            "The loss is a weighted mean, whose weight differs between micro-batches:"
-            " it divides by a count, such as tokens, labels that are not ignored,"
-            " positives or weights of classes.",
+            "The loss is a weighted mean whose weight differs between micro-batches: it"
+            " divides by a count, such as the number of tokens, of labels that are not"
+            " ignored or of positives, or by a sum of class weights.",
             fix,
         )
         return True
 
     def has_other_reduction(self, right: Reduction) -> bool:
-        """Test whether `right` without weights makes it right."""
+        """Test whether reduction `right` without weights makes accumulation right."""
         if self.comparison.weighing_items(right).moved:
             return False
         fix = "Write reduction='mean' and no weight=."
         if right == "sum":
             fix = (
-                "Write reduction='sum'; or, for the mean over the window's items,"
-                " reduction='sum_per_item' and weight= their number."
+                "Write reduction='sum'. For the mean over the window's items write"
+                " reduction='sum_per_item', and pass the number of items as weight=."
             )
         self.add(
             "weights",
             "the loss",
-            f"The gradient moves with reduction={self.comparison.reduction!r} and your"
-            f" weights. It stays the same with reduction={right!r} and no weights.",
+            f"With reduction={self.comparison.reduction!r} and your weights the"
+            f" gradient is wrong. With reduction={right!r} and no weights it is right.",
             fix,
         )
         return True
@@ -363,19 +369,19 @@ class _Examination:
         return counts
 
     def depends_on_mode(self) -> bool:
-        """Test whether evaluation mode, in which statistics are those of before, keeps
-        the items apart.
+        """Test whether the items are independent in evaluation mode, in which layers
+        use the stored statistics.
         """
         layers = self.comparison.subject.statistics_layers()
         evaluation = self.comparison.under(training=False)
         if evaluation.moved and not layers:
             return False
-        gradient = "moves too, for another reason" if evaluation.moved else "stays"
+        gradient = "is wrong for another reason" if evaluation.moved else "is right"
         self.comparison = evaluation
         self.add(
             "batch_statistics",
             joined_names(layers) or "the model",
-            "In training mode the output for one item depends on the other items of its"
+            "In training mode the output for one item depends on the other items of the"
             f" micro-batch. In evaluation mode the gradient {gradient}.",
             "Use GroupNorm or LayerNorm, freeze the statistics (evaluation mode for"
             " these layers), or accept statistics per micro-batch.",
@@ -390,16 +396,16 @@ class _Examination:
                     "not_finite",
                     "the loss",
                     f"The gradient of a micro-batch ({words}) is not finite: the loss"
-                    " divides by a count that is zero there, or by a deviation over too"
-                    " few items.",
-                    "Divide by max(count, 1), and write weight= that count.",
+                    " divides by a count that is zero in this micro-batch, or by a"
+                    " standard deviation over too few items.",
+                    "Divide by max(count, 1), and pass the count as weight=.",
                 )
                 return True
         return False
 
     def without_counted_terms(self) -> list[str]:
-        """Name the parameters with a term that each micro-batch adds in full, or
-        divides once too often; return those that are left.
+        """Report the parameters with a term that each micro-batch adds in full, or
+        divides once too often. Return the other parameters that are wrong.
 
         Let the gradient be A + B, where A accumulates and B does not. Under "sum" a
         penalty gives A + N B in N micro-batches: its error (N - 1) B triples from two
@@ -443,12 +449,13 @@ COUNTED_TERMS = {
         "A part of the gradient of these parameters shrinks with the number of"
         " micro-batches: the loss adds a sum over the items to a mean over them, and"
         " reduction='mean' divides both.",
-        "Make each term of the loss a mean over items, or each a sum.",
+        "Make each term of the loss a mean over items, or each term a sum.",
     ),
     "sum": (
-        "The gradient of these parameters grows with the number of micro-batches: each"
-        " micro-batch adds a part of it in full. That part is a penalty, an auxiliary"
-        " loss, or a parameter of the loss itself, such as a temperature.",
+        "The gradient of these parameters grows with the number of micro-batches,"
+        " because each micro-batch adds a part of it in full. That part comes from a"
+        " penalty, an auxiliary loss, or a parameter of the loss itself, such as a"
+        " temperature.",
         "Multiply that term by the micro-batch's share of the window's items, or use"
         " coupled_backward, which differentiates it once.",
     ),
@@ -457,8 +464,9 @@ COUNTED_TERMS = {
 
 
 def are_weights(fit: Coefficients) -> bool:
-    """True if the micro-batches add up with these coefficients, which are shares of
-    one. A maximum gives its item the share of 1.
+    """True if the micro-batches add up to the large batch with these coefficients,
+    which are positive and add up to 1. A loss that is a maximum gives one item a share
+    of 1, and the others 0, so its coefficients do not count as weights.
     """
     for share, norm in zip(fit.best, fit.norms, strict=True):
         if norm and share < SAME:

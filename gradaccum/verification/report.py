@@ -17,14 +17,14 @@ PAGE = "gradaccum/VERIFY.md"
 
 @dataclass(frozen=True)
 class Cause:
-    """One reason why accumulation gives another gradient than the large batch."""
+    """One reason why accumulation does not give the large batch's gradient."""
 
     kind: str
     """One word with underscores; `PAGE` has a section of that name."""
     where: str
     """The layer, state, parameter or part of the batch; else "the loss"."""
     explanation: str
-    """What was seen, and why it matters."""
+    """What the experiments showed, and why it matters."""
     fix: str
     """What to write instead."""
 
@@ -40,27 +40,29 @@ class VerificationReport:
     """The findings of `gradaccum.verify`."""
 
     equivalent: bool
-    """Accumulation is right for this loss."""
+    """True if accumulation is right for this loss."""
     causes: tuple[Cause, ...]
-    """Why not, in the order in which they were found; empty if `equivalent`."""
+    """Why accumulation is wrong, in the order in which the causes were found; empty if
+    `equivalent`.
+    """
     errors: Mapping[str, float]
-    """By parameter: how far the gradient moved under the worst partition, in units; inf
-    if it was not finite.
+    """For each parameter, the distance between the gradients of the worst partition and
+    of the large batch, in units; inf if a gradient was not finite.
     """
     units: Mapping[str, float]
-    """By parameter: by how much rounding alone moves the gradient, in the 2-norm."""
+    """For each parameter, how much rounding changes its gradient, in the 2-norm."""
     partitions: tuple[str, ...]
     """The partitions and orders of the batch that were compared, in words."""
     notes: tuple[str, ...] = ()
-    """What is no mistake, but good to know."""
+    """Remarks that are good to know, but do not concern mistakes."""
     coefficients: Coefficients | None = None
-    """The best coefficients of the micro-batches, with what was a cause before put
-    aside; None if their gradients do not tell them apart.
+    """The best coefficients of the micro-batches, excluding the causes that were found
+    before; None if the micro-batches' gradients are too similar to distinguish.
     """
 
     @property
     def moved(self) -> tuple[str, ...]:
-        """Names of the parameters whose gradient moved by more than rounding."""
+        """Names of the parameters whose gradient differs by more than rounding."""
         return moved_names(self.errors)
 
     def __str__(self) -> str:
@@ -72,8 +74,9 @@ class VerificationReport:
         if self.moved:
             name = max(self.moved, key=lambda name: self.errors[name])
             lines.append(
-                f"  Parameters that moved: {len(self.moved)}. The worst is {name}, by"
-                f" {self.errors[name]:.3g} units (up to {ROUNDING_LIMIT:g} are rounding)."
+                f"  Parameters whose gradient differs: {len(self.moved)}. The worst is"
+                f" {name}, by {self.errors[name]:.3g} units (up to {ROUNDING_LIMIT:g}"
+                " units are rounding)."
             )
         if self.coefficients is not None and not self.equivalent:
             lines.append(f"  {self.coefficients}")
@@ -82,7 +85,7 @@ class VerificationReport:
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        # The last line of a notebook's cell is shown so.
+        # A notebook shows the last value of a cell through its repr.
         return str(self)
 
     def _verdict(self) -> str:
@@ -129,39 +132,39 @@ def verify(
 ) -> VerificationReport:
     """Check whether gradient accumulation is right for a loss, and if not, why.
 
-    Computes the gradient of one batch under many partitions and orders. Where it moves
-    by more than rounding, experiments look for the cause. Nothing of the user's
-    changes.
+    It computes the gradient of one batch under many partitions and orders. If the
+    gradients differ by more than rounding, experiments look for the cause. The model,
+    the batch and the random state are unchanged afterwards.
 
     Args:
         model_or_params: a `torch.nn.Module`, a `mindspore.nn.Cell`, or a nest of JAX
             arrays.
-        loss_fn: ``loss_fn(model_or_params, *batch)``, a scalar. With a module or a Cell
-            also the usual criterion, ``criterion(output, *targets)``, or a function
-            that closes over its model, ``loss_fn(*batch)``.
-        batch: a tuple of nests of arrays, with the batch axis first; real items with
-            their padding, at least `steps`.
-        steps: micro-batches that the batch is divided into, at least 2; by default 4,
-            or as many as there are items.
-        options: ``reduction``, ``weight`` and ``axes``, as accumulation will have them,
-            and options of one framework.
+        loss_fn: ``loss_fn(model_or_params, *batch)`` returns a scalar. With a module or
+            a Cell it may also be a criterion, ``criterion(output, *targets)``, or a
+            function that closes over its model, ``loss_fn(*batch)``.
+        batch: a tuple of nests of arrays, with the batch axis first. Use at least
+            `steps` real items, with their padding.
+        steps: the number of micro-batches, at least 2; by default 4, or the number of
+            items if there are fewer.
+        options: ``reduction``, ``weight`` and ``axes``, as for accumulation, and
+            options of the framework.
 
     Returns:
         The report: ``print(report)``, ``report.equivalent``, ``report.causes``.
 
     Raises:
-        ArgumentTypeError: `model_or_params` is of no installed framework; another
+        ArgumentTypeError: `model_or_params` belongs to no installed framework; another
             argument has the wrong type.
         ArgumentValueError: an argument has a value that makes no sense.
-        Exception: what `loss_fn` raises for a part of the batch, with a note.
+        Exception: `loss_fn` raised it for a part of the batch; verify adds a note.
     """
     for backend in _backends(model_or_params):
         if isinstance(backend, VerifyingBackend) and backend.verifies(model_or_params):
             return backend.verify(model_or_params, loss_fn, batch, steps, **options)
     raise ArgumentTypeError(
         "model_or_params: expected a torch.nn.Module, a mindspore.nn.Cell or a nest of"
-        " JAX arrays, of a framework that is installed; got an object of type"
-        f" {type(model_or_params).__name__}. Frameworks installed here:"
+        " JAX arrays, with its framework installed; got an object of type"
+        f" {type(model_or_params).__name__}. The installed frameworks are:"
         f" {', '.join(available_backends()) or 'none'}."
     )
 

@@ -1,5 +1,5 @@
-"""The `Subject` that a framework supplies to `gradaccum.verify`: a model, a loss and one
-batch, run in parts under conditions.
+"""The `Subject` that a framework supplies to `gradaccum.verify`: a model, a loss and
+one batch, run in parts under conditions.
 
 The core decides what to run. A `Subject` runs it and restores the user's state.
 """
@@ -14,29 +14,30 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 Gradient: TypeAlias = Any
-"""A dense array or tensor in float64, which knows ``+``, ``-`` and ``* float``."""
+"""A dense array or tensor in float64, which supports ``+``, ``-`` and ``* float``."""
 Items: TypeAlias = Sequence[int]
-"""Places along the batch axis, in the order in which they form a micro-batch."""
+"""Indices along the batch axis, in the order of the items in a micro-batch."""
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """The conditions of a window. The defaults are those of training."""
+    """The conditions of a window. The defaults are the conditions of training."""
 
     training: bool = True
-    """False: the model runs in evaluation mode."""
+    """False means that the model runs in evaluation mode."""
     random_layers: bool = True
-    """False: layers that draw random numbers run in evaluation mode."""
+    """False means that layers that draw random numbers run in evaluation mode."""
     carry_state: bool = True
-    """False: the model's state is restored before each micro-batch."""
+    """False means that the model's state is restored before each micro-batch."""
     seed: int = 0
-    """0: each micro-batch begins at the user's random state. Other numbers: at
-    another.
+    """With 0 each micro-batch begins at the user's random state, with another number at
+    another random state.
     """
     scale: float = 1.0
-    """The factor of the loss. Gradients come back divided by it."""
+    """The factor of the loss. The gradients are divided by it before they are returned.
+    """
     perturbation: int | None = None
-    """The number of a perturbation: the parameters move by one rounding each."""
+    """The number of a perturbation, which changes each parameter by one rounding."""
 
 
 class Run(NamedTuple):
@@ -58,9 +59,9 @@ class Precision(NamedTuple):
     smallest: float
     """The smallest positive number of the gradient's dtype."""
     elements: int
-    """How many numbers it has."""
+    """The number of elements of the gradient."""
     terms: int = 1
-    """About how many numbers are added up into one element."""
+    """The approximate number of terms in the sum for one element."""
 
 
 class Subject(Protocol):
@@ -69,7 +70,7 @@ class Subject(Protocol):
     items: int
     """The number of items of the batch."""
     names: Sequence[str]
-    """The parameters that the loss is differentiated by."""
+    """The parameters with respect to which the loss is differentiated."""
 
     def window(self, parts: Sequence[Items], conditions: Conditions) -> list[Run]:
         """Run each of `parts` in order as one micro-batch, and restore the user's
@@ -121,7 +122,7 @@ class HostRandom:
 UNUSUAL_SEED = 0x5EED0
 """Far from the seeds that users write."""
 OUTPUTS = ("input", "output", "out", "logits", "pred", "y_pred", "y_hat")
-"""How the first argument of a criterion begins."""
+"""How the name of a criterion's first argument may begin."""
 LossFunction = Callable[..., Any]
 
 
@@ -132,14 +133,14 @@ def as_loss(
     after the model.
 
     `loss_fn` may also be ``loss_fn(*batch)``, which refers to the model itself, or a
-    criterion, ``loss_fn(outputs, *targets)``. A dictionary is passed by keywords if
-    `loss_fn` takes its keys as such.
+    criterion, ``loss_fn(outputs, *targets)``. A dictionary is passed as keyword
+    arguments if `loss_fn` accepts its keys.
 
     Args:
-        loss_fn: the user's.
+        loss_fn: the user's loss function.
         batch: a tuple or list of arguments, or one argument.
-        is_model: returns True for the model and what wraps it. None: the model cannot
-            be called, as in JAX.
+        is_model: returns True for the model and for its wrappers. None means that the
+            model cannot be called, as in JAX.
     """
     arguments = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
     body = getattr(loss_fn, "forward", getattr(loss_fn, "construct", loss_fn))
@@ -177,8 +178,8 @@ def _takes(
 
 def _reached(loss_fn: Any, depth: int = 2) -> list[object]:
     """Return the loss function itself, the values of the variables that it closes over
-    or reads as globals, the attributes of the object that a method belongs to, and the
-    same of functions among these, `depth` functions deep.
+    or reads as globals, and the attributes of the object that a method belongs to. The
+    same is done for functions among these values, `depth` functions deep.
     """
     instance = getattr(loss_fn, "__self__", None)
     values = [loss_fn, *getattr(instance, "__dict__", {}).values()]

@@ -136,7 +136,7 @@ def windows_of_two_optimizers_are_not_mixed(rank: int) -> None:
     learn(one, models[0])
     learn(two, models[1])
     before = numbers(models[1])
-    with refused(gradaccum.UsageError, "optimizer on every worker", "a group each"):
+    with refused(gradaccum.UsageError, "optimizer on every worker", "its own group"):
         if rank == 0:
             one.flush()
         else:

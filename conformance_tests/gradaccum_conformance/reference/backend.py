@@ -31,7 +31,7 @@ class NumpyBackend:
         if isinstance(optimizer, ReferenceAccumulation):
             raise wrapped_twice_error(optimizer)
         if not hasattr(optimizer, "step"):
-            fix = "Write for example gradaccum.wrap(Sgd(parameters, 0.1), steps=4)."
+            fix = "For example, write gradaccum.wrap(Sgd(parameters, 0.1), steps=4)."
             raise optimizer_error(
                 "an optimizer of gradaccum_conformance.reference", optimizer, fix
             )

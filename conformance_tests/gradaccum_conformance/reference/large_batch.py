@@ -178,8 +178,8 @@ def require_closed_by_caller(options: kit.Options) -> None:
     if options.steps is not None:
         found = f"steps={options.steps}"
         raise ArgumentValueError(
-            f"optimizer: expected one wrapped with steps=None; got {found}. Write"
-            " steps=None."
+            "optimizer: expected an optimizer that was wrapped with steps=None; got"
+            f" {found}. Write steps=None."
         )
 
 

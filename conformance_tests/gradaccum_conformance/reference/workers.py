@@ -72,12 +72,12 @@ def _receive(link: Connection, rank: int) -> Any:
     try:
         if link.poll(TIMEOUT_SECONDS):
             return link.recv()
-        found = f"one that did not come within {TIMEOUT_SECONDS:g} seconds"
+        found = f"a worker that did not do so within {TIMEOUT_SECONDS:g} seconds"
     except (EOFError, OSError):
-        found = "one that is gone"
+        found = "a worker that is gone"
     expected, fix = (
         "every worker to end its window too",
-        "Call flush() on every worker when its data end.",
+        "Call flush() on every worker when it has no more data.",
     )
     raise UsageError(
         f"the end of a window on rank {rank}: expected {expected}; got {found}. {fix}"

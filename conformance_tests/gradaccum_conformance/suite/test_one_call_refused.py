@@ -19,11 +19,11 @@ CALL = LargeBatchCall(LINEAR, make_weights(LINEAR), options={"steps": 2})
 ROWS = np.ones((2, 4), np.float32)
 
 BAD_OPTIONS: list[tuple[dict[str, Option], type[Exception], str]] = [
-    ({}, VALUE, "steps: expected one of steps and micro_batch_size; got neither"),
+    ({}, VALUE, "steps: expected either steps or micro_batch_size; got neither"),
     (
         {"steps": 2, "micro_batch_size": 3},
         VALUE,
-        "steps: expected one of steps and micro_batch_size; got both",
+        "steps: expected either steps or micro_batch_size; got both",
     ),
     ({"steps": 0}, VALUE, "steps: expected an int >= 1"),
     ({"steps": 2.5}, TYPE, "steps: expected an int >= 1"),
