@@ -238,7 +238,7 @@ def test_other_learning_rates_on_one_worker_are_named() -> None:
             gradaccum.UsageError,
             match=(
                 r"learning rates on rank 3: expected the same .*; got \[0.1, 1e-09\]"
-                r" here"
+                r" on this worker"
             ),
         ):
             kit.require_same_rates([0.1, 1e-9], added.tolist(), 5000, 3)
