@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
+from jax.interpreters import partial_eval
 
 from gradaccum import UsageError, kit
 from gradaccum.kit import Scalar, explain, make_division
@@ -29,8 +29,6 @@ from gradaccum_jax.arrays import (
     Tree,
     moving_of,
     plain,
-    takes_part,
-    wider,
 )
 from gradaccum_jax.large_batch.auto import LargeBatchFunction
 from gradaccum_jax.large_batch.batch import (
@@ -85,8 +83,9 @@ def layered_value_and_update(
     Then the outer parameters and each layer have a state of the inner optimizer of
     their own, which gets one of them at a time, a layer without its leading axis. An
     optimizer that looks at several of them, such as `optax.clip_by_global_norm`, is
-    refused. Under other options the sums of all layers are kept until the end, and
-    update and state are those of `value_and_update`.
+    refused; an optimizer that draws random numbers draws the same for each layer. Under
+    other options the sums of all layers are kept until the end, and update and state
+    are those of `value_and_update`.
 
     Args:
         prelude: ``prelude(outer, *micro_batch)`` returns the first layer's activations,
@@ -200,12 +199,9 @@ class LayeredValueAndUpdate(LargeBatchFunction):
             outer_part, layer_parts = map(
                 Part, params, (None, None), state.inner_state, state.masters
             )
-        varying = frozenset(self.spec.axis_names)
-        passes = LayeredPasses(self, batch, state, vary(outer, varying))
+        passes = LayeredPasses(self, batch, state, outer)
         activations, borders, numbers = passes.forward(layers)
-        window, outer_sums, upstream, weights, result = passes.head(
-            activations, numbers
-        )
+        window, outer_sums, upstream, weights, value = passes.head(activations, numbers)
 
         def backward(
             carry: tuple[Part, Stacks], number_and_border: tuple[Scalar, Stacks]
@@ -216,11 +212,10 @@ class LayeredValueAndUpdate(LargeBatchFunction):
             # read, XLA would keep a copy of all.
             readable_layers = layers if self.keeps_sums else layer_parts.params
             layer_params = entry_at(readable_layers, number)
-            copied_params = vary(layer_params, varying)
             sums, upstream = passes.pull_back(
                 self.layer,
-                copied_params,
-                passes.empty_sums(copied_params),
+                layer_params,
+                passes.empty_sums(layer_params),
                 border,
                 upstream,
                 weights,
@@ -236,7 +231,7 @@ class LayeredValueAndUpdate(LargeBatchFunction):
         )
         outer_sums, _ = passes.pull_back(
             self.first_layer,
-            passes.outer,
+            outer,
             outer_sums,
             [()] * len(upstream),
             upstream,
@@ -252,38 +247,44 @@ class LayeredValueAndUpdate(LargeBatchFunction):
                 masters=state.masters,
             )
             updates, state = self.accumulation.flush(state, params)
-            params = apply_updates(params, updates, state)
-        else:
-            params = parts.params
-            state = window._replace(
-                accumulator=None, inner_state=parts.inner_state, masters=parts.masters
-            )
-        value = (result.loss, result.aux) if self.spec.has_aux else result.loss
-        return value, params, state
+            return value, apply_updates(params, updates, state), state
+        state = window._replace(
+            accumulator=None, inner_state=parts.inner_state, masters=parts.masters
+        )
+        return value, parts.params, state
 
     def first_layer(self, outer: Tree, _: Tree, *batch: Tree) -> Tree:
         """Call `prelude` as a layer without inputs."""
         return self.prelude(outer, *batch)
 
 
+@dataclass(frozen=True)
 class LayeredPasses:
     """The passes of one call over the micro-batches, while it is traced."""
 
-    def __init__(
+    function: LayeredValueAndUpdate
+    batch: LargeBatch
+    state: AccumulationState
+    outer: Tree
+
+    def copy(self, tree: Tree) -> Any:
+        """Return this device's copy of arrays that are the same on all devices."""
+        return vary(tree, frozenset(self.function.spec.axis_names))
+
+    def for_each(
         self,
-        function: LayeredValueAndUpdate,
-        batch: LargeBatch,
-        state: AccumulationState,
-        outer: Tree,
-    ) -> None:
-        self.function = function
-        self.spec = function.spec
-        self.batch = batch
-        self.state = state
-        self.outer = outer
-        self.varying = frozenset(function.spec.axis_names)
-        self.for_each = partial(
-            for_each_micro_batch, batch, axis_names=function.spec.axis_names
+        body: Callable[..., Any],
+        carry: Any,
+        inputs: Stacks | None,
+        key_number: Scalar,
+    ) -> Any:
+        return for_each_micro_batch(
+            self.batch,
+            body,
+            carry,
+            inputs,
+            axis_names=self.function.spec.axis_names,
+            key_number=key_number,
         )
 
     def outputs(
@@ -293,17 +294,19 @@ class LayeredPasses:
         inputs: Stacks | None,
         key_number: Scalar,
     ) -> Stacks:
+        params = self.copy(params)
+
         def body(
             carry: tuple[()], micro_batch: MicroBatch, x: Tree
         ) -> tuple[tuple[()], Tree]:
-            outputs = function(params, x, *micro_batch.arguments)
-            return carry, vary(outputs, self.varying)
+            return carry, self.copy(function(params, x, *micro_batch.arguments))
 
-        return self.for_each(body, (), inputs, key_number=key_number)[1]
+        _, stacks = self.for_each(body, (), inputs, key_number)
+        return cast(Stacks, stacks)
 
     def empty_sums(self, params: Tree) -> Leaves:
-        sums = empty_sums(params, self.spec.options.accumulate_dtype)
-        return vary(sums, self.varying)
+        dtype = self.function.spec.options.accumulate_dtype
+        return cast(Leaves, self.copy(empty_sums(params, dtype)))
 
     def forward(self, layers: Tree) -> tuple[Stacks, Stacks, Array]:
         """Return the last layer's activations, the inputs of each layer, and the
@@ -314,11 +317,8 @@ class LayeredPasses:
             activations: Stacks, number_and_params: tuple[Scalar, Tree]
         ) -> tuple[Stacks, Stacks]:
             number, params = number_and_params
-            copied_params = vary(params, self.varying)
-            outputs = self.outputs(
-                self.function.layer, copied_params, activations, number + 1
-            )
-            return outputs, activations
+            layer = self.function.layer
+            return self.outputs(layer, params, activations, number + 1), activations
 
         activations = self.outputs(self.function.first_layer, self.outer, None, 0)
         numbers = jnp.arange(len(jax.tree.leaves(layers)[0]), dtype=jnp.int32)
@@ -327,44 +327,47 @@ class LayeredPasses:
 
     def head(self, activations: Stacks, numbers: Array) -> Any:
         """Return the window's numbers, the sums of the outer parameters, the gradients
-        by the activations, the weights, and the results of the large batch.
+        by the activations, the weights, and the loss with its aux.
         """
-        function = self.function
+        spec = self.function.spec
         dtype = jnp.result_type(self.state.weight)
-        outer_count = len(moving_of(self.outer)[0])
+        outer = self.copy(self.outer)
+        outer_count = len(moving_of(outer)[0])
 
         def head(
             carry: tuple[AccumulationState, Leaves], micro_batch: MicroBatch, x: Tree
         ) -> tuple[Any, Tree]:
             window, sums = carry
             loss, aux, gradients = value_and_gradients(
-                lambda by: self.spec.loss_fn(*by, *micro_batch.arguments),
-                (self.outer, x),
-                self.spec.has_aux,
+                lambda by: spec.loss_fn(*by, *micro_batch.arguments),
+                (outer, x),
+                spec.has_aux,
                 self.state.loss_scale,
             )
-            weight = weight_of(micro_batch, self.spec.weight, dtype)
+            weight = weight_of(micro_batch, spec.weight, dtype)
             weight = jnp.asarray(weight, dtype)
-            window = function.accumulation.add(window, (), weight, loss.astype(dtype))
+            window = self.function.accumulation.add(
+                window, (), weight, loss.astype(dtype)
+            )
             # A weight that is not usable closes the window as one that overflowed.
             weight = jnp.where(weight > 0, weight, 0)
             outer_gradients = gradients[:outer_count]
-            sums = add_gradients(sums, outer_gradients, weight, self.spec.options)
+            sums = add_gradients(sums, outer_gradients, weight, spec.options)
             upstream = gradients[outer_count:]
             return (window, sums), (loss, weight, aux, upstream)
 
         window = self.state._replace(accumulator=(), inner_state=(), masters=())
-        window = group.shared_window(window, self.spec.axis_names)
+        window = group.shared_window(window, spec.axis_names)
         (window, sums), stacks = self.for_each(
             head,
-            (window, self.empty_sums(self.outer)),
+            (window, self.empty_sums(outer)),
             activations,
-            key_number=len(numbers) + 1,
+            len(numbers) + 1,
         )
         weights = [stack[1] for stack in stacks]
         upstream = [stack[3] for stack in stacks]
-        result = summarize(self.spec, self.batch, (), stacks)
-        return window, sums, upstream, weights, result
+        value, _ = summarize(spec, self.batch, stacks)
+        return window, sums, upstream, weights, value
 
     def pull_back(
         self,
@@ -379,7 +382,8 @@ class LayeredPasses:
         """Add the gradients by `params` to `sums`; return them, and the gradients by
         the inputs.
         """
-        moving, put = moving_of(params)
+        moving, put = moving_of(self.copy(params))
+        options = self.function.spec.options
 
         def body(
             sums: Leaves, micro_batch: MicroBatch, rows: tuple[Tree, Leaves, Scalar]
@@ -389,15 +393,16 @@ class LayeredPasses:
 
             def outputs(moving: Leaves, moving_x: Leaves) -> Leaves:
                 outputs = function(put(moving), put_x(moving_x), *micro_batch.arguments)
-                return moving_of(vary(outputs, self.varying))[0]
+                return moving_of(self.copy(outputs))[0]
 
             _, pull_back = jax.vjp(outputs, moving, moving_x)
             gradients, input_gradients = pull_back(upstream)
-            sums = add_gradients(sums, gradients, weight, self.spec.options)
+            sums = add_gradients(sums, gradients, weight, options)
             return sums, input_gradients
 
         rows = list(zip(inputs, upstream, weights, strict=True))
-        return self.for_each(body, sums, rows, key_number=key_number)
+        sums, input_gradients = self.for_each(body, sums, rows, key_number)
+        return sums, input_gradients
 
     def close(
         self, window: AccumulationState, params: Tree, part: Part, sums: Leaves
@@ -439,67 +444,31 @@ def with_entry(tree: Tree, entry: Tree, number: Scalar) -> Any:
 def require_separable(
     inner: optax.GradientTransformationExtraArgs, outer: Tree, layers: Tree
 ) -> None:
-    """Raise unless the inner optimizer updates each part as if it was alone, tried out
-    on small arrays.
-    """
-    rng = np.random.default_rng(0)
-
-    def draw(leaf: Array) -> Any:
-        shape = [min(size, 2) for size in leaf.shape]
-        if not takes_part(leaf):
-            return np.zeros(shape, leaf.dtype)
-        # Large, as a limit may be large; half precision would hide a difference.
-        numbers = 1e12 * rng.normal(size=shape)
-        return numbers.astype(wider(leaf.dtype, jnp.float32))
-
-    layer = entry_at(layers, 0)
-    trees = [jax.tree.map(draw, (outer, layer, layer)) for _ in range(3)]
-    with jax.ensure_compile_time_eval(), jax.debug_nans(False):
-        is_separable = bool(jax.jit(partial(parts_are_separate, inner))(*trees))
-    if not is_separable:
-        raise explain(
-            UsageError,
-            "tx",
-            expected="an inner optimizer that updates each layer by itself",
-            found="one that looks at several, such as optax.clip_by_global_norm",
-            fix='Clip by clip_norm= of gradaccum.wrap; or leave on_overflow="ignore"'
-            " out: the optimizer then gets the sums of all layers.",
-        )
-
-
-def parts_are_separate(
-    inner: optax.GradientTransformationExtraArgs,
-    params: tuple[Tree, ...],
-    *gradients: tuple[Tree, ...],
-) -> Array:
-    """True if each part alone has the updates that it has beside the others, whose last
-    gradient is NaN.
+    """Raise if the second update of the outer parameters or of a layer reads anything
+    of another one.
     """
 
-    def updates_of(params: Tree, gradients: list[Tree]) -> list[Tree]:
+    def second_updates(params: Tree, first: Tree, second: Tree) -> Tree:
         state = inner.init(params)
-        all_updates = []
-        for gradient in gradients:
-            updates, state = inner.update(gradient, state, params, value=jnp.ones(()))
-            all_updates.append(updates)
-        return all_updates
+        _, state = inner.update(first, state, params, value=jnp.ones(()))
+        return inner.update(second, state, params, value=jnp.ones(()))[0]
 
-    def as_nan(leaf: Array) -> Array:
-        return leaf * np.nan if takes_part(leaf) else leaf
-
-    flags: list[Array] = []
-    for place, part in enumerate(params):
-        last_gradient = list(jax.tree.map(as_nan, gradients[-1]))
-        last_gradient[place] = gradients[-1][place]
-        updates = updates_of(params, [*gradients[:-1], tuple(last_gradient)])
-        updates_alone = updates_of(part, [trees[place] for trees in gradients])
-        updates_of_part = [parts[place] for parts in updates]
-        flags += jax.tree.leaves(
-            jax.tree.map(_is_close, updates_of_part, updates_alone)
-        )
-    return jnp.all(jnp.stack(flags))
-
-
-def _is_close(a: Array, b: Array) -> Array:
-    limit = 16 * float(jnp.finfo(jnp.float32).eps) * jnp.max(jnp.abs(b), initial=0)
-    return jnp.allclose(a, b, 0, limit)
+    layer = jax.eval_shape(partial(entry_at, number=0), layers)
+    parts = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (outer, layer, layer)
+    )
+    program = jax.make_jaxpr(second_updates)(parts, parts, parts).jaxpr
+    places = [place for place, part in enumerate(parts) for _ in jax.tree.leaves(part)]
+    for place in range(len(parts)):
+        is_of_part = [leaf_place == place for leaf_place in places]
+        is_read = partial_eval.dce_jaxpr(program, is_of_part)[1]
+        arguments_read = zip(3 * places, is_read, strict=True)
+        if any(read and of_place != place for of_place, read in arguments_read):
+            raise explain(
+                UsageError,
+                "tx",
+                expected="an inner optimizer that updates each layer by itself",
+                found="one that looks at several, such as optax.clip_by_global_norm",
+                fix='Clip by clip_norm= of gradaccum.wrap; or leave on_overflow="ignore"'
+                " out: the optimizer then gets the sums of all layers.",
+            )

@@ -28,7 +28,6 @@ from gradaccum_jax.arrays import (
     takes_part,
 )
 from gradaccum_jax.checks import align, require_dtype, require_plain
-from gradaccum_jax.optimizer import require_transformation
 from gradaccum_jax.state import all_like
 from gradaccum_jax.update import Update
 from gradaccum_jax.window import check_known, size_at
@@ -82,7 +81,6 @@ class MultiSteps:
         should_skip_update_fn: SkipFunction | None = None,
         accumulator_dtype: DType = None,
     ) -> None:
-        require_transformation(opt)
         self._opt = optax.with_extra_args_support(opt)
         self._options = make_options(every_k_schedule, reduction="sum")
         check_known(self._options.steps)
@@ -122,8 +120,7 @@ class MultiSteps:
         window, zeros before it.
 
         Raises:
-            GradientError: `updates` has another structure, shape or dtype than
-                `acc_grads`.
+            GradientError: `updates` has another structure or shape than `acc_grads`.
             ArgumentTypeError, ArgumentValueError: a function `every_k_schedule`
                 returned no int >= 1, outside `jax.jit`.
         """

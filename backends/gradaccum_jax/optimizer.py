@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,7 @@ from gradaccum.kit import (
     explain,
     given_weight,
     initial_state,
-    optimizer_error,
     use_of_weights,
-    wrapped_twice_error,
 )
 from gradaccum_jax import gradient_sum, window
 from gradaccum_jax.arrays import (
@@ -41,7 +39,6 @@ from gradaccum_jax.arrays import (
     strong,
 )
 from gradaccum_jax.checks import (
-    ACCUMULATING,
     align,
     as_denominator,
     as_loss,
@@ -54,7 +51,6 @@ from gradaccum_jax.combinators import (
     close_part,
     new_part,
     not_wrapped_error,
-    the_part,
 )
 from gradaccum_jax.extensions import first_losses
 from gradaccum_jax.extra_arguments import (
@@ -69,6 +65,7 @@ from gradaccum_jax.state import (
     fields_of,
     first_terms,
     fresh,
+    the_state,
 )
 from gradaccum_jax.update import Update, without_frozen
 from gradaccum_jax.window import MicroBatch, check_known, size_at
@@ -120,7 +117,6 @@ class Accumulation:
         of `params`.
         """
         group.require_axes(self.axes)
-        group.require_known_axes(params, self.axes, self.shard_axes, self.options)
         group.same("params", params, self.axes)
         accumulator = gradient_sum.zeros(params, self.options.accumulate_dtype)
         inner_state, masters = strong(self.inner.init(params))
@@ -135,7 +131,7 @@ class Accumulation:
             inner_state, masters = group.like_params(
                 self.inner, (inner_state, masters), params
             )
-        require_plain(inner_state, (*ACCUMULATING, optax.ApplyEvery))
+        require_plain(inner_state)
         dtype = gradient_sum.weight_dtype(accumulator)
         state = fresh(
             initial_state(self.options.scale_rule.init_scale),
@@ -203,15 +199,11 @@ class Accumulation:
         )
         return results
 
-    def discard(self, state: AccumulationState) -> AccumulationState:
-        group.require_axes(self.axes)
-        return window.discard(state)
-
     def check(self, state: AccumulationState, params: Params, extra: Extra) -> None:
         require_declared(extra, self.declared)
         group.require_axes((*self.axes, *(self.shard_axes or ())))
         if self.axes:
-            group.require_shared(state, self.axes)
+            group.require_shared("state", state, self.axes)
             group.same("params", params, self.axes)
             group.same("", extra, self.axes)
 
@@ -314,8 +306,8 @@ def flush(
 
     Args:
         tx: from `gradaccum.wrap`; or an `optax.chain`, `optax.partition` or
-            `optax.masked` with one such part. The parts before and beside it stay as
-            they are; what follows it in a chain changes its updates.
+            `optax.masked` with one such part. No other part's state changes; what
+            follows it in a chain changes its updates.
         state: the state of `tx`; flax nnx's ``optimizer.opt_state`` too, as in the
             recipes.
         params: the parameters, if the inner optimizer wants them, and with master
@@ -332,7 +324,6 @@ def flush(
             argument of the name of an `extra`.
         ArgumentValueError: `denominator` is no finite number > 0, or stands beside
             ``steps``.
-        UsageError: what follows the wrapped part in a chain has a state of its own.
     """
 
     def close(
@@ -395,14 +386,10 @@ def discard(tx: optax.GradientTransformation, state: S) -> S:
         state: likewise.
 
     Raises:
-        ArgumentTypeError: `tx` is not wrapped.
+        ArgumentTypeError: `state` holds no wrapped optimizer's state, or several.
     """
-    accumulation = accumulation_of(tx)
     state = plain(state)
-    if accumulation is None:
-        part = the_part(tx, state)
-        return new_part(state, window.discard(part))
-    return cast(S, accumulation.discard(cast(Any, state)))
+    return new_part(state, window.discard(the_state(state)))
 
 
 def accumulation_of(tx: object) -> Accumulation | None:
@@ -427,17 +414,3 @@ def require_open(tx: optax.GradientTransformation) -> Accumulation:
             fix="Write gradaccum.wrap(optimizer, steps=None).",
         )
     return accumulation
-
-
-def require_transformation(optimizer: object) -> optax.GradientTransformation:
-    if not isinstance(optimizer, optax.GradientTransformation):
-        fix = (
-            "Pass for example optax.adamw(1e-3); instead of an optax.MultiSteps, pass"
-            " the optimizer inside it."
-        )
-        raise optimizer_error("an optax.GradientTransformation", optimizer, fix)
-    owner = getattr(optimizer.update, "__self__", None)
-    # MultiSteps.gradient_transformation(), optax's too
-    if isinstance(owner, Accumulation) or hasattr(owner, "has_updated"):
-        raise wrapped_twice_error(owner)
-    return optimizer

@@ -28,12 +28,11 @@ from gradaccum.kit import (
     terms_of,
 )
 from gradaccum_jax.arrays import Array, Params, Tree, plain
-from gradaccum_jax.combinators import new_part, not_wrapped_error, part_of
+from gradaccum_jax.combinators import new_part, part_of
 from gradaccum_jax.optimizer import accumulation_of
 from gradaccum_jax.state import (
     AccumulationState,
     fields_of,
-    find_states,
     the_state,
 )
 from gradaccum_jax.workers.group import by_kind
@@ -68,23 +67,12 @@ def check_state(tx: optax.GradientTransformation, state: Tree, params: Params) -
     restored_state = plain(state)
     params = plain(params)
     if accumulation is None:
-        return _check_nested(tx, restored_state, params)
-    like = jax.eval_shape(replace(accumulation, axes=()).init, params)
-    if accumulation.axes:
-        like = _on_devices(like, restored_state)
-    return _resume(rebuild(restored_state, like), accumulation.options)
-
-
-def _check_nested(
-    tx: optax.GradientTransformation, restored_state: Tree, params: Params
-) -> Tree:
-    """Return the state of a transformation that has a wrapped part."""
-    if not isinstance(tx, optax.GradientTransformation):
-        raise not_wrapped_error(tx)
-    like = jax.eval_shape(tx.init, params)
-    if not find_states(like):
-        raise not_wrapped_error(tx)
-    accumulation = part_of(tx, like, params)
+        like = jax.eval_shape(tx.init, params)
+        accumulation = part_of(tx, like, params)
+    else:
+        like = jax.eval_shape(replace(accumulation, axes=()).init, params)
+        if accumulation.axes:
+            like = _on_devices(like, restored_state)
     state = rebuild(restored_state, like)
     return new_part(state, _resume(the_state(state), accumulation.options))
 
@@ -131,7 +119,18 @@ def rebuild(tree: Tree, like: Tree) -> Any:
     """Return the leaves of `tree` in the structure of `like`, if they match."""
     given_leaves = by_path(tree)
     expected_leaves = by_path(like)
-    _check_leaves(given_leaves, expected_leaves)
+    for path in [*expected_leaves, *given_leaves]:
+        kind = _kind_at(path, expected_leaves)
+        given_kind = _kind_at(path, given_leaves)
+        if given_kind != kind:
+            raise explain(
+                CheckpointError,
+                f"state.{path}",
+                expected=kind,
+                found=given_kind,
+                fix="Continue with the optimizer and the parameters that the checkpoint"
+                " was made with.",
+            )
     leaves = [_copy(given_leaves[path]) for path in expected_leaves]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
@@ -156,23 +155,6 @@ def _key_name(key: object) -> str:
         if hasattr(key, attribute):
             return str(getattr(key, attribute))
     return str(key)
-
-
-def _check_leaves(
-    given_leaves: dict[str, Array], expected_leaves: dict[str, Array]
-) -> None:
-    for path in [*expected_leaves, *given_leaves]:
-        kind = _kind_at(path, expected_leaves)
-        given_kind = _kind_at(path, given_leaves)
-        if given_kind != kind:
-            raise explain(
-                CheckpointError,
-                f"state.{path}",
-                expected=kind,
-                found=given_kind,
-                fix="Continue with the optimizer and the parameters that the checkpoint"
-                " was made with.",
-            )
 
 
 def _kind_at(path: str, leaves: dict[str, Array]) -> str:

@@ -131,7 +131,7 @@ def close(
     AdamW reads each twice (JAX 0.7.1: temporary memory of 1.0 times the parameters in
     place of 0.25).
     """
-    require_known_axes(state.accumulator, update.axes, update.shard_axes, options)
+    require_known_axes(state.accumulator, update.axes, update.shard_axes)
     bare_state = with_event(
         state._replace(accumulator=None, inner_state=None, masters=None, terms=None),
         *event,

@@ -49,7 +49,7 @@ def loss(model: Any, x: Any) -> Any:
 
 REFUSED = {
     "a BatchStat of a flax nnx": lambda: nnx.BatchNorm(2, rngs=nnx.Rngs(0)),
-    "a random stream.*copy=True": lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0)),
+    "a Rng.*copy=True": lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0)),
 }
 
 

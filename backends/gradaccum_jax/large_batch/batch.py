@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gradaccum import ArgumentValueError, kit
-from gradaccum.kit import Division, Scalar, explain
+from gradaccum import kit
+from gradaccum.kit import Division, Scalar
 from gradaccum_jax.arrays import (
     KEY,
     Array,
@@ -199,13 +199,8 @@ def read_batch(
         *_axes_of_leaves(arguments, splitting.axes),
         *_axes_of_leaves(named_arrays, axis_of_named_arrays),
     ]
-    nodes = [
-        node
-        for node in jax.tree.leaves((arguments, named_arrays), is_leaf=is_sparse)
-        for _ in jax.tree.leaves(node)
-    ]
-    for place, ((path, leaf), axis, node) in enumerate(
-        zip(paths_and_leaves, axes, nodes, strict=True)
+    for place, ((path, leaf), axis) in enumerate(
+        zip(paths_and_leaves, axes, strict=True)
     ):
         name = f"batch{jax.tree_util.keystr(path[1:])}"
         axis = axis_of(name, leaf, axis)
@@ -215,14 +210,6 @@ def read_batch(
         leaves.append(leaf)
         leaf_axes.append(axis)
         if isinstance(axis, int):
-            if is_sparse(node):
-                raise explain(
-                    ArgumentValueError,
-                    name,
-                    expected="a dense array to split",
-                    found=f"a {type(node).__name__}",
-                    fix="Write .todense(), or axes=None to pass it whole.",
-                )
             sizes.append((name, np.shape(leaf)[axis]))
     lists = [
         *kit.lists_of_one_kind(arguments, splitting.axes),
@@ -248,11 +235,6 @@ def is_batch(tree: Tree) -> bool:
     """
     has_array = any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(tree))
     return has_array or not isinstance(tree, Hashable)
-
-
-def is_sparse(node: object) -> bool:
-    """True of a sparse array: the first axis of its parts is not that of the items."""
-    return hasattr(node, "todense")
 
 
 def _axes_of_leaves(arguments: Tree, axes: Tree) -> list[Any]:

@@ -114,12 +114,6 @@ MUTANTS = (
         OWN + "test_jax_combinators.py::test_flush_closes_the_wrapped_part_alone",
     ),
     Mutant(
-        "flush_beside_a_state_that_moves",
-        "    if is_changed:\n",
-        "    if False:\n",
-        OWN + "test_jax_misuse.py::test_misuse_is_refused",
-    ),
-    Mutant(
         "keep_the_sum_of_a_frozen_parameter",
         "        if takes_part(total) and is_frozen[place]:\n",
         "        if False:\n",
@@ -305,21 +299,21 @@ MUTANTS = (
     ),
     Mutant(
         "forget_what_the_loss_gave_outer_parameters",
-        "            sums = add_gradients(sums, outer_gradients, weight, self.spec.options)\n",
+        "            sums = add_gradients(sums, outer_gradients, weight, spec.options)\n",
         "",
         OWN + "test_jax_layered.py::test_numbers_of_the_usual_window",
         "by",
     ),
     Mutant(
         "add_to_a_layer_without_the_weight",
-        "            sums = add_gradients(sums, gradients, weight, self.spec.options)\n",
+        "            sums = add_gradients(sums, gradients, weight, options)\n",
         "            sums = gradient_sum.add(sums, gradients, None, weight > 0)\n",
         OWN + "test_jax_layered.py::test_numbers_of_the_usual_window",
     ),
     Mutant(
         "trust_every_optimizer_with_one_layer",
-        "    if not is_separable:\n",
-        "    if False:\n",
+        "        if any(read and of_place != place for of_place, read in arguments_read):\n",
+        "        if False:\n",
         OWN
         + "test_jax_layered.py::test_optimizers_that_look_at_several_layers_are_refused",
     ),
