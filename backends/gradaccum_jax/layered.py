@@ -1,14 +1,14 @@
 """The layered window of a model of stacked layers: all micro-batches pass one layer
 before the next, and backwards likewise.
 
-A layer's sum is complete when the last micro-batch has passed the layer. Where nothing
-needs the gradient of all layers, the layer is updated then, and its gradient freed.
+A layer's sum is complete when the last micro-batch has passed the layer. The layer is
+updated then, and its gradient freed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -20,7 +20,6 @@ from jax.interpreters import partial_eval
 
 from gradaccum import UsageError, kit
 from gradaccum.kit import Scalar, explain, make_division
-from gradaccum_jax import gradient_sum
 from gradaccum_jax.arrays import (
     Array,
     InnerState,
@@ -79,13 +78,10 @@ def layered_value_and_update(
 
     The activations between the layers live for the whole batch, and each layer runs a
     second time in the backward pass. In exchange one layer's gradient is alive at a
-    time, if `tx` has ``on_overflow="ignore"`` and neither `clip_norm` nor `skip_norm`.
-    Then the outer parameters and each layer have a state of the inner optimizer of
+    time. The outer parameters and each layer have a state of the inner optimizer of
     their own, which gets one of them at a time, a layer without its leading axis. An
     optimizer that looks at several of them, such as `optax.clip_by_global_norm`, is
-    refused; an optimizer that draws random numbers draws the same for each layer. Under
-    other options the sums of all layers are kept until the end, and update and state
-    are those of `value_and_update`.
+    refused; an optimizer that draws random numbers draws the same for each layer.
 
     Args:
         prelude: ``prelude(outer, *micro_batch)`` returns the first layer's activations,
@@ -94,8 +90,8 @@ def layered_value_and_update(
             activations of the same shapes and dtypes.
         loss_fn: ``loss_fn(outer, activations, *micro_batch)`` returns a floating
             scalar, or ``(loss, aux)`` with `has_aux`.
-        tx: from `gradaccum.wrap` with ``steps=None``; without
-            ``on_overflow="drop_micro_batch"``.
+        tx: from `gradaccum.wrap` with ``steps=None`` and ``on_overflow="ignore"``,
+            without `clip_norm` and `skip_norm`.
         has_aux: as for `value_and_grad`.
         steps: likewise.
         micro_batch_size: likewise.
@@ -118,14 +114,8 @@ def layered_value_and_update(
         UsageError: `tx` or its inner optimizer cannot work layer by layer.
     """
     accumulation = require_open(tx)
-    if accumulation.options.on_overflow == "drop_micro_batch":
-        raise explain(
-            UsageError,
-            "tx",
-            expected="an optimizer that drops no micro-batch",
-            found='on_overflow="drop_micro_batch"',
-            fix="Leave on_overflow out, or call gradaccum_jax.value_and_update.",
-        )
+    if kit.measures(accumulation.options):
+        raise inseparable_error("options that look at the gradients of all layers")
     spec = LossSpec(
         loss_fn, has_aux, merge_aux, weight, accumulation.options, accumulation.axes
     )
@@ -139,12 +129,9 @@ def layered_value_and_update(
 
 
 class Part(NamedTuple):
-    """The arrays that change when the outer parameters, or a layer, are closed."""
+    """The outer parameters, or a layer, and what the inner optimizer keeps of it."""
 
     params: Tree
-    """None where the sums are kept."""
-    accumulator: Tree
-    """The kept sums; None where each part is updated by itself."""
     inner_state: InnerState
     masters: Tree
 
@@ -160,23 +147,14 @@ class LayeredValueAndUpdate(LargeBatchFunction):
 
     def init(self, params: Params) -> AccumulationState:
         """Return the state before the first window."""
-        params = plain(params)
-        init = replace(self.accumulation, sums_frozen=True).init
-        if self.keeps_sums:
-            return init(params)
-        outer, layers = params
-        outer_state = init(outer)
-        layer_states = jax.vmap(init)(layers)
+        outer, layers = plain(params)
+        outer_state = self.accumulation.init(outer)
+        layer_states = jax.vmap(self.accumulation.init)(layers)
         return outer_state._replace(
             accumulator=None,
             inner_state=(outer_state.inner_state, layer_states.inner_state),
             masters=(outer_state.masters, layer_states.masters),
         )
-
-    @property
-    def keeps_sums(self) -> bool:
-        """True if the end of the window looks at the gradient of all layers."""
-        return kit.measures(self.spec.options)
 
     def __call__(
         self, params: Params, state: AccumulationState, *batch: Tree
@@ -191,14 +169,8 @@ class LayeredValueAndUpdate(LargeBatchFunction):
     ) -> tuple[Any, Params, AccumulationState]:
         params, state = model_arguments
         outer, layers = params
-        if self.keeps_sums:
-            accumulator = gradient_sum.emptied(state.accumulator, state.micro_step == 0)
-            outer_part, layer_parts = (Part(None, sums, (), ()) for sums in accumulator)
-        else:
-            require_separable(self.accumulation.inner, outer, layers)
-            outer_part, layer_parts = map(
-                Part, params, (None, None), state.inner_state, state.masters
-            )
+        require_separable(self.accumulation.inner, outer, layers)
+        outer_part, layer_parts = map(Part, params, state.inner_state, state.masters)
         passes = LayeredPasses(self, batch, state, outer)
         activations, borders, numbers = passes.forward(layers)
         window, outer_sums, upstream, weights, value = passes.head(activations, numbers)
@@ -210,21 +182,18 @@ class LayeredValueAndUpdate(LargeBatchFunction):
             number, border = number_and_border
             # The layers are read where they are written: beside an array that is only
             # read, XLA would keep a copy of all.
-            readable_layers = layers if self.keeps_sums else layer_parts.params
-            layer_params = entry_at(readable_layers, number)
+            layer_part = entry_at(layer_parts, number)
             sums, upstream = passes.pull_back(
                 self.layer,
-                layer_params,
-                passes.empty_sums(layer_params),
+                layer_part.params,
+                passes.empty_sums(layer_part.params),
                 border,
                 upstream,
                 weights,
                 number + 1,
             )
-            part, _ = passes.close(
-                window, layer_params, entry_at(layer_parts, number), sums
-            )
-            return (with_entry(layer_parts, part, number), upstream), None
+            layer_part, _ = passes.close(window, layer_part, sums)
+            return (with_entry(layer_parts, layer_part, number), upstream), None
 
         (layer_parts, upstream), _ = lax.scan(
             backward, (layer_parts, upstream), (numbers, borders), reverse=True
@@ -238,20 +207,12 @@ class LayeredValueAndUpdate(LargeBatchFunction):
             weights,
             0,
         )
-        outer_part, window = passes.close(window, outer, outer_part, outer_sums)
-        parts = Part(*zip(outer_part, layer_parts, strict=True))
-        if self.keeps_sums:
-            state = window._replace(
-                accumulator=parts.accumulator,
-                inner_state=state.inner_state,
-                masters=state.masters,
-            )
-            updates, state = self.accumulation.flush(state, params)
-            return value, apply_updates(params, updates, state), state
+        outer_part, window = passes.close(window, outer_part, outer_sums)
+        params, inner_state, masters = zip(outer_part, layer_parts, strict=True)
         state = window._replace(
-            accumulator=None, inner_state=parts.inner_state, masters=parts.masters
+            accumulator=None, inner_state=inner_state, masters=masters
         )
-        return value, parts.params, state
+        return value, params, state
 
     def first_layer(self, outer: Tree, _: Tree, *batch: Tree) -> Tree:
         """Call `prelude` as a layer without inputs."""
@@ -405,26 +366,18 @@ class LayeredPasses:
         return sums, input_gradients
 
     def close(
-        self, window: AccumulationState, params: Tree, part: Part, sums: Leaves
+        self, window: AccumulationState, part: Part, sums: Leaves
     ) -> tuple[Part, AccumulationState]:
-        """Update a part by its sums, or add them to those that are kept."""
-        function = self.function
-        if function.keeps_sums:
-            totals, put_totals = moving_of(part.accumulator)
-            totals = gradient_sum.add(totals, sums, None, True)
-            return part._replace(accumulator=put_totals(totals)), window
-        put = moving_of(params)[1]
-        part_state = window._replace(
+        """Update a part by its sums; return it, and the window's numbers after that."""
+        put = moving_of(part.params)[1]
+        state = window._replace(
             accumulator=put(sums, jnp.zeros_like),
             inner_state=part.inner_state,
             masters=part.masters,
         )
-        updates, part_state = function.accumulation.flush(part_state, params)
-        new_params = apply_updates(params, updates, part_state)
-        return (
-            Part(new_params, None, part_state.inner_state, part_state.masters),
-            part_state,
-        )
+        updates, state = self.function.accumulation.flush(state, part.params)
+        params = apply_updates(part.params, updates, state)
+        return Part(params, state.inner_state, state.masters), state
 
 
 def entry_at(tree: Tree, number: Scalar) -> Any:
@@ -464,11 +417,18 @@ def require_separable(
         is_read = partial_eval.dce_jaxpr(program, is_of_part)[1]
         arguments_read = zip(3 * places, is_read, strict=True)
         if any(read and of_place != place for of_place, read in arguments_read):
-            raise explain(
-                UsageError,
-                "tx",
-                expected="an inner optimizer that updates each layer by itself",
-                found="one that looks at several, such as optax.clip_by_global_norm",
-                fix='Clip by clip_norm= of gradaccum.wrap; or leave on_overflow="ignore"'
-                " out: the optimizer then gets the sums of all layers.",
+            raise inseparable_error(
+                "an inner optimizer that looks at several, such as"
+                " optax.clip_by_global_norm"
             )
+
+
+def inseparable_error(found: str) -> UsageError:
+    return explain(
+        UsageError,
+        "tx",
+        expected="an optimizer that updates each layer by itself",
+        found=found,
+        fix='Write gradaccum.wrap(..., steps=None, on_overflow="ignore") without a norm,'
+        " or call gradaccum_jax.value_and_update.",
+    )

@@ -98,8 +98,6 @@ class Accumulation:
     axes: tuple[str, ...] = ()
     """The mesh axes whose devices share the window."""
     shard_axes: ShardAxes = None
-    sums_frozen: bool = False
-    """Frozen parameters have sums too."""
 
     @cached_property
     def inner(self) -> optax.GradientTransformationExtraArgs:
@@ -120,13 +118,9 @@ class Accumulation:
         group.same("params", params, self.axes)
         accumulator = gradient_sum.zeros(params, self.options.accumulate_dtype)
         inner_state, masters = strong(self.inner.init(params))
-        if not self.sums_frozen:
-            accumulator = without_frozen(
-                accumulator,
-                self.transformation,
-                inner_state,
-                in_place_of(params, masters),
-            )
+        accumulator = without_frozen(
+            accumulator, self.transformation, inner_state, in_place_of(params, masters)
+        )
         if self.shard_axes:
             inner_state, masters = group.like_params(
                 self.inner, (inner_state, masters), params

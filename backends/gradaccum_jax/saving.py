@@ -8,6 +8,7 @@ the state, by which they are checked.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import jax
@@ -147,14 +148,8 @@ def by_path(tree: Tree) -> dict[str, Array]:
     that a library made of it.
     """
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {".".join(map(_key_name, path)): leaf for path, leaf in flat}
-
-
-def _key_name(key: object) -> str:
-    for attribute in ("key", "idx", "name"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
+    name_of = partial(jax.tree_util.keystr, simple=True, separator=".")
+    return {name_of(path): leaf for path, leaf in flat}
 
 
 def _kind_at(path: str, leaves: dict[str, Array]) -> str:

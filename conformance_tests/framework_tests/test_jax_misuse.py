@@ -127,10 +127,10 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TYPE,
         "tx: expected a wrapped optimizer",
     ),
-    "layers of an optimizer that drops": (
-        lambda: layered(wrap(steps=None, on_overflow="drop_micro_batch")),
+    "clipped layers": (
+        lambda: layered(wrap(steps=None, on_overflow="ignore", clip_norm=1.0)),
         USAGE,
-        "tx: expected an optimizer that drops",
+        "tx: expected an optimizer that updates each layer by itself; got options",
     ),
 }
 

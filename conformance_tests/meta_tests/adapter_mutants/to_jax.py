@@ -292,17 +292,15 @@ MUTANTS = (
     ),
     Mutant(
         "close_the_window_of_the_layers",
-        "        outer_part, window = passes.close(window, outer, outer_part, outer_sums)\n",
-        "        outer_part, _ = passes.close(window, outer, outer_part, outer_sums)\n",
+        "        outer_part, window = passes.close(window, outer_part, outer_sums)\n",
+        "        outer_part, _ = passes.close(window, outer_part, outer_sums)\n",
         OWN + "test_jax_layered.py::test_numbers_of_the_usual_window",
-        "by",
     ),
     Mutant(
         "forget_what_the_loss_gave_outer_parameters",
         "            sums = add_gradients(sums, outer_gradients, weight, spec.options)\n",
         "",
         OWN + "test_jax_layered.py::test_numbers_of_the_usual_window",
-        "by",
     ),
     Mutant(
         "add_to_a_layer_without_the_weight",
@@ -319,8 +317,8 @@ MUTANTS = (
     ),
     Mutant(
         "read_the_layers_beside_what_is_written",
-        "readable_layers = layers if self.keeps_sums else layer_parts.params",
-        "readable_layers = layers",
+        "layer_part = entry_at(layer_parts, number)",
+        "layer_part = entry_at(layer_parts._replace(params=layers), number)",
         OWN + "test_jax_layered.py::test_memory_is_that_of_a_layer",
     ),
     Mutant(
