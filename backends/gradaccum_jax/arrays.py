@@ -261,4 +261,4 @@ def axis_of(path: str, leaf: Array, axis: Any) -> Axis:
             fix="Pass it by position, with axes=None, if every micro-batch is given it"
             " whole; make a list with one number per item an array.",
         )
-    return axis % rank
+    return int(axis % rank)

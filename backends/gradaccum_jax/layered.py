@@ -406,10 +406,7 @@ def require_separable(
         _, state = inner.update(first, state, params, value=jnp.ones(()))
         return inner.update(second, state, params, value=jnp.ones(()))[0]
 
-    layer = jax.eval_shape(partial(entry_at, number=0), layers)
-    parts = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (outer, layer, layer)
-    )
+    parts = jax.eval_shape(lambda: (outer, entry_at(layers, 0), entry_at(layers, 0)))
     program = jax.make_jaxpr(second_updates)(parts, parts, parts).jaxpr
     places = [place for place, part in enumerate(parts) for _ in jax.tree.leaves(part)]
     for place in range(len(parts)):

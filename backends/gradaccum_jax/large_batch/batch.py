@@ -157,9 +157,10 @@ class LargeBatch:
                     leaves[place], int(axis), start, length, self.blocks
                 )
         trees = jax.tree.unflatten(structure, leaves)
-        return MicroBatch(
-            *jax.tree.map(value_of, trees, is_leaf=is_constant_node), items=items
+        arguments, named_arrays, flags, item_weights = jax.tree.map(
+            value_of, trees, is_leaf=is_constant_node
         )
+        return MicroBatch(arguments, named_arrays, flags, item_weights, items)
 
 
 def take_items(
