@@ -101,6 +101,7 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
         def check(*args: Tree) -> list[Array]:
             with params_typed_as(ParamsType.SAME):
                 params_and_state, _ = split_results(step(*args), args)
+                require_shared_window(params_and_state, axes)
                 require_shared("what step returned, ", params_and_state, axes)
             return []
 
@@ -247,8 +248,8 @@ def require_shared_window(tree: Tree, axes: tuple[str, ...]) -> None:
             "state",
             expected=f"(params, state) with the state of an optimizer with axis_name {axes}",
             found="another",
-            fix="Write tx = gradaccum.wrap(optimizer, steps=4, axis_name=..., mesh=mesh)"
-            " and state = tx.init(params).",
+            fix=f"Write tx = gradaccum.wrap(..., axis_name={axes!r}, mesh=mesh) and state"
+            " = tx.init(params).",
         )
 
 
