@@ -261,7 +261,7 @@ MUTANTS = (
     ),
     Mutant(
         "give_every_micro_batch_one_key",
-        "                    leaf = jax.random.fold_in(leaf, key_number)\n",
+        "                    leaves[place] = jax.random.fold_in(leaves[place], key_number)\n",
         "                    pass\n",
         OWN + "test_jax_large_batch.py::test_every_micro_batch_has_its_own_key",
     ),
