@@ -76,19 +76,12 @@ SPOILT: dict[str, Callable[[Any], Any]] = {
     "other dtype": in_sum(b=jnp.zeros(2, jnp.float16)),
     "one more": lambda state: {**state._asdict(), "colour": jnp.zeros(2)},
     "no sum": lambda state: state._replace(accumulator=()),
-    "micro-step beyond the window": lambda state: state._replace(
-        micro_step=jnp.asarray(4, jnp.int32)
-    ),
-    "other terms": lambda state: state._replace(
-        micro_step=jnp.asarray(1, jnp.int32),
-        terms=jnp.asarray([1, 7, 0, 0, 0], jnp.int32),
-    ),
 }
 
 
 @pytest.mark.parametrize("name", SPOILT)
 def test_foreign_state_is_refused(name: str) -> None:
-    with pytest.raises(gradaccum.CheckpointError, match=r"^(state|micro_step|terms)"):
+    with pytest.raises(gradaccum.CheckpointError, match=r"^state\."):
         gradaccum_jax.check_state(TX, SPOILT[name](TX.init(PARAMS)), PARAMS)
 
 

@@ -84,7 +84,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         USAGE,
         "value_fn: expected nothing in a window of several micro-batches",
     ),
-    "wrapped": (lambda: update(wrap(wrap())), TYPE, INNER),
+    "wrapped": (lambda: wrap(wrap()), TYPE, INNER),
     "wrapped in a chain": (lambda: update(wrap(optax.chain(wrap()))), TYPE, INNER),
     "optax.MultiSteps": (lambda: update(wrap(optax.MultiSteps(SGD, 2))), TYPE, INNER),
     "apply_every": (
