@@ -4,6 +4,8 @@ traces.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,13 +50,11 @@ def require_dtype(accumulate_dtype: DType) -> DType:
         # By attribute of jnp, to get JAX's own bfloat16: another package may have
         # registered one with NumPy under that name.
         dtype = getattr(jnp, dtype, dtype)
-    try:
+    with suppress(TypeError):
         dtype = jnp.dtype(dtype)
-    except TypeError as error:
-        raise accumulate_dtype_error(accumulate_dtype) from error
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise accumulate_dtype_error(accumulate_dtype)
-    return dtype
+        if jnp.issubdtype(dtype, jnp.floating):
+            return dtype
+    raise accumulate_dtype_error(accumulate_dtype)
 
 
 def require_params_alone(params: Params) -> None:

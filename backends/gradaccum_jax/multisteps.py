@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradaccum.kit import Scalar, make_options
+from gradaccum.kit import Scalar, make_options, steps_at
 from gradaccum_jax import gradient_sum
 from gradaccum_jax.arrays import (
     Array,
@@ -30,7 +30,7 @@ from gradaccum_jax.arrays import (
 from gradaccum_jax.checks import align, require_dtype, require_plain
 from gradaccum_jax.state import all_like
 from gradaccum_jax.update import Update
-from gradaccum_jax.window import check_known, size_at
+from gradaccum_jax.window import check_known
 from gradaccum_jax.xla import call_jitted
 
 SkipFunction = Callable[[Updates, Scalar, Params], tuple[Scalar, Tree]]
@@ -161,7 +161,7 @@ class MultiSteps:
         update = Update(self._opt.update, types, params, extra)
         skip, skip_state = self._should_skip(updates, state.gradient_step, params)
         is_accepted = ~jnp.asarray(skip, bool)
-        steps = size_at(self._options.steps, state.gradient_step)
+        steps = steps_at(self._options.steps, state.gradient_step, jnp.where)
         count = state.mini_step + is_accepted
         at_end = is_accepted & (count >= steps) & (steps >= 1)
         mini_step, gradient_step = all_like(

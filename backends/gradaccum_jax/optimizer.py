@@ -68,7 +68,7 @@ from gradaccum_jax.state import (
     the_state,
 )
 from gradaccum_jax.update import Update, without_frozen
-from gradaccum_jax.window import MicroBatch, check_known, size_at
+from gradaccum_jax.window import MicroBatch, check_known
 from gradaccum_jax.workers import group
 from gradaccum_jax.xla import call_jitted
 
@@ -231,7 +231,7 @@ class Accumulation:
         extra: Extra,
         last: Scalar,
     ) -> tuple[Updates, AccumulationState]:
-        steps = size_at(self.options.steps, state.optimizer_step)
+        steps = kit.steps_at(self.options.steps, state.optimizer_step, jnp.where)
         state, was_dropped = window.add(
             state, micro_batch, steps, self.options, self.shard_axes
         )
