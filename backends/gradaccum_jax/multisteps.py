@@ -128,7 +128,6 @@ class MultiSteps:
         gradients = align(updates, state.acc_grads)
         results: tuple[Updates, optax.MultiStepsState] = call_jitted(
             self._jitted_update,
-            self._update,
             gradients,
             updates,
             state,

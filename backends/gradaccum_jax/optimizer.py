@@ -172,7 +172,7 @@ class Accumulation:
         if last is not None:
             last = group.same("last", jnp.asarray(last, bool), self.axes)
         results: tuple[Updates, AccumulationState] = call_jitted(
-            self._jitted_update, self._update, micro_batch, state, params, extra, last
+            self._jitted_update, micro_batch, state, params, extra, last
         )
         return results
 
@@ -189,7 +189,7 @@ class Accumulation:
         divisor = as_denominator(denominator, self.options, dtype)
         divisor = group.same("denominator", divisor, self.axes)
         results: tuple[Updates, AccumulationState] = call_jitted(
-            self._jitted_flush, self._flush, state, params, extra, divisor
+            self._jitted_flush, state, params, extra, divisor
         )
         return results
 
