@@ -58,22 +58,25 @@ def require_dtype(accumulate_dtype: DType) -> DType:
 
 
 def require_params_alone(params: Params) -> None:
-    """Raise if a flax nnx variable is a random stream or statistics: each micro-batch
-    would draw the same mask, and lose what it changes there.
+    """Raise if a flax nnx variable is a random stream, with which each micro-batch would
+    draw the same mask, or stands beside parameters without being one.
     """
     flat = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_variable)[0]
-    for path, node in flat:
-        kinds = [base.__name__ for base in type(node).__mro__]
-        if "RngState" in kinds or "BatchStat" in kinds:
-            raise explain(
-                ArgumentTypeError,
-                f"params{jax.tree_util.keystr(path)}",
-                expected="parameters alone",
-                found=f"a {kinds[0]} of a flax nnx module",
-                fix="Write graph, params, rest = nnx.split(model, nnx.Param, ...), and in"
-                " the loss function of params model = nnx.merge(graph, params, rest,"
-                " copy=True). Return statistics as aux, and reseed with a key of the"
-                " batch: nnx.reseed(model, default=key).",
+    kinds_by_path = {
+        path: [base.__name__ for base in type(node).__mro__]
+        for path, node in flat
+        if is_variable(node)
+    }
+    has_parameters = any("Param" in kinds for kinds in kinds_by_path.values())
+    for path, kinds in kinds_by_path.items():
+        if "RngState" in kinds or (has_parameters and "Param" not in kinds):
+            raise ArgumentTypeError(
+                f"params{jax.tree_util.keystr(path)}: expected parameters alone; got a"
+                f" {kinds[0]} of a flax nnx module. Write graph, params, rest ="
+                " nnx.split(model, nnx.Param, ...), and in the loss function of params"
+                " model = nnx.merge(graph, params, rest, copy=True). Return what the"
+                " model changes in rest as aux; for random streams, write"
+                " nnx.reseed(model, default=key) with a key of the batch."
             )
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradaccum import ArgumentTypeError
+from gradaccum import ArgumentTypeError, UsageError
 from gradaccum.kit import explain
 from gradaccum_jax.arrays import (
     Extra,
@@ -77,18 +77,24 @@ def close_part(
     """Close the window of the wrapped part by `close`; return updates of the whole tree
     and the new state.
 
-    No other part takes in a micro-batch: the states of all other parts, and the
-    parameters of the parts beside the wrapped one, do not change.
+    No other part takes in a micro-batch: the state and the parameters of a part beside
+    the wrapped one do not change. What follows the wrapped part in a chain changes its
+    updates, so it must have no state.
     """
     question = Question(close)
     updates, new_state = _ask_part(tx, state, params, extra, question)
+    is_changed = False
 
     def update_of(part_update: Any, update: Tree) -> Tree:
+        nonlocal is_changed
         if is_masked(part_update):
             return jax.tree.map(no_update, update)
+        is_changed = is_changed or update is not part_update
         return update
 
     updates = jax.tree.map(update_of, question.updates, updates, is_leaf=is_masked)
+    if is_changed:
+        _require_no_state_around(state, new_state)
     return updates, new_part(state, the_state(new_state))
 
 
@@ -117,6 +123,18 @@ def _ask_part(
     if question.accumulation is None:
         raise not_wrapped_error(tx)
     return updates, new_state
+
+
+def _require_no_state_around(before: Tree, after: Tree) -> None:
+    flat = jax.tree_util.tree_flatten_with_path(before, is_leaf=is_state)[0]
+    new_leaves = jax.tree.leaves(after, is_leaf=is_state)
+    for (path, leaf), new_leaf in zip(flat, new_leaves, strict=True):
+        if not is_state(leaf) and new_leaf is not leaf:
+            raise UsageError(
+                "tx: expected no state behind the wrapped part, because flush cannot"
+                f" update that state; got state{jax.tree_util.keystr(path)}. Wrap the"
+                " whole chain: gradaccum.wrap(optax.chain(...))."
+            )
 
 
 def not_wrapped_error(tx: object) -> ArgumentTypeError:

@@ -80,7 +80,8 @@ def layered_value_and_update(
     time. The outer parameters and each layer have a state of the inner optimizer of
     their own, which gets one of them at a time, a layer without its leading axis. An
     optimizer that looks at several of them, such as `optax.clip_by_global_norm`, is
-    refused; an optimizer that draws random numbers draws the same for each layer.
+    refused. An optimizer that draws random numbers is refused too: it would draw the
+    same numbers for each layer.
 
     Args:
         prelude: ``prelude(outer, *micro_batch)`` returns the first layer's activations,
@@ -397,7 +398,7 @@ def require_separable(
     inner: optax.GradientTransformationExtraArgs, outer: Tree, layers: Tree
 ) -> None:
     """Raise if the second update of the outer parameters or of a layer reads anything
-    of another one.
+    of another one, or if an update draws random numbers.
     """
 
     def second_updates(params: Tree, first: Tree, second: Tree) -> Tree:
@@ -407,6 +408,11 @@ def require_separable(
 
     parts = jax.eval_shape(lambda: (outer, entry_at(layers, 0), entry_at(layers, 0)))
     program = jax.make_jaxpr(second_updates)(parts, parts, parts).jaxpr
+    if "random_bits[" in str(program):
+        raise inseparable_error(
+            "an inner optimizer that draws random numbers, which would be the same for"
+            " each layer"
+        )
     places = [place for place, part in enumerate(parts) for _ in jax.tree.leaves(part)]
     for place in range(len(parts)):
         is_of_part = [leaf_place == place for leaf_place in places]

@@ -300,8 +300,8 @@ def flush(
 
     Args:
         tx: from `gradaccum.wrap`; or an `optax.chain`, `optax.partition` or
-            `optax.masked` with one such part. No other part's state changes; what
-            follows it in a chain changes its updates.
+            `optax.masked` with one such part. The parts before and beside it stay as
+            they are; what follows it in a chain changes its updates.
         state: the state of `tx`; flax nnx's ``optimizer.opt_state`` too, as in the
             recipes.
         params: the parameters, if the inner optimizer wants them, and with master
@@ -318,6 +318,7 @@ def flush(
             argument of the name of an `extra`.
         ArgumentValueError: `denominator` is no finite number > 0, or stands beside
             ``steps``.
+        UsageError: what follows the wrapped part in a chain has a state of its own.
     """
 
     def close(

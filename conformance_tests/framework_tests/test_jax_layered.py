@@ -171,6 +171,9 @@ INSEPARABLE = {
     "after NaN is taken out": lambda: optax.chain(
         optax.zero_nans(), optax.clip_by_global_norm(1.0), optax.sgd(0.1)
     ),
+    "the same noise for each layer": lambda: optax.chain(
+        optax.add_noise(1.0, 0.5, 0), optax.sgd(0.1)
+    ),
 }
 PARAMS = autoencoder(3, 8, np.float32)
 BATCH = np.ones((8, 3), np.float32), np.ones(8, np.float32), jax.random.key(0)
@@ -178,7 +181,7 @@ BATCH = np.ones((8, 3), np.float32), np.ones(8, np.float32), jax.random.key(0)
 
 @pytest.mark.every_mode
 @pytest.mark.parametrize("kind", INSEPARABLE)
-def test_optimizers_that_look_at_several_layers_are_refused(kind: str) -> None:
+def test_inseparable_optimizers_are_refused(kind: str) -> None:
     step = layered(wrap(INSEPARABLE[kind](), on_overflow="ignore"))
     words = "tx: expected an optimizer that updates each layer by itself"
     for dtype in (jnp.float32, jnp.bfloat16):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import sparse
 
 import gradaccum
 import gradaccum_jax
@@ -102,6 +103,15 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TYPE,
         "tx: expected a wrapped optimizer",
     ),
+    "flush before a schedule": (
+        lambda: flush(
+            optax.chain(
+                wrap(optax.scale_by_adam()), optax.scale_by_schedule(lambda count: 1.0)
+            )
+        ),
+        USAGE,
+        r"tx: expected no state behind.*got state\[1\]\.count.*Wrap the whole",
+    ),
     "list of flags": (
         lambda: large_batch(ONE, X, [True] * 6),
         VALUE,
@@ -111,6 +121,11 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: large_batch(ONE, X, y=[1.0] * 6),
         VALUE,
         r"batch\['y'\]\[0\]: expected an array with an axis 0.*a list",
+    ),
+    "sparse array": (
+        lambda: large_batch(ONE, sparse.BCOO.fromdense(jnp.eye(6))),
+        VALUE,
+        "batch.*: expected a dense array to split; got a BCOO.*todense",
     ),
     "seed in place of a random key": (
         lambda: gradaccum_jax.value_and_grad(loss, steps=2, axes=(0, "key"))(ONE, X, 3),

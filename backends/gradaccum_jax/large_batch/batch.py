@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gradaccum import kit
+from gradaccum import ArgumentValueError, kit
 from gradaccum.kit import Division, Scalar
 from gradaccum_jax.arrays import (
     KEY,
@@ -197,7 +197,12 @@ def read_batch(
         *_axes_of_leaves(arguments, splitting.axes),
         *_axes_of_leaves(named_arrays, axis_of_named_arrays),
     ]
-    for (path, leaf), axis in zip(paths_and_leaves, axes, strict=True):
+    owners = [
+        node
+        for node in jax.tree.leaves((arguments, named_arrays), is_leaf=is_sparse)
+        for _ in jax.tree.leaves(node)
+    ]
+    for (path, leaf), axis, owner in zip(paths_and_leaves, axes, owners, strict=True):
         name = f"batch{jax.tree_util.keystr(path[1:])}"
         axis = axis_of(name, leaf, axis)
         if is_constant(leaf):
@@ -206,6 +211,12 @@ def read_batch(
         nodes.append(leaf)
         leaf_axes.append(axis)
         if isinstance(axis, int):
+            if is_sparse(owner):
+                raise ArgumentValueError(
+                    f"{name}: expected a dense array to split; got a"
+                    f" {type(owner).__name__}. Write .todense(), or axes=None if every"
+                    " micro-batch needs the whole array."
+                )
             sizes.append((name, np.shape(leaf)[axis]))
     lists = [
         *kit.lists_of_one_kind(arguments, splitting.axes),
@@ -226,6 +237,11 @@ def is_batch(tree: Tree) -> bool:
     """
     has_array = any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(tree))
     return has_array or not isinstance(tree, Hashable)
+
+
+def is_sparse(node: object) -> bool:
+    """True of a sparse array: the first axis of its parts is not that of the items."""
+    return hasattr(node, "todense")
 
 
 def _axes_of_leaves(arguments: Tree, axes: Tree) -> list[Any]:

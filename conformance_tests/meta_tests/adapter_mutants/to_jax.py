@@ -114,6 +114,12 @@ MUTANTS = (
         OWN + "test_jax_combinators.py::test_flush_closes_the_wrapped_part_alone",
     ),
     Mutant(
+        "flush_beside_a_state_that_moves",
+        "    if is_changed:\n",
+        "    if False:\n",
+        OWN + "test_jax_misuse.py::test_misuse_is_refused",
+    ),
+    Mutant(
         "keep_the_sum_of_a_frozen_parameter",
         "        if takes_part(total) and is_frozen[place]:\n",
         "        if False:\n",
@@ -312,8 +318,15 @@ MUTANTS = (
         "trust_every_optimizer_with_one_layer",
         "        if any(read and of_place != place for of_place, read in arguments_read):\n",
         "        if False:\n",
-        OWN
-        + "test_jax_layered.py::test_optimizers_that_look_at_several_layers_are_refused",
+        OWN + "test_jax_layered.py::test_inseparable_optimizers_are_refused",
+        "norm",
+    ),
+    Mutant(
+        "draw_the_same_noise_for_each_layer",
+        '    if "random_bits[" in str(program):\n',
+        "    if False:\n",
+        OWN + "test_jax_layered.py::test_inseparable_optimizers_are_refused",
+        "noise",
     ),
     Mutant(
         "read_the_layers_beside_what_is_written",
