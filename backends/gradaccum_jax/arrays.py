@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from gradaccum import ArgumentTypeError, ArgumentValueError
+from gradaccum import ArgumentValueError
 from gradaccum.kit import explain
 
 Array = Any
@@ -210,10 +210,6 @@ KEY = "key"
 """In place of an axis: the leaf is a random key, folded by the micro-batch's number."""
 Axis = int | str | None
 """A batch axis >= 0, None for what every micro-batch is given whole, or `KEY`."""
-_FIX = (
-    "Write an axis for arrays with items, None for what every micro-batch is given"
-    " whole, or 'key' for a random key."
-)
 
 
 def spread_over(prefix: Tree, tree: Tree, argument: str) -> list[Any]:
@@ -255,26 +251,14 @@ def axis_of(path: str, leaf: Array, axis: Any) -> Axis:
     is_one_key = is_key(leaf) and np.shape(leaf) == ()
     if (axis == KEY or is_one_key) and not is_constant(leaf):
         return KEY
-    if isinstance(axis, bool) or not isinstance(axis, int):
-        raise explain(
-            ArgumentTypeError,
-            "axes",
-            expected="an int, None, or 'key' for a random key, for each leaf",
-            got=axis,
-            fix=_FIX,
-        )
-    kind = f"one of shape {np.shape(leaf)}"
     rank = np.ndim(leaf)
-    if is_constant(leaf):
-        kind = f"a {type(leaf).__name__}"
-        rank = 0
     if not -rank <= axis < rank:
         raise explain(
             ArgumentValueError,
             path,
             expected=f"an array with an axis {axis} of items",
-            found=kind,
+            found=f"a {type(leaf).__name__} of shape {np.shape(leaf)}",
             fix="Pass it by position, with axes=None, if every micro-batch is given it"
             " whole; make a list with one number per item an array.",
         )
-    return axis % rank
+    return int(axis % rank)

@@ -18,9 +18,10 @@ from gradaccum.kit import (
     WrapOptions,
     shared_until_weight_error,
     wrap_with,
+    wrapped_twice_error,
 )
 from gradaccum_jax.checks import require_dtype
-from gradaccum_jax.optimizer import Accumulation, require_transformation
+from gradaccum_jax.optimizer import Accumulation, accumulation_of
 from gradaccum_jax.optimizer import Wrapped as Wrapped
 from gradaccum_jax.verification import check
 from gradaccum_jax.window import check_known
@@ -50,7 +51,7 @@ class JaxBackend:
 
     def wrap(
         self,
-        optimizer: object,
+        optimizer: Any,
         options: Options,
         *,
         axis_name: object = None,
@@ -76,14 +77,15 @@ class JaxBackend:
                 mesh that is set around it.
 
         Raises:
-            ArgumentTypeError: `optimizer` is no such transformation or is wrapped
-                already.
+            ArgumentTypeError: `optimizer` is wrapped already; `init` raises it for an
+                inner optimizer that accumulates.
             ArgumentValueError: a callable in ``steps`` returns no int >= 1 for step 0,
                 or a size is more than int32 can hold.
             UsageError: ``steps=until_weight(...)`` with an `axis_name`: each device
                 would end its window by its own weight.
         """
-        transformation = require_transformation(optimizer)
+        if accumulation_of(optimizer) is not None:
+            raise wrapped_twice_error(optimizer)
         check_known(options.steps)
         names = names_of(axis_name)
         if names and isinstance(options.steps, UntilWeight):
@@ -93,7 +95,7 @@ class JaxBackend:
         )
         if shard_axes is not None:
             shard_axes = names_of(shard_axes)
-        accumulation = Accumulation(transformation, checked_options, names, shard_axes)
+        accumulation = Accumulation(optimizer, checked_options, names, shard_axes)
         init = accumulation.init
         if names:
             init = start_on(init, mesh, names)

@@ -4,7 +4,7 @@ traces.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from contextlib import suppress
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ from gradaccum_jax.arrays import (
 from gradaccum_jax.gradient_sum import has_sum
 from gradaccum_jax.state import AccumulationState
 
-ACCUMULATING = (AccumulationState, optax.MultiStepsState)
+ACCUMULATING = (AccumulationState, optax.MultiStepsState, optax.ApplyEvery)
 """The states of optimizers that accumulate."""
 
 
@@ -50,25 +50,16 @@ def require_dtype(accumulate_dtype: DType) -> DType:
         # By attribute of jnp, to get JAX's own bfloat16: another package may have
         # registered one with NumPy under that name.
         dtype = getattr(jnp, dtype, dtype)
-    try:
+    with suppress(TypeError):
         dtype = jnp.dtype(dtype)
-    except TypeError as error:
-        raise accumulate_dtype_error(accumulate_dtype) from error
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise accumulate_dtype_error(accumulate_dtype)
-    return dtype
-
-
-SPLIT = (
-    "Write graph, params, rest = nnx.split(model, nnx.Param, ...), and in the loss"
-    " function of params model = nnx.merge(graph, params, rest, copy=True)"
-)
-"""What to do with a flax nnx module."""
+        if jnp.issubdtype(dtype, jnp.floating):
+            return dtype
+    raise accumulate_dtype_error(accumulate_dtype)
 
 
 def require_params_alone(params: Params) -> None:
-    """Raise unless no flax nnx variable is a random stream, with which each micro-batch
-    would draw the same mask, or stands beside parameters without being one.
+    """Raise if a flax nnx variable is a random stream, with which each micro-batch would
+    draw the same mask, or stands beside parameters without being one.
     """
     flat = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_variable)[0]
     kinds_by_path = {
@@ -78,33 +69,26 @@ def require_params_alone(params: Params) -> None:
     }
     has_parameters = any("Param" in kinds for kinds in kinds_by_path.values())
     for path, kinds in kinds_by_path.items():
-        if "RngState" in kinds:
-            found = "a random stream of a flax nnx module"
-            fix = f"{SPLIT}; nnx.reseed(model, default=key) with a key of the batch."
-        elif has_parameters and "Param" not in kinds:
-            found = f"a {kinds[0]} of a flax nnx module"
-            fix = f"{SPLIT}; return what it changes there as aux."
-        else:
-            continue
-        raise explain(
-            ArgumentTypeError,
-            f"params{jax.tree_util.keystr(path)}",
-            expected="parameters alone",
-            found=found,
-            fix=fix,
-        )
+        if "RngState" in kinds or (has_parameters and "Param" not in kinds):
+            raise ArgumentTypeError(
+                f"params{jax.tree_util.keystr(path)}: expected parameters alone; got a"
+                f" {kinds[0]} of a flax nnx module. Write graph, params, rest ="
+                " nnx.split(model, nnx.Param, ...), and in the loss function of params"
+                " model = nnx.merge(graph, params, rest, copy=True). Return what the"
+                " model changes in rest as aux; for random streams, write"
+                " nnx.reseed(model, default=key) with a key of the batch."
+            )
 
 
-def require_plain(
-    inner_state: InnerState, accumulating: tuple[type, ...] = ACCUMULATING
-) -> None:
-    """Raise unless the inner optimizer does not accumulate by itself."""
-    nodes = jax.tree.leaves(
-        inner_state, is_leaf=lambda node: isinstance(node, accumulating)
-    )
-    for node in nodes:
-        if isinstance(node, accumulating):
-            raise wrapped_twice_error(node)
+def require_plain(inner_state: InnerState) -> None:
+    """Raise if the inner optimizer accumulates by itself."""
+
+    def is_accumulating(node: object) -> bool:
+        return isinstance(node, ACCUMULATING)
+
+    nodes = jax.tree.leaves(inner_state, is_leaf=is_accumulating)
+    for node in filter(is_accumulating, nodes):
+        raise wrapped_twice_error(node)
 
 
 # Numbers that come with a micro-batch or with the end of a window.
@@ -171,8 +155,11 @@ def align(gradients: Tree, accumulator: Tree) -> Gradients:
     named_gradients, gradient_structure = _named_leaves(gradients)
     if structure != gradient_structure:
         names = {name for name, _ in totals} ^ {name for name, _ in named_gradients}
-        got = f"another structure, which differs in {sorted(names)[:3]}"
-        _refuse("", "the structure of the parameters", got)
+        raise gradient_error(
+            "",
+            "the structure of the parameters",
+            f"another structure, which differs in {sorted(names)[:3]}",
+        )
     aligned_gradients: Gradients = []
     for (name, total), (_, gradient) in zip(totals, named_gradients, strict=True):
         if total is None:
@@ -180,7 +167,11 @@ def align(gradients: Tree, accumulator: Tree) -> Gradients:
         if gradient is None or not (takes_part(total) and has_sum(total)):
             aligned_gradients.append(None)
             continue
-        _require_like_sum(name, gradient, total)
+        shape = np.shape(gradient)
+        if shape != total.shape:
+            raise gradient_error(
+                name, f"a gradient of shape {total.shape}", f"one of shape {shape}"
+            )
         if isinstance(gradient, np.ndarray):
             gradient = gradient.copy()
         aligned_gradients.append(gradient)
@@ -198,23 +189,11 @@ def _named_leaves(tree: Tree) -> tuple[NamedLeaves, Tree]:
     return leaves, structure
 
 
-def _require_like_sum(name: str, gradient: Array, total: Array) -> None:
-    shape = np.shape(gradient)
-    if shape != total.shape:
-        _refuse(name, f"a gradient of shape {total.shape}", f"one of shape {shape}")
-    dtype = jnp.result_type(gradient)
-    kind: Any = jnp.floating
-    if jnp.issubdtype(total.dtype, jnp.complexfloating):
-        kind = jnp.inexact
-    if not jnp.issubdtype(dtype, kind):
-        _refuse(name, f"a gradient of dtype {total.dtype}", f"one of dtype {dtype}")
-
-
-def _refuse(name: str, requirement: str, got: str) -> NoReturn:
-    raise explain(
+def gradient_error(name: str, expected: str, found: str) -> GradientError:
+    return explain(
         GradientError,
         f"grads{name}",
-        expected=requirement,
-        found=got,
+        expected=expected,
+        found=found,
         fix="Differentiate with respect to the parameters that tx.init was given.",
     )

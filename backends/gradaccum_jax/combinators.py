@@ -36,21 +36,22 @@ Answer = Callable[[Any, AccumulationState, Params, Extra], tuple[Updates, Any]]
 
 @jax.tree_util.register_static
 class Question:
-    """A question to the wrapped part of a transformation, and what the part
-    answered.
-    """
+    """A question to the wrapped part of a transformation."""
+
+    accumulation: Any = None
+    """The wrapped part, once it has answered."""
+    updates: Updates = None
+    """The wrapped part's updates."""
 
     def __init__(self, answer: Answer) -> None:
-        self.answers: list[tuple[Any, Updates]] = []
-        """The wrapped optimizer, and its updates."""
         self._answer = answer
 
     def ask(
         self, accumulation: Any, state: Any, params: Params, extra: Extra
     ) -> tuple[Updates, Any]:
-        updates, state = self._answer(accumulation, state, params, extra)
-        self.answers.append((accumulation, updates))
-        return updates, state
+        self.accumulation = accumulation
+        self.updates, state = self._answer(accumulation, state, params, extra)
+        return self.updates, state
 
 
 def part_of(tx: optax.GradientTransformation, state: Tree, params: Params) -> Any:
@@ -63,7 +64,7 @@ def part_of(tx: optax.GradientTransformation, state: Tree, params: Params) -> An
     jax.eval_shape(
         lambda state, params: _ask_part(tx, state, params, {}, question), state, params
     )
-    return question.answers[0][0]
+    return question.accumulation
 
 
 def close_part(
@@ -77,12 +78,11 @@ def close_part(
     and the new state.
 
     No other part takes in a micro-batch: the state and the parameters of a part beside
-    the wrapped one stay. What follows the wrapped part in a chain changes its updates,
-    so it must have no state.
+    the wrapped one do not change. What follows the wrapped part in a chain changes its
+    updates, so it must have no state.
     """
     question = Question(close)
     updates, new_state = _ask_part(tx, state, params, extra, question)
-    part_updates = question.answers[0][1]
     is_changed = False
 
     def update_of(part_update: Any, update: Tree) -> Tree:
@@ -92,7 +92,7 @@ def close_part(
         is_changed = is_changed or update is not part_update
         return update
 
-    updates = jax.tree.map(update_of, part_updates, updates, is_leaf=is_masked)
+    updates = jax.tree.map(update_of, question.updates, updates, is_leaf=is_masked)
     if is_changed:
         _require_no_state_around(state, new_state)
     return updates, new_part(state, the_state(new_state))
@@ -106,14 +106,6 @@ def new_part(state: T, part: AccumulationState) -> T:
     return new_state
 
 
-def the_part(tx: object, state: Tree) -> AccumulationState:
-    """Return the state of the one wrapped optimizer inside of `tx`."""
-    part = the_state(state)
-    if part is state or not isinstance(tx, optax.GradientTransformation):
-        raise not_wrapped_error(tx)
-    return part
-
-
 def _ask_part(
     tx: optax.GradientTransformation,
     state: Tree,
@@ -121,15 +113,14 @@ def _ask_part(
     extra: Extra,
     question: Question,
 ) -> tuple[Updates, Tree]:
-    part = the_part(tx, state)
     gradients = jax.tree.map(
         lambda leaf: jnp.zeros_like(leaf) if takes_part(leaf) else None,
-        part.accumulator if params is None else params,
+        the_state(state).accumulator if params is None else params,
     )
     updates, new_state = optax.with_extra_args_support(tx).update(
         gradients, state, params, **extra, **{QUESTION: question}
     )
-    if not question.answers:
+    if question.accumulation is None:
         raise not_wrapped_error(tx)
     return updates, new_state
 
@@ -139,12 +130,10 @@ def _require_no_state_around(before: Tree, after: Tree) -> None:
     new_leaves = jax.tree.leaves(after, is_leaf=is_state)
     for (path, leaf), new_leaf in zip(flat, new_leaves, strict=True):
         if not is_state(leaf) and new_leaf is not leaf:
-            raise explain(
-                UsageError,
-                "tx",
-                expected="no state behind the wrapped part, as a flush would move it",
-                found=f"state{jax.tree_util.keystr(path)}",
-                fix="Wrap the whole of it: gradaccum.wrap(optax.chain(...)).",
+            raise UsageError(
+                "tx: expected no state behind the wrapped part, because flush cannot"
+                f" update that state; got state{jax.tree_util.keystr(path)}. Wrap the"
+                " whole chain: gradaccum.wrap(optax.chain(...))."
             )
 
 

@@ -1,26 +1,24 @@
 """The layered window of a model of stacked layers: all micro-batches pass one layer
 before the next, and backwards likewise.
 
-A layer's sum is complete when the last micro-batch has passed the layer. Where nothing
-needs the gradient of all layers, the layer is updated then, and its gradient freed.
+A layer's sum is complete when the last micro-batch has passed the layer. The layer is
+updated then, and its gradient freed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
+from jax.interpreters import partial_eval
 
 from gradaccum import UsageError, kit
 from gradaccum.kit import Scalar, explain, make_division
-from gradaccum_jax import gradient_sum
 from gradaccum_jax.arrays import (
     Array,
     InnerState,
@@ -29,8 +27,6 @@ from gradaccum_jax.arrays import (
     Tree,
     moving_of,
     plain,
-    takes_part,
-    wider,
 )
 from gradaccum_jax.large_batch.auto import LargeBatchFunction
 from gradaccum_jax.large_batch.batch import (
@@ -81,12 +77,11 @@ def layered_value_and_update(
 
     The activations between the layers live for the whole batch, and each layer runs a
     second time in the backward pass. In exchange one layer's gradient is alive at a
-    time, if `tx` has ``on_overflow="ignore"`` and neither `clip_norm` nor `skip_norm`.
-    Then the outer parameters and each layer have a state of the inner optimizer of
+    time. The outer parameters and each layer have a state of the inner optimizer of
     their own, which gets one of them at a time, a layer without its leading axis. An
     optimizer that looks at several of them, such as `optax.clip_by_global_norm`, is
-    refused. Under other options the sums of all layers are kept until the end, and
-    update and state are those of `value_and_update`.
+    refused. An optimizer that draws random numbers is refused too: it would draw the
+    same numbers for each layer.
 
     Args:
         prelude: ``prelude(outer, *micro_batch)`` returns the first layer's activations,
@@ -95,8 +90,8 @@ def layered_value_and_update(
             activations of the same shapes and dtypes.
         loss_fn: ``loss_fn(outer, activations, *micro_batch)`` returns a floating
             scalar, or ``(loss, aux)`` with `has_aux`.
-        tx: from `gradaccum.wrap` with ``steps=None``; without
-            ``on_overflow="drop_micro_batch"``.
+        tx: from `gradaccum.wrap` with ``steps=None`` and ``on_overflow="ignore"``,
+            without `clip_norm` and `skip_norm`.
         has_aux: as for `value_and_grad`.
         steps: likewise.
         micro_batch_size: likewise.
@@ -119,14 +114,8 @@ def layered_value_and_update(
         UsageError: `tx` or its inner optimizer cannot work layer by layer.
     """
     accumulation = require_open(tx)
-    if accumulation.options.on_overflow == "drop_micro_batch":
-        raise explain(
-            UsageError,
-            "tx",
-            expected="an optimizer that drops no micro-batch",
-            found='on_overflow="drop_micro_batch"',
-            fix="Leave on_overflow out, or call gradaccum_jax.value_and_update.",
-        )
+    if kit.measures(accumulation.options):
+        raise inseparable_error("options that look at the gradients of all layers")
     spec = LossSpec(
         loss_fn, has_aux, merge_aux, weight, accumulation.options, accumulation.axes
     )
@@ -140,12 +129,9 @@ def layered_value_and_update(
 
 
 class Part(NamedTuple):
-    """The arrays that change when the outer parameters, or a layer, are closed."""
+    """The outer parameters, or a layer, and what the inner optimizer keeps of it."""
 
     params: Tree
-    """None where the sums are kept."""
-    accumulator: Tree
-    """The kept sums; None where each part is updated by itself."""
     inner_state: InnerState
     masters: Tree
 
@@ -161,23 +147,14 @@ class LayeredValueAndUpdate(LargeBatchFunction):
 
     def init(self, params: Params) -> AccumulationState:
         """Return the state before the first window."""
-        params = plain(params)
-        init = replace(self.accumulation, sums_frozen=True).init
-        if self.keeps_sums:
-            return init(params)
-        outer, layers = params
-        outer_state = init(outer)
-        layer_states = jax.vmap(init)(layers)
+        outer, layers = plain(params)
+        outer_state = self.accumulation.init(outer)
+        layer_states = jax.vmap(self.accumulation.init)(layers)
         return outer_state._replace(
             accumulator=None,
             inner_state=(outer_state.inner_state, layer_states.inner_state),
             masters=(outer_state.masters, layer_states.masters),
         )
-
-    @property
-    def keeps_sums(self) -> bool:
-        """True if the end of the window looks at the gradient of all layers."""
-        return kit.measures(self.spec.options)
 
     def __call__(
         self, params: Params, state: AccumulationState, *batch: Tree
@@ -192,20 +169,11 @@ class LayeredValueAndUpdate(LargeBatchFunction):
     ) -> tuple[Any, Params, AccumulationState]:
         params, state = model_arguments
         outer, layers = params
-        if self.keeps_sums:
-            accumulator = gradient_sum.emptied(state.accumulator, state.micro_step == 0)
-            outer_part, layer_parts = (Part(None, sums, (), ()) for sums in accumulator)
-        else:
-            require_separable(self.accumulation.inner, outer, layers)
-            outer_part, layer_parts = map(
-                Part, params, (None, None), state.inner_state, state.masters
-            )
-        varying = frozenset(self.spec.axis_names)
-        passes = LayeredPasses(self, batch, state, vary(outer, varying))
+        require_separable(self.accumulation.inner, outer, layers)
+        outer_part, layer_parts = map(Part, params, state.inner_state, state.masters)
+        passes = LayeredPasses(self, batch, state, outer)
         activations, borders, numbers = passes.forward(layers)
-        window, outer_sums, upstream, weights, result = passes.head(
-            activations, numbers
-        )
+        window, outer_sums, upstream, weights, value = passes.head(activations, numbers)
 
         def backward(
             carry: tuple[Part, Stacks], number_and_border: tuple[Scalar, Stacks]
@@ -214,51 +182,36 @@ class LayeredValueAndUpdate(LargeBatchFunction):
             number, border = number_and_border
             # The layers are read where they are written: beside an array that is only
             # read, XLA would keep a copy of all.
-            readable_layers = layers if self.keeps_sums else layer_parts.params
-            layer_params = entry_at(readable_layers, number)
-            copied_params = vary(layer_params, varying)
+            layer_part = entry_at(layer_parts, number)
             sums, upstream = passes.pull_back(
                 self.layer,
-                copied_params,
-                passes.empty_sums(copied_params),
+                layer_part.params,
+                passes.empty_sums(layer_part.params),
                 border,
                 upstream,
                 weights,
                 number + 1,
             )
-            part, _ = passes.close(
-                window, layer_params, entry_at(layer_parts, number), sums
-            )
-            return (with_entry(layer_parts, part, number), upstream), None
+            layer_part, _ = passes.close(window, layer_part, sums)
+            return (with_entry(layer_parts, layer_part, number), upstream), None
 
         (layer_parts, upstream), _ = lax.scan(
             backward, (layer_parts, upstream), (numbers, borders), reverse=True
         )
         outer_sums, _ = passes.pull_back(
             self.first_layer,
-            passes.outer,
+            outer,
             outer_sums,
             [()] * len(upstream),
             upstream,
             weights,
             0,
         )
-        outer_part, window = passes.close(window, outer, outer_part, outer_sums)
-        parts = Part(*zip(outer_part, layer_parts, strict=True))
-        if self.keeps_sums:
-            state = window._replace(
-                accumulator=parts.accumulator,
-                inner_state=state.inner_state,
-                masters=state.masters,
-            )
-            updates, state = self.accumulation.flush(state, params)
-            params = apply_updates(params, updates, state)
-        else:
-            params = parts.params
-            state = window._replace(
-                accumulator=None, inner_state=parts.inner_state, masters=parts.masters
-            )
-        value = (result.loss, result.aux) if self.spec.has_aux else result.loss
+        outer_part, window = passes.close(window, outer_part, outer_sums)
+        params, inner_state, masters = zip(outer_part, layer_parts, strict=True)
+        state = window._replace(
+            accumulator=None, inner_state=inner_state, masters=masters
+        )
         return value, params, state
 
     def first_layer(self, outer: Tree, _: Tree, *batch: Tree) -> Tree:
@@ -266,24 +219,33 @@ class LayeredValueAndUpdate(LargeBatchFunction):
         return self.prelude(outer, *batch)
 
 
+@dataclass(frozen=True)
 class LayeredPasses:
     """The passes of one call over the micro-batches, while it is traced."""
 
-    def __init__(
+    function: LayeredValueAndUpdate
+    batch: LargeBatch
+    state: AccumulationState
+    outer: Tree
+
+    def copy(self, tree: Tree) -> Any:
+        """Return this device's copy of arrays that are the same on all devices."""
+        return vary(tree, frozenset(self.function.spec.axis_names))
+
+    def for_each(
         self,
-        function: LayeredValueAndUpdate,
-        batch: LargeBatch,
-        state: AccumulationState,
-        outer: Tree,
-    ) -> None:
-        self.function = function
-        self.spec = function.spec
-        self.batch = batch
-        self.state = state
-        self.outer = outer
-        self.varying = frozenset(function.spec.axis_names)
-        self.for_each = partial(
-            for_each_micro_batch, batch, axis_names=function.spec.axis_names
+        body: Callable[..., Any],
+        carry: Any,
+        inputs: Stacks | None,
+        key_number: Scalar,
+    ) -> Any:
+        return for_each_micro_batch(
+            self.batch,
+            body,
+            carry,
+            inputs,
+            axis_names=self.function.spec.axis_names,
+            key_number=key_number,
         )
 
     def outputs(
@@ -293,17 +255,19 @@ class LayeredPasses:
         inputs: Stacks | None,
         key_number: Scalar,
     ) -> Stacks:
+        params = self.copy(params)
+
         def body(
             carry: tuple[()], micro_batch: MicroBatch, x: Tree
         ) -> tuple[tuple[()], Tree]:
-            outputs = function(params, x, *micro_batch.arguments)
-            return carry, vary(outputs, self.varying)
+            return carry, self.copy(function(params, x, *micro_batch.arguments))
 
-        return self.for_each(body, (), inputs, key_number=key_number)[1]
+        _, stacks = self.for_each(body, (), inputs, key_number)
+        return cast(Stacks, stacks)
 
     def empty_sums(self, params: Tree) -> Leaves:
-        sums = empty_sums(params, self.spec.options.accumulate_dtype)
-        return vary(sums, self.varying)
+        dtype = self.function.spec.options.accumulate_dtype
+        return cast(Leaves, self.copy(empty_sums(params, dtype)))
 
     def forward(self, layers: Tree) -> tuple[Stacks, Stacks, Array]:
         """Return the last layer's activations, the inputs of each layer, and the
@@ -314,11 +278,8 @@ class LayeredPasses:
             activations: Stacks, number_and_params: tuple[Scalar, Tree]
         ) -> tuple[Stacks, Stacks]:
             number, params = number_and_params
-            copied_params = vary(params, self.varying)
-            outputs = self.outputs(
-                self.function.layer, copied_params, activations, number + 1
-            )
-            return outputs, activations
+            layer = self.function.layer
+            return self.outputs(layer, params, activations, number + 1), activations
 
         activations = self.outputs(self.function.first_layer, self.outer, None, 0)
         numbers = jnp.arange(len(jax.tree.leaves(layers)[0]), dtype=jnp.int32)
@@ -327,44 +288,47 @@ class LayeredPasses:
 
     def head(self, activations: Stacks, numbers: Array) -> Any:
         """Return the window's numbers, the sums of the outer parameters, the gradients
-        by the activations, the weights, and the results of the large batch.
+        by the activations, the weights, and the loss with its aux.
         """
-        function = self.function
+        spec = self.function.spec
         dtype = jnp.result_type(self.state.weight)
-        outer_count = len(moving_of(self.outer)[0])
+        outer = self.copy(self.outer)
+        outer_count = len(moving_of(outer)[0])
 
         def head(
             carry: tuple[AccumulationState, Leaves], micro_batch: MicroBatch, x: Tree
         ) -> tuple[Any, Tree]:
             window, sums = carry
             loss, aux, gradients = value_and_gradients(
-                lambda by: self.spec.loss_fn(*by, *micro_batch.arguments),
-                (self.outer, x),
-                self.spec.has_aux,
+                lambda by: spec.loss_fn(*by, *micro_batch.arguments),
+                (outer, x),
+                spec.has_aux,
                 self.state.loss_scale,
             )
-            weight = weight_of(micro_batch, self.spec.weight, dtype)
+            weight = weight_of(micro_batch, spec.weight, dtype)
             weight = jnp.asarray(weight, dtype)
-            window = function.accumulation.add(window, (), weight, loss.astype(dtype))
+            window = self.function.accumulation.add(
+                window, (), weight, loss.astype(dtype)
+            )
             # A weight that is not usable closes the window as one that overflowed.
             weight = jnp.where(weight > 0, weight, 0)
             outer_gradients = gradients[:outer_count]
-            sums = add_gradients(sums, outer_gradients, weight, self.spec.options)
+            sums = add_gradients(sums, outer_gradients, weight, spec.options)
             upstream = gradients[outer_count:]
             return (window, sums), (loss, weight, aux, upstream)
 
         window = self.state._replace(accumulator=(), inner_state=(), masters=())
-        window = group.shared_window(window, self.spec.axis_names)
+        window = group.shared_window(window, spec.axis_names)
         (window, sums), stacks = self.for_each(
             head,
-            (window, self.empty_sums(self.outer)),
+            (window, self.empty_sums(outer)),
             activations,
-            key_number=len(numbers) + 1,
+            len(numbers) + 1,
         )
         weights = [stack[1] for stack in stacks]
         upstream = [stack[3] for stack in stacks]
-        result = summarize(self.spec, self.batch, (), stacks)
-        return window, sums, upstream, weights, result
+        value, _ = summarize(spec, self.batch, stacks)
+        return window, sums, upstream, weights, value
 
     def pull_back(
         self,
@@ -379,7 +343,8 @@ class LayeredPasses:
         """Add the gradients by `params` to `sums`; return them, and the gradients by
         the inputs.
         """
-        moving, put = moving_of(params)
+        moving, put = moving_of(self.copy(params))
+        options = self.function.spec.options
 
         def body(
             sums: Leaves, micro_batch: MicroBatch, rows: tuple[Tree, Leaves, Scalar]
@@ -389,37 +354,30 @@ class LayeredPasses:
 
             def outputs(moving: Leaves, moving_x: Leaves) -> Leaves:
                 outputs = function(put(moving), put_x(moving_x), *micro_batch.arguments)
-                return moving_of(vary(outputs, self.varying))[0]
+                return moving_of(self.copy(outputs))[0]
 
             _, pull_back = jax.vjp(outputs, moving, moving_x)
             gradients, input_gradients = pull_back(upstream)
-            sums = add_gradients(sums, gradients, weight, self.spec.options)
+            sums = add_gradients(sums, gradients, weight, options)
             return sums, input_gradients
 
         rows = list(zip(inputs, upstream, weights, strict=True))
-        return self.for_each(body, sums, rows, key_number=key_number)
+        sums, input_gradients = self.for_each(body, sums, rows, key_number)
+        return sums, input_gradients
 
     def close(
-        self, window: AccumulationState, params: Tree, part: Part, sums: Leaves
+        self, window: AccumulationState, part: Part, sums: Leaves
     ) -> tuple[Part, AccumulationState]:
-        """Update a part by its sums, or add them to those that are kept."""
-        function = self.function
-        if function.keeps_sums:
-            totals, put_totals = moving_of(part.accumulator)
-            totals = gradient_sum.add(totals, sums, None, True)
-            return part._replace(accumulator=put_totals(totals)), window
-        put = moving_of(params)[1]
-        part_state = window._replace(
+        """Update a part by its sums; return it, and the window's numbers after that."""
+        put = moving_of(part.params)[1]
+        state = window._replace(
             accumulator=put(sums, jnp.zeros_like),
             inner_state=part.inner_state,
             masters=part.masters,
         )
-        updates, part_state = function.accumulation.flush(part_state, params)
-        new_params = apply_updates(params, updates, part_state)
-        return (
-            Part(new_params, None, part_state.inner_state, part_state.masters),
-            part_state,
-        )
+        updates, state = self.function.accumulation.flush(state, part.params)
+        params = apply_updates(part.params, updates, state)
+        return Part(params, state.inner_state, state.masters), state
 
 
 def entry_at(tree: Tree, number: Scalar) -> Any:
@@ -439,67 +397,40 @@ def with_entry(tree: Tree, entry: Tree, number: Scalar) -> Any:
 def require_separable(
     inner: optax.GradientTransformationExtraArgs, outer: Tree, layers: Tree
 ) -> None:
-    """Raise unless the inner optimizer updates each part as if it was alone, tried out
-    on small arrays.
-    """
-    rng = np.random.default_rng(0)
-
-    def draw(leaf: Array) -> Any:
-        shape = [min(size, 2) for size in leaf.shape]
-        if not takes_part(leaf):
-            return np.zeros(shape, leaf.dtype)
-        # Large, as a limit may be large; half precision would hide a difference.
-        numbers = 1e12 * rng.normal(size=shape)
-        return numbers.astype(wider(leaf.dtype, jnp.float32))
-
-    layer = entry_at(layers, 0)
-    trees = [jax.tree.map(draw, (outer, layer, layer)) for _ in range(3)]
-    with jax.ensure_compile_time_eval(), jax.debug_nans(False):
-        is_separable = bool(jax.jit(partial(parts_are_separate, inner))(*trees))
-    if not is_separable:
-        raise explain(
-            UsageError,
-            "tx",
-            expected="an inner optimizer that updates each layer by itself",
-            found="one that looks at several, such as optax.clip_by_global_norm",
-            fix='Clip by clip_norm= of gradaccum.wrap; or leave on_overflow="ignore"'
-            " out: the optimizer then gets the sums of all layers.",
-        )
-
-
-def parts_are_separate(
-    inner: optax.GradientTransformationExtraArgs,
-    params: tuple[Tree, ...],
-    *gradients: tuple[Tree, ...],
-) -> Array:
-    """True if each part alone has the updates that it has beside the others, whose last
-    gradient is NaN.
+    """Raise if the second update of the outer parameters or of a layer reads anything
+    of another one, or if an update draws random numbers.
     """
 
-    def updates_of(params: Tree, gradients: list[Tree]) -> list[Tree]:
+    def second_updates(params: Tree, first: Tree, second: Tree) -> Tree:
         state = inner.init(params)
-        all_updates = []
-        for gradient in gradients:
-            updates, state = inner.update(gradient, state, params, value=jnp.ones(()))
-            all_updates.append(updates)
-        return all_updates
+        _, state = inner.update(first, state, params, value=jnp.ones(()))
+        return inner.update(second, state, params, value=jnp.ones(()))[0]
 
-    def as_nan(leaf: Array) -> Array:
-        return leaf * np.nan if takes_part(leaf) else leaf
-
-    flags: list[Array] = []
-    for place, part in enumerate(params):
-        last_gradient = list(jax.tree.map(as_nan, gradients[-1]))
-        last_gradient[place] = gradients[-1][place]
-        updates = updates_of(params, [*gradients[:-1], tuple(last_gradient)])
-        updates_alone = updates_of(part, [trees[place] for trees in gradients])
-        updates_of_part = [parts[place] for parts in updates]
-        flags += jax.tree.leaves(
-            jax.tree.map(_is_close, updates_of_part, updates_alone)
+    parts = jax.eval_shape(lambda: (outer, entry_at(layers, 0), entry_at(layers, 0)))
+    program = jax.make_jaxpr(second_updates)(parts, parts, parts).jaxpr
+    if "random_bits[" in str(program):
+        raise inseparable_error(
+            "an inner optimizer that draws random numbers, which would be the same for"
+            " each layer"
         )
-    return jnp.all(jnp.stack(flags))
+    places = [place for place, part in enumerate(parts) for _ in jax.tree.leaves(part)]
+    for place in range(len(parts)):
+        is_of_part = [leaf_place == place for leaf_place in places]
+        is_read = partial_eval.dce_jaxpr(program, is_of_part)[1]
+        arguments_read = zip(3 * places, is_read, strict=True)
+        if any(read and of_place != place for of_place, read in arguments_read):
+            raise inseparable_error(
+                "an inner optimizer that looks at several, such as"
+                " optax.clip_by_global_norm"
+            )
 
 
-def _is_close(a: Array, b: Array) -> Array:
-    limit = 16 * float(jnp.finfo(jnp.float32).eps) * jnp.max(jnp.abs(b), initial=0)
-    return jnp.allclose(a, b, 0, limit)
+def inseparable_error(found: str) -> UsageError:
+    return explain(
+        UsageError,
+        "tx",
+        expected="an optimizer that updates each layer by itself",
+        found=found,
+        fix='Write gradaccum.wrap(..., steps=None, on_overflow="ignore") without a norm,'
+        " or call gradaccum_jax.value_and_update.",
+    )

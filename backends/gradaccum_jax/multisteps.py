@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradaccum.kit import Scalar, make_options
+from gradaccum.kit import Scalar, make_options, steps_at
 from gradaccum_jax import gradient_sum
 from gradaccum_jax.arrays import (
     Array,
@@ -28,10 +28,9 @@ from gradaccum_jax.arrays import (
     takes_part,
 )
 from gradaccum_jax.checks import align, require_dtype, require_plain
-from gradaccum_jax.optimizer import require_transformation
 from gradaccum_jax.state import all_like
 from gradaccum_jax.update import Update
-from gradaccum_jax.window import check_known, size_at
+from gradaccum_jax.window import check_known
 from gradaccum_jax.xla import call_jitted
 
 SkipFunction = Callable[[Updates, Scalar, Params], tuple[Scalar, Tree]]
@@ -82,7 +81,6 @@ class MultiSteps:
         should_skip_update_fn: SkipFunction | None = None,
         accumulator_dtype: DType = None,
     ) -> None:
-        require_transformation(opt)
         self._opt = optax.with_extra_args_support(opt)
         self._options = make_options(every_k_schedule, reduction="sum")
         check_known(self._options.steps)
@@ -122,8 +120,7 @@ class MultiSteps:
         window, zeros before it.
 
         Raises:
-            GradientError: `updates` has another structure, shape or dtype than
-                `acc_grads`.
+            GradientError: `updates` has another structure or shape than `acc_grads`.
             ArgumentTypeError, ArgumentValueError: a function `every_k_schedule`
                 returned no int >= 1, outside `jax.jit`.
         """
@@ -131,7 +128,6 @@ class MultiSteps:
         gradients = align(updates, state.acc_grads)
         results: tuple[Updates, optax.MultiStepsState] = call_jitted(
             self._jitted_update,
-            self._update,
             gradients,
             updates,
             state,
@@ -164,7 +160,7 @@ class MultiSteps:
         update = Update(self._opt.update, types, params, extra)
         skip, skip_state = self._should_skip(updates, state.gradient_step, params)
         is_accepted = ~jnp.asarray(skip, bool)
-        steps = size_at(self._options.steps, state.gradient_step)
+        steps = steps_at(self._options.steps, state.gradient_step, jnp.where)
         count = state.mini_step + is_accepted
         at_end = is_accepted & (count >= steps) & (steps >= 1)
         mini_step, gradient_step = all_like(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,7 @@ from gradaccum.kit import (
     explain,
     given_weight,
     initial_state,
-    optimizer_error,
     use_of_weights,
-    wrapped_twice_error,
 )
 from gradaccum_jax import gradient_sum, window
 from gradaccum_jax.arrays import (
@@ -41,7 +39,6 @@ from gradaccum_jax.arrays import (
     strong,
 )
 from gradaccum_jax.checks import (
-    ACCUMULATING,
     align,
     as_denominator,
     as_loss,
@@ -54,7 +51,6 @@ from gradaccum_jax.combinators import (
     close_part,
     new_part,
     not_wrapped_error,
-    the_part,
 )
 from gradaccum_jax.extensions import first_losses
 from gradaccum_jax.extra_arguments import (
@@ -69,9 +65,10 @@ from gradaccum_jax.state import (
     fields_of,
     first_terms,
     fresh,
+    the_state,
 )
 from gradaccum_jax.update import Update, without_frozen
-from gradaccum_jax.window import MicroBatch, check_known, size_at
+from gradaccum_jax.window import MicroBatch, check_known
 from gradaccum_jax.workers import group
 from gradaccum_jax.xla import call_jitted
 
@@ -101,8 +98,6 @@ class Accumulation:
     axes: tuple[str, ...] = ()
     """The mesh axes whose devices share the window."""
     shard_axes: ShardAxes = None
-    sums_frozen: bool = False
-    """Frozen parameters have sums too."""
 
     @cached_property
     def inner(self) -> optax.GradientTransformationExtraArgs:
@@ -120,22 +115,17 @@ class Accumulation:
         of `params`.
         """
         group.require_axes(self.axes)
-        group.require_known_axes(params, self.axes, self.shard_axes, self.options)
         group.same("params", params, self.axes)
         accumulator = gradient_sum.zeros(params, self.options.accumulate_dtype)
         inner_state, masters = strong(self.inner.init(params))
-        if not self.sums_frozen:
-            accumulator = without_frozen(
-                accumulator,
-                self.transformation,
-                inner_state,
-                in_place_of(params, masters),
-            )
+        accumulator = without_frozen(
+            accumulator, self.transformation, inner_state, in_place_of(params, masters)
+        )
         if self.shard_axes:
             inner_state, masters = group.like_params(
                 self.inner, (inner_state, masters), params
             )
-        require_plain(inner_state, (*ACCUMULATING, optax.ApplyEvery))
+        require_plain(inner_state)
         dtype = gradient_sum.weight_dtype(accumulator)
         state = fresh(
             initial_state(self.options.scale_rule.init_scale),
@@ -182,7 +172,7 @@ class Accumulation:
         if last is not None:
             last = group.same("last", jnp.asarray(last, bool), self.axes)
         results: tuple[Updates, AccumulationState] = call_jitted(
-            self._jitted_update, self._update, micro_batch, state, params, extra, last
+            self._jitted_update, micro_batch, state, params, extra, last
         )
         return results
 
@@ -199,19 +189,15 @@ class Accumulation:
         divisor = as_denominator(denominator, self.options, dtype)
         divisor = group.same("denominator", divisor, self.axes)
         results: tuple[Updates, AccumulationState] = call_jitted(
-            self._jitted_flush, self._flush, state, params, extra, divisor
+            self._jitted_flush, state, params, extra, divisor
         )
         return results
-
-    def discard(self, state: AccumulationState) -> AccumulationState:
-        group.require_axes(self.axes)
-        return window.discard(state)
 
     def check(self, state: AccumulationState, params: Params, extra: Extra) -> None:
         require_declared(extra, self.declared)
         group.require_axes((*self.axes, *(self.shard_axes or ())))
         if self.axes:
-            group.require_shared(state, self.axes)
+            group.require_shared("state", state, self.axes)
             group.same("params", params, self.axes)
             group.same("", extra, self.axes)
 
@@ -245,7 +231,7 @@ class Accumulation:
         extra: Extra,
         last: Scalar,
     ) -> tuple[Updates, AccumulationState]:
-        steps = size_at(self.options.steps, state.optimizer_step)
+        steps = kit.steps_at(self.options.steps, state.optimizer_step, jnp.where)
         state, was_dropped = window.add(
             state, micro_batch, steps, self.options, self.shard_axes
         )
@@ -395,14 +381,10 @@ def discard(tx: optax.GradientTransformation, state: S) -> S:
         state: likewise.
 
     Raises:
-        ArgumentTypeError: `tx` is not wrapped.
+        ArgumentTypeError: `state` holds no wrapped optimizer's state, or several.
     """
-    accumulation = accumulation_of(tx)
     state = plain(state)
-    if accumulation is None:
-        part = the_part(tx, state)
-        return new_part(state, window.discard(part))
-    return cast(S, accumulation.discard(cast(Any, state)))
+    return new_part(state, window.discard(the_state(state)))
 
 
 def accumulation_of(tx: object) -> Accumulation | None:
@@ -427,17 +409,3 @@ def require_open(tx: optax.GradientTransformation) -> Accumulation:
             fix="Write gradaccum.wrap(optimizer, steps=None).",
         )
     return accumulation
-
-
-def require_transformation(optimizer: object) -> optax.GradientTransformation:
-    if not isinstance(optimizer, optax.GradientTransformation):
-        fix = (
-            "Pass for example optax.adamw(1e-3); instead of an optax.MultiSteps, pass"
-            " the optimizer inside it."
-        )
-        raise optimizer_error("an optax.GradientTransformation", optimizer, fix)
-    owner = getattr(optimizer.update, "__self__", None)
-    # MultiSteps.gradient_transformation(), optax's too
-    if isinstance(owner, Accumulation) or hasattr(owner, "has_updated"):
-        raise wrapped_twice_error(owner)
-    return optimizer

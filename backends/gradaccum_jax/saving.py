@@ -8,6 +8,7 @@ the state, by which they are checked.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import jax
@@ -28,12 +29,11 @@ from gradaccum.kit import (
     terms_of,
 )
 from gradaccum_jax.arrays import Array, Params, Tree, plain
-from gradaccum_jax.combinators import new_part, not_wrapped_error, part_of
+from gradaccum_jax.combinators import new_part, part_of
 from gradaccum_jax.optimizer import accumulation_of
 from gradaccum_jax.state import (
     AccumulationState,
     fields_of,
-    find_states,
     the_state,
 )
 from gradaccum_jax.workers.group import by_kind
@@ -68,23 +68,12 @@ def check_state(tx: optax.GradientTransformation, state: Tree, params: Params) -
     restored_state = plain(state)
     params = plain(params)
     if accumulation is None:
-        return _check_nested(tx, restored_state, params)
-    like = jax.eval_shape(replace(accumulation, axes=()).init, params)
-    if accumulation.axes:
-        like = _on_devices(like, restored_state)
-    return _resume(rebuild(restored_state, like), accumulation.options)
-
-
-def _check_nested(
-    tx: optax.GradientTransformation, restored_state: Tree, params: Params
-) -> Tree:
-    """Return the state of a transformation that has a wrapped part."""
-    if not isinstance(tx, optax.GradientTransformation):
-        raise not_wrapped_error(tx)
-    like = jax.eval_shape(tx.init, params)
-    if not find_states(like):
-        raise not_wrapped_error(tx)
-    accumulation = part_of(tx, like, params)
+        like = jax.eval_shape(tx.init, params)
+        accumulation = part_of(tx, like, params)
+    else:
+        like = jax.eval_shape(replace(accumulation, axes=()).init, params)
+        if accumulation.axes:
+            like = _on_devices(like, restored_state)
     state = rebuild(restored_state, like)
     return new_part(state, _resume(the_state(state), accumulation.options))
 
@@ -131,7 +120,18 @@ def rebuild(tree: Tree, like: Tree) -> Any:
     """Return the leaves of `tree` in the structure of `like`, if they match."""
     given_leaves = by_path(tree)
     expected_leaves = by_path(like)
-    _check_leaves(given_leaves, expected_leaves)
+    for path in [*expected_leaves, *given_leaves]:
+        kind = _kind_at(path, expected_leaves)
+        given_kind = _kind_at(path, given_leaves)
+        if given_kind != kind:
+            raise explain(
+                CheckpointError,
+                f"state.{path}",
+                expected=kind,
+                found=given_kind,
+                fix="Continue with the optimizer and the parameters that the checkpoint"
+                " was made with.",
+            )
     leaves = [_copy(given_leaves[path]) for path in expected_leaves]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
@@ -148,31 +148,8 @@ def by_path(tree: Tree) -> dict[str, Array]:
     that a library made of it.
     """
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {".".join(map(_key_name, path)): leaf for path, leaf in flat}
-
-
-def _key_name(key: object) -> str:
-    for attribute in ("key", "idx", "name"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
-
-
-def _check_leaves(
-    given_leaves: dict[str, Array], expected_leaves: dict[str, Array]
-) -> None:
-    for path in [*expected_leaves, *given_leaves]:
-        kind = _kind_at(path, expected_leaves)
-        given_kind = _kind_at(path, given_leaves)
-        if given_kind != kind:
-            raise explain(
-                CheckpointError,
-                f"state.{path}",
-                expected=kind,
-                found=given_kind,
-                fix="Continue with the optimizer and the parameters that the checkpoint"
-                " was made with.",
-            )
+    name_of = partial(jax.tree_util.keystr, simple=True, separator=".")
+    return {name_of(path): leaf for path, leaf in flat}
 
 
 def _kind_at(path: str, leaves: dict[str, Array]) -> str:

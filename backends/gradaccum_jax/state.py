@@ -84,18 +84,10 @@ def fresh(start: State, weight_dtype: DType, **trees: Tree) -> AccumulationState
     """Return the state before the first micro-batch. Every scalar has its own array: no
     buffer may be donated twice.
     """
-    dtypes = (
-        jnp.int32,
-        jnp.int32,
-        jnp.int32,
-        weight_dtype,
-        jnp.bool_,
-        jnp.float32,
-        jnp.int32,
-    )
+    dtypes = {**kit.FIELD_DTYPES, "weight": weight_dtype}
     fields: dict[str, Any] = {
-        name: jnp.asarray(value, dtype)
-        for (name, value), dtype in zip(start._asdict().items(), dtypes, strict=True)
+        name: jnp.asarray(value, dtypes[name])
+        for name, value in start._asdict().items()
     }
     event: dict[str, Any] = {
         name: jnp.asarray(False)

@@ -7,7 +7,7 @@ Only the device knows whether a window ends, so every micro-batch runs one progr
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -131,7 +131,7 @@ def close(
     AdamW reads each twice (JAX 0.7.1: temporary memory of 1.0 times the parameters in
     place of 0.25).
     """
-    require_known_axes(state.accumulator, update.axes, update.shard_axes, options)
+    require_known_axes(state.accumulator, update.axes, update.shard_axes)
     bare_state = with_event(
         state._replace(accumulator=None, inner_state=None, masters=None, terms=None),
         *event,
@@ -229,19 +229,6 @@ def decide_on(
 # update is made and the result says so.
 
 
-def size_at(schedule: kit.Schedule, optimizer_step: Scalar) -> Scalar:
-    """Return the size of the window after update number `optimizer_step`, int32; or an
-    `UntilWeight` of it.
-    """
-    size = kit.steps_at(schedule, optimizer_step, jnp.where)
-    if kit.is_known(schedule) or isinstance(number_of(size), jax.core.Tracer):
-        return size
-    step: Any = "optimizer_step"
-    if not isinstance(optimizer_step, jax.core.Tracer):
-        step = int(np.asarray(optimizer_step))
-    return kit.require_steps(size, step, schedule)
-
-
 def number_of(size: Scalar) -> Scalar:
     return size.weight if isinstance(size, kit.UntilWeight) else size
 
@@ -250,6 +237,10 @@ def check_known(schedule: kit.Schedule, optimizer_step: Scalar = 0) -> None:
     """Check the open window's size if a loop outside `jax.jit` knows it, and the first
     window's size before. Only for a callable it waits for the last update.
     """
-    if not kit.is_known(schedule) and not isinstance(optimizer_step, jax.core.Tracer):
-        with jax.ensure_compile_time_eval():
-            size_at(schedule, np.asarray(optimizer_step, np.int32))
+    if kit.is_known(schedule) or isinstance(optimizer_step, jax.core.Tracer):
+        return
+    step = np.asarray(optimizer_step, np.int32)
+    with jax.ensure_compile_time_eval():
+        size = kit.steps_at(schedule, step, jnp.where)
+    if not isinstance(number_of(size), jax.core.Tracer):
+        kit.require_steps(size, int(step), schedule)

@@ -20,13 +20,9 @@ T = TypeVar("T")
 TRACEABLE = (jax.Array, np.ndarray, np.generic, float)
 
 
-def call_jitted(
-    jitted_function: Callable[..., Any],
-    function: Callable[..., Any],
-    *arguments: Tree,
-) -> Any:
-    """Call ``jitted_function(*arguments)``, or ``function(*arguments)`` if a leaf is a function,
-    a flag or another static value.
+def call_jitted(jitted_function: Any, *arguments: Tree) -> Any:
+    """Call what `jax.jit` returned; or the function inside it if a leaf is a function, a
+    flag or another static value.
 
     Called op by op from Python, the conditionals of a step would compile anew in every
     micro-batch. Under `jax.jit` the jitted form is inlined.
@@ -39,7 +35,7 @@ def call_jitted(
     with jax.numpy_dtype_promotion("standard"):
         if is_traceable:
             return jitted_function(*arguments)
-        return function(*arguments)
+        return jitted_function.__wrapped__(*arguments)
 
 
 def run_if(predicate: Scalar, function: Callable[[T], T], operand: T) -> T:

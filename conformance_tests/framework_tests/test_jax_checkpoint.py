@@ -81,7 +81,7 @@ SPOILT: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", SPOILT)
 def test_foreign_state_is_refused(name: str) -> None:
-    with pytest.raises(gradaccum.CheckpointError, match=r"^state"):
+    with pytest.raises(gradaccum.CheckpointError, match=r"^state\."):
         gradaccum_jax.check_state(TX, SPOILT[name](TX.init(PARAMS)), PARAMS)
 
 

@@ -47,9 +47,21 @@ def loss(model: Any, x: Any) -> Any:
     return jnp.mean((model(x) - 1) ** 2)
 
 
+class OwnVariable(nnx.Variable):
+    """A variable of a class that flax does not know."""
+
+
+def linear_with(kind: Any) -> Any:
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    model.variable = kind(jnp.zeros(()))
+    return model
+
+
 REFUSED = {
     "a BatchStat of a flax nnx": lambda: nnx.BatchNorm(2, rngs=nnx.Rngs(0)),
-    "a random stream.*copy=True": lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0)),
+    "a Cache of a flax nnx": lambda: linear_with(nnx.Cache),
+    "a OwnVariable of a flax nnx": lambda: linear_with(OwnVariable),
+    "a Rng.*copy=True": lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0)),
 }
 
 

@@ -51,7 +51,7 @@ class LargeBatchFunction(ABC):
             return self._size_search(model_arguments, batch)
         size = kit.divided(self.splitting.division, batch.items)[0].items
         batch = cut_batch(batch, size, model_arguments)
-        return call_jitted(self._jitted, self.run, model_arguments, batch)
+        return call_jitted(self._jitted, model_arguments, batch)
 
     @cached_property
     def _size_search(self) -> SizeSearch | None:

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from gradaccum import ArgumentValueError, kit
-from gradaccum.kit import Division, Scalar, explain
+from gradaccum.kit import Division, Scalar
 from gradaccum_jax.arrays import (
     KEY,
     Array,
@@ -62,9 +62,29 @@ class MicroBatch(NamedTuple):
     """The arguments that hold arrays and are passed by keyword."""
     flags: dict[str, Any]
     """The keyword arguments that hold no array."""
-    items: int
     item_weights: Array
     """Real, shape (items,); None if the user gave no weights of items."""
+    items: int
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Constant:
+    """A value that is no array, as a part of a batch's structure.
+
+    A compiled program is found again by it, and 1 equals True: hence the type.
+    """
+
+    kind: type
+    value: Any
+
+
+def value_of(node: Any) -> Any:
+    return node.value if is_constant_node(node) else node
+
+
+def is_constant_node(node: object) -> bool:
+    return isinstance(node, Constant)
 
 
 def call_with(
@@ -90,35 +110,17 @@ class EqualMicroBatches(NamedTuple):
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["leaves", "item_weights"],
-    meta_fields=[
-        "axes",
-        "constants",
-        "structure",
-        "flags",
-        "items",
-        "size",
-        "blocks",
-    ],
+    data_fields=["trees"],
+    meta_fields=["axes", "items", "size", "blocks"],
 )
 @dataclass(frozen=True)
 class LargeBatch:
     """The arguments of a call, and how they are cut."""
 
-    leaves: list[Array]
-    """The arrays, in JAX's order."""
-    item_weights: Array
-    """As in `MicroBatch`, for all items."""
+    trees: tuple[Tree, ...]
+    """As in `MicroBatch`, for all items; a value that is no array is a `Constant`."""
     axes: tuple[Axis, ...]
-    """The axis of items of each leaf."""
-    constants: tuple[tuple[int, type, Any], ...]
-    """Values that are no arrays: the place among all leaves, the type and the value. A
-    compiled program is found again by them, and 1 equals True.
-    """
-    structure: Any
-    """The tree that arrays and constants are the leaves of."""
-    flags: tuple[tuple[str, type, Any], ...]
-    """The keyword arguments that hold no array, which are constants too."""
+    """The axis of items of each array, in JAX's order."""
     items: int
     size: int
     """Items of a micro-batch; the last one may be smaller."""
@@ -145,27 +147,20 @@ class LargeBatch:
         """
         start = number * (self.size // self.blocks)
         length = items // self.blocks
-        leaves: list[Any] = []
-        for leaf, axis in zip(self.leaves, self.axes, strict=True):
+        leaves, structure = jax.tree.flatten(self.trees)
+        for place, axis in enumerate(self.axes):
             if axis == KEY:
                 for key_number in key_numbers:
-                    leaf = jax.random.fold_in(leaf, key_number)
+                    leaves[place] = jax.random.fold_in(leaves[place], key_number)
             elif axis is not None:
-                leaf = take_items(leaf, int(axis), start, length, self.blocks)
-            leaves.append(leaf)
-        for place, _, value in self.constants:
-            leaves.insert(place, value)
-        item_weights = None
-        if self.item_weights is not None:
-            item_weights = take_items(self.item_weights, 0, start, length, self.blocks)
-        arguments, named_arrays = jax.tree.unflatten(self.structure, leaves)
-        return MicroBatch(
-            arguments,
-            named_arrays,
-            {name: value for name, _, value in self.flags},
-            items,
-            item_weights,
+                leaves[place] = take_items(
+                    leaves[place], int(axis), start, length, self.blocks
+                )
+        trees = jax.tree.unflatten(structure, leaves)
+        arguments, named_arrays, flags, item_weights = jax.tree.map(
+            value_of, trees, is_leaf=is_constant_node
         )
+        return MicroBatch(arguments, named_arrays, flags, item_weights, items)
 
 
 def take_items(
@@ -186,11 +181,14 @@ def read_batch(
 ) -> LargeBatch:
     """Return the batch as one micro-batch of all items."""
     named_arrays = {name: tree for name, tree in keywords.items() if is_batch(tree)}
-    flags = {name: keywords[name] for name in keywords if name not in named_arrays}
+    flags = {
+        name: Constant(type(value), value)
+        for name, value in keywords.items()
+        if name not in named_arrays
+    }
     axis_of_named_arrays = splitting.axes if isinstance(splitting.axes, int) else 0
-    leaves: list[Array] = []
+    nodes: list[Any] = []
     leaf_axes: list[Axis] = []
-    constants: list[tuple[int, type, Any]] = []
     sizes: list[tuple[str, int]] = []
     paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(
         (arguments, named_arrays)
@@ -199,29 +197,25 @@ def read_batch(
         *_axes_of_leaves(arguments, splitting.axes),
         *_axes_of_leaves(named_arrays, axis_of_named_arrays),
     ]
-    nodes = [
+    owners = [
         node
         for node in jax.tree.leaves((arguments, named_arrays), is_leaf=is_sparse)
         for _ in jax.tree.leaves(node)
     ]
-    for place, ((path, leaf), axis, node) in enumerate(
-        zip(paths_and_leaves, axes, nodes, strict=True)
-    ):
+    for (path, leaf), axis, owner in zip(paths_and_leaves, axes, owners, strict=True):
         name = f"batch{jax.tree_util.keystr(path[1:])}"
         axis = axis_of(name, leaf, axis)
         if is_constant(leaf):
-            constants.append((place, type(leaf), leaf))
+            nodes.append(Constant(type(leaf), leaf))
             continue
-        leaves.append(leaf)
+        nodes.append(leaf)
         leaf_axes.append(axis)
         if isinstance(axis, int):
-            if is_sparse(node):
-                raise explain(
-                    ArgumentValueError,
-                    name,
-                    expected="a dense array to split",
-                    found=f"a {type(node).__name__}",
-                    fix="Write .todense(), or axes=None to pass it whole.",
+            if is_sparse(owner):
+                raise ArgumentValueError(
+                    f"{name}: expected a dense array to split; got a"
+                    f" {type(owner).__name__}. Write .todense(), or axes=None if every"
+                    " micro-batch needs the whole array."
                 )
             sizes.append((name, np.shape(leaf)[axis]))
     lists = [
@@ -230,16 +224,11 @@ def read_batch(
     ]
     items = kit.require_one_size(sizes, lists)
     kit.require_items(items)
-    return LargeBatch(
-        leaves,
-        _weights_of_items(splitting.weight, items),
-        tuple(leaf_axes),
-        tuple(constants),
-        structure,
-        tuple((name, type(value), value) for name, value in flags.items()),
-        items,
-        size=items,
-    )
+    item_weights = _weights_of_items(splitting.weight, items)
+    if item_weights is not None:
+        leaf_axes.append(0)
+    trees = (*jax.tree.unflatten(structure, nodes), flags, item_weights)
+    return LargeBatch(trees, tuple(leaf_axes), items, size=items)
 
 
 def is_batch(tree: Tree) -> bool:
@@ -310,7 +299,7 @@ def cut_batch(batch: LargeBatch, size: int, others: Tree = ()) -> LargeBatch:
     """
     known_shards = 1
     possible_shards = 1
-    for leaf, axis in zip(batch.leaves, batch.axes, strict=True):
+    for leaf, axis in zip(jax.tree.leaves(batch.trees), batch.axes, strict=True):
         if isinstance(axis, int):
             shards: AxisShards = axis_shards(leaf, axis, others)
             known_shards = math.lcm(known_shards, shards.known)

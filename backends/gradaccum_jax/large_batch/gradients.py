@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import itemgetter
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -52,17 +52,6 @@ class LossSpec(NamedTuple):
     """The mesh axes whose devices share the batch."""
 
 
-class LargeBatchResult(NamedTuple, Generic[S]):
-    """The results over all micro-batches."""
-
-    sums: S
-    """The last carry."""
-    loss: Scalar
-    weight: Scalar
-    """The weight of all devices' micro-batches."""
-    aux: Tree
-
-
 def run(
     spec: LossSpec,
     params: Params,
@@ -70,10 +59,11 @@ def run(
     sums: S,
     add: Callable[[S, Leaves, Scalar, Scalar], S],
     scale: Scalar = None,
-) -> LargeBatchResult[S]:
+) -> tuple[Any, S, Scalar]:
     """Add up the micro-batches' gradients: ``sums = add(sums, gradients, weight, loss)``.
 
-    The loss is multiplied by `scale` before it is differentiated.
+    Return the loss, or loss and aux, the last sums, and the weight of all devices'
+    micro-batches. The loss is multiplied by `scale` before it is differentiated.
     """
 
     def body(sums: S, micro_batch: MicroBatch, _: Any) -> tuple[S, Tree]:
@@ -87,13 +77,14 @@ def run(
         return sums, (loss, jnp.asarray(weight, dtype), aux)
 
     sums, stacks = for_each_micro_batch(batch, body, sums, axis_names=spec.axis_names)
-    return summarize(spec, batch, sums, stacks)
+    value, weight = summarize(spec, batch, stacks)
+    return value, sums, weight
 
 
-def summarize(
-    spec: LossSpec, batch: LargeBatch, sums: S, stacks: Stacks
-) -> LargeBatchResult[S]:
-    """Combine the stacked losses, weights and auxes."""
+def summarize(spec: LossSpec, batch: LargeBatch, stacks: Stacks) -> tuple[Any, Scalar]:
+    """Combine the stacked losses, weights and auxes: return the loss, or loss and aux,
+    and the weight of all devices' micro-batches.
+    """
     losses, weights = concatenate_micro_batches([stack[:2] for stack in stacks])
     sum_dtype = gradient_sum.sum_dtype(losses, None)
     terms = kit.add_loss(
@@ -107,10 +98,10 @@ def summarize(
     total = sum_over_devices(jnp.sum(terms), spec.axis_names)
     weight = sum_over_devices(jnp.sum(weights), spec.axis_names)
     loss = (total / denominator(weight, spec.options)).astype(losses.dtype)
+    if not spec.has_aux:
+        return loss, weight
     auxes = [stack[2] for stack in stacks]
-    return LargeBatchResult(
-        sums, loss, weight, merge_auxes(spec.merge_aux, batch, auxes, weights)
-    )
+    return (loss, merge_auxes(spec.merge_aux, batch, auxes, weights)), weight
 
 
 def merge_auxes(

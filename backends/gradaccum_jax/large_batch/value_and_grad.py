@@ -154,11 +154,11 @@ class ValueAndGrad(LargeBatchFunction):
             return add_gradients(sums, gradients, weight / unit, options)
 
         sums = empty_sums(params, options.accumulate_dtype)
-        result = run(self.spec, vary(params, varying), batch, vary(sums, varying), add)
-        divisor = denominator(result.weight / unit, options)
-        gradients = gradients_of(result.sums, divisor, params, names)
-        value = (result.loss, result.aux) if self.spec.has_aux else result.loss
-        return value, gradients
+        value, sums, weight = run(
+            self.spec, vary(params, varying), batch, vary(sums, varying), add
+        )
+        divisor = denominator(weight / unit, options)
+        return value, gradients_of(sums, divisor, params, names)
 
 
 # A window of a wrapped optimizer in one call.
@@ -276,7 +276,6 @@ class ValueAndUpdate(LargeBatchFunction):
             )
 
         copies = vary(params, frozenset(self.spec.axis_names))
-        result = run(self.spec, copies, batch, state, add, state.loss_scale)
-        updates, state = self.accumulation.flush(result.sums, arrays, **extra)
-        value = (result.loss, result.aux) if self.spec.has_aux else result.loss
+        value, state, _ = run(self.spec, copies, batch, state, add, state.loss_scale)
+        updates, state = self.accumulation.flush(state, arrays, **extra)
         return value, updates, state

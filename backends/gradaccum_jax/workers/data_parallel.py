@@ -27,7 +27,6 @@ from gradaccum_jax.workers.group import (
     map_by_kind,
     names_of,
     params_typed_as,
-    require_same,
     require_shared,
     spread_axes,
 )
@@ -70,21 +69,13 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
         shape (devices,), or () if the step averages it by `jax.lax.pmean`.
 
     Raises:
-        UsageError: the second argument has no state of a wrapped optimizer, or
+        UsageError: `step` returns no state of an optimizer with this `axis_name`, or
             parameters, state or what the optimizer reads are made of a device's own
             batch, such as running averages that the step has not reduced.
     """
     axes = names_of(axis_name)
 
     def run(*args: Tree) -> Any:
-        if len(args) > 1 and not find_states(args[1]):
-            raise explain(
-                UsageError,
-                "state",
-                expected="the arguments (params, state, *batch)",
-                found="no state of a wrapped optimizer in the second place",
-                fix="Write state = tx.init(params), of a tx with axis_name= and mesh=.",
-            )
         specs = [
             spec
             for index, arg in enumerate(args)
@@ -109,7 +100,9 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
 
         def check(*args: Tree) -> list[Array]:
             with params_typed_as(ParamsType.SAME):
-                _require_same_results(step(*args), args, axes)
+                params_and_state, _ = split_results(step(*args), args)
+                require_shared_window(params_and_state, axes)
+                require_shared("what step returned, ", params_and_state, axes)
             return []
 
         _trace(on_each_device(check, []), leaves)
@@ -147,15 +140,6 @@ def _trace(check: Step, leaves: list[Array]) -> None:
         # whose gradient is a device's own, or of a scan that begins with a parameter.
         # What is wrong in the step itself is raised again where copies are traced.
         pass
-
-
-def _require_same_results(
-    results: Any, args: tuple[Tree, ...], axes: tuple[str, ...]
-) -> None:
-    params_and_state, _ = split_results(results, args)
-    _require_shared_windows(params_and_state, axes)
-    shared_leaves = map_by_kind(params_and_state, own=lambda _: None)
-    require_same("what step returned, ", shared_leaves, axes)
 
 
 def start_on(init: Step, mesh: Mesh | None, axes: tuple[str, ...]) -> Step:
@@ -228,7 +212,7 @@ def results_of(results: Any, args: tuple[Tree, ...], axes: tuple[str, ...]) -> R
     differs, which gets a leading axis.
     """
     params_and_state, rest = split_results(results, args)
-    _require_shared_windows(params_and_state, axes)
+    require_shared_window(params_and_state, axes)
     params_and_state = map_by_kind(
         params_and_state,
         own=_with_device_axis,
@@ -255,18 +239,18 @@ def split_results(results: Any, args: tuple[Tree, ...]) -> tuple[Tree, Tree]:
     return results[:2], results[2:]
 
 
-def _require_shared_windows(tree: Tree, axes: tuple[str, ...]) -> None:
-    """Raise unless each state in `tree` is one of an optimizer with `axes`."""
-    for state in find_states(tree):
-        require_shared(state, axes)
-        if spread_axes(axes) - axes_of(state.weight):
-            raise explain(
-                UsageError,
-                "state",
-                expected=f"the state of an optimizer with axis_name {axes}",
-                found="one of an optimizer without it",
-                fix=f"Write tx = gradaccum.wrap(optimizer, steps=4, axis_name={axes!r}).",
-            )
+def require_shared_window(tree: Tree, axes: tuple[str, ...]) -> None:
+    """Raise unless `tree` holds states of optimizers with `axes` and of no others."""
+    weights = [state.weight for state in find_states(tree)]
+    if not weights or any(spread_axes(axes) - axes_of(weight) for weight in weights):
+        raise explain(
+            UsageError,
+            "state",
+            expected=f"(params, state) with the state of an optimizer with axis_name {axes}",
+            found="another",
+            fix=f"Write tx = gradaccum.wrap(..., axis_name={axes!r}, mesh=mesh) and state"
+            " = tx.init(params).",
+        )
 
 
 def _is_flag(leaf: Array) -> bool:

@@ -19,7 +19,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from gradaccum import UsageError
-from gradaccum.kit import Options, Scalar, explain
+from gradaccum.kit import Scalar, explain
 from gradaccum_jax.arrays import (
     Array,
     Axes,
@@ -33,9 +33,9 @@ from gradaccum_jax.sharding import (
     ShardAxes,
     axes_of,
     explicitly_sharded,
-    manual_axes,
     replicated,
     vary,
+    varying_axes,
 )
 from gradaccum_jax.state import AccumulationState, is_state
 
@@ -121,9 +121,11 @@ def require_same(name: str, tree: Tree, axes: tuple[str, ...]) -> None:
             )
 
 
-def require_shared(state: AccumulationState, axes: tuple[str, ...]) -> None:
-    shared_fields = by_kind(state, own=lambda _: None, shared=lambda leaf: leaf)
-    require_same("state", shared_fields._asdict(), axes)
+def require_shared(name: str, tree: Tree, axes: tuple[str, ...]) -> None:
+    """Raise unless all in `tree` is the same on all devices but each device's own
+    fields of a state.
+    """
+    require_same(name, map_by_kind(tree, own=lambda _: None), axes)
 
 
 def spread_axes(axes: tuple[str, ...]) -> Axes:
@@ -198,19 +200,14 @@ def map_by_kind(
 # all devices decide alike at the end of a window.
 #
 # A type alone does not tell a shard from a model that each device has for itself, as in
-# an ensemble. Where the difference matters, and nobody said, this raises.
+# an ensemble. If nobody said, this raises.
 
 
 def require_known_axes(
-    tree: Tree, axes: tuple[str, ...], shard_axes: ShardAxes, options: Options
+    tree: Tree, axes: tuple[str, ...], shard_axes: ShardAxes
 ) -> None:
-    if shard_axes is not None or not manual_axes():
-        return
-    leaf_axes = [axes_of(leaf) - frozenset(axes) for leaf in jax.tree.leaves(tree)]
-    all_axes = frozenset[str]().union(*leaf_axes)
-    asks_for_norm = (options.clip_norm, options.skip_norm) != (None, None)
-    if all_axes and (asks_for_norm or any(leaf != all_axes for leaf in leaf_axes)):
-        names = tuple(sorted(all_axes))
+    names = tuple(sorted(varying_axes(tree) - frozenset(axes)))
+    if names and shard_axes is None:
         raise explain(
             UsageError,
             "shard_axes",

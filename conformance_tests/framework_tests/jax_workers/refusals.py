@@ -138,7 +138,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     "bare optimizer": (
         lambda: run(step_of(optax.adam(0.1)), state=optax.adam(0.1).init(W)),
-        "state: expected the arguments (params, state, *batch)",
+        "state: expected (params, state)",
     ),
     "init of one device": (
         lambda: over(ALONE.init)(W),
@@ -147,7 +147,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     "window's end": (
         lambda: inside(ending_apart, BATCH)(W, X),
-        f"state['micro_step']: {SAME}",
+        f"state.micro_step: {SAME}",
     ),
     "last": (
         lambda: run(step_of(TX, last=lambda w, x: x[0] > 2)),

@@ -109,11 +109,8 @@ def with_workers() -> None:
 
 
 def models_of_their_own() -> None:
-    """``shard_axes=()``: each device's norm is its own. What needs no norm is done where
-    nobody said whether arrays are shards.
-    """
+    """``shard_axes=()``: each device's norm is its own."""
     for options, norm in (
-        ({}, 1.0),
         ({"clip_norm": 1.0, "shard_axes": ()}, 2**0.5),
         ({"clip_norm": 1.0, "shard_axes": ("model",)}, 2.0),
     ):
