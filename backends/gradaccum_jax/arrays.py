@@ -18,7 +18,6 @@ import optax
 from jax import lax
 
 from gradaccum import ArgumentValueError
-from gradaccum.kit import explain
 
 Array = Any
 """A `jax.Array`, concrete or traced, or what JAX takes for one: a NumPy array, a Python
@@ -226,13 +225,10 @@ def spread_over(prefix: Tree, tree: Tree, argument: str) -> list[Any]:
     try:
         jax.tree.map(add_values, prefix, tree, is_leaf=is_none)
     except ValueError as error:
-        raise explain(
-            ArgumentValueError,
-            argument,
-            expected=f"a prefix of {jax.tree.structure(tree)}",
-            got=prefix,
-            fix="Give one value for all, or a tree whose keys and lengths are those of"
-            " the tree that it is for.",
+        raise ArgumentValueError(
+            f"{argument}: expected a prefix of {jax.tree.structure(tree)}; got"
+            f" {prefix!r} ({type(prefix).__name__}). Give one value for all, or a tree"
+            " whose keys and lengths are those of the tree that it is for."
         ) from error
     return values
 
@@ -253,12 +249,10 @@ def axis_of(path: str, leaf: Array, axis: Any) -> Axis:
         return KEY
     rank = np.ndim(leaf)
     if not -rank <= axis < rank:
-        raise explain(
-            ArgumentValueError,
-            path,
-            expected=f"an array with an axis {axis} of items",
-            found=f"a {type(leaf).__name__} of shape {np.shape(leaf)}",
-            fix="Pass it by position, with axes=None, if every micro-batch is given it"
-            " whole; make a list with one number per item an array.",
+        raise ArgumentValueError(
+            f"{path}: expected an array with an axis {axis} of items; got a"
+            f" {type(leaf).__name__} of shape {np.shape(leaf)}. Pass it by position,"
+            " with axes=None, if every micro-batch is given it whole; make a list with"
+            " one number per item an array."
         )
     return int(axis % rank)

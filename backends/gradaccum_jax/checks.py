@@ -20,7 +20,6 @@ from gradaccum.kit import (
     Options,
     Scalar,
     accumulate_dtype_error,
-    explain,
     require_weight,
     wrapped_twice_error,
 )
@@ -105,12 +104,9 @@ def as_weight(weight: Scalar, dtype: DType) -> Scalar:
     if hasattr(weight, "__jax_array__"):  # a symbolic size of `jax.export` has one
         weight = jnp.asarray(weight)
     if np.shape(weight) != ():
-        raise explain(
-            ArgumentTypeError,
-            "weight",
-            expected="a scalar",
-            found=f"shape {np.shape(weight)}",
-            fix="Sum the weights of the items: weight=mask.sum().",
+        raise ArgumentTypeError(
+            f"weight: expected a scalar; got shape {np.shape(weight)}. Sum the weights"
+            " of the items: weight=mask.sum()."
         )
     if isinstance(weight, jax.core.Tracer):
         return weight.astype(dtype)
@@ -190,10 +186,7 @@ def _named_leaves(tree: Tree) -> tuple[NamedLeaves, Tree]:
 
 
 def gradient_error(name: str, expected: str, found: str) -> GradientError:
-    return explain(
-        GradientError,
-        f"grads{name}",
-        expected=expected,
-        found=found,
-        fix="Differentiate with respect to the parameters that tx.init was given.",
+    return GradientError(
+        f"grads{name}: expected {expected}; got {found}. Differentiate with respect to"
+        " the parameters that tx.init was given."
     )

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import optax
 
 from gradaccum import ArgumentTypeError, UsageError
-from gradaccum.kit import explain
 from gradaccum_jax.arrays import (
     Extra,
     Params,
@@ -138,12 +137,9 @@ def _require_no_state_around(before: Tree, after: Tree) -> None:
 
 
 def not_wrapped_error(tx: object) -> ArgumentTypeError:
-    return explain(
-        ArgumentTypeError,
-        "tx",
-        expected="a wrapped optimizer",
-        found=f"a {type(tx).__name__} that is not wrapped",
-        fix="Pass what gradaccum.wrap returned. flush, discard and check_state also take"
-        " an optax.chain that holds it; for one call, frozen parameters go into the batch,"
-        " with axes=None.",
+    return ArgumentTypeError(
+        f"tx: expected a wrapped optimizer; got a {type(tx).__name__} that is not"
+        " wrapped. Pass what gradaccum.wrap returned. flush, discard and check_state"
+        " also take an optax.chain that holds it; for one call, frozen parameters go"
+        " into the batch, with axes=None."
     )

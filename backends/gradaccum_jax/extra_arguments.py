@@ -15,7 +15,6 @@ from inspect import signature
 import optax
 
 from gradaccum import ArgumentTypeError, UsageError
-from gradaccum.kit import explain
 from gradaccum_jax.arrays import Extra
 
 OF_A_BATCH = ("grad", "value_fn", "grad_fn", "obj_fn")
@@ -36,26 +35,20 @@ def require_declared(extra: Extra, declared: frozenset[str]) -> None:
     would take a misspelt ``weight=`` and ignore it.
     """
     for name in extra.keys() - declared - KNOWN:
-        raise explain(
-            ArgumentTypeError,
-            name,
-            expected="an argument of this call, or one that the inner optimizer"
-            " declares",
-            found="neither",
-            fix="weight= and last= belong to tx.update, denominator= to"
-            " gradaccum_jax.flush. Around an optax.chain declare it: def update(updates,"
-            f" state, params, *, {name}, **extra).",
+        raise ArgumentTypeError(
+            f"{name}: expected an argument of this call, or one that the inner"
+            " optimizer declares; got neither. weight= and last= belong to tx.update,"
+            " denominator= to gradaccum_jax.flush. Around an optax.chain declare it:"
+            f" def update(updates, state, params, *, {name}, **extra)."
         )
 
 
 def require_none_of_a_batch(extra: Extra) -> None:
     for name in OF_A_BATCH:
         if extra.get(name) is not None:
-            raise explain(
-                UsageError,
-                name,
-                expected="nothing in a window of several micro-batches",
-                found="that of one micro-batch",
-                fix="Wrap with steps=None, and close the window with what belongs to all"
-                f" of it: gradaccum_jax.flush(tx, state, params, {name}=...).",
+            raise UsageError(
+                f"{name}: expected nothing in a window of several micro-batches; got"
+                " that of one micro-batch. Wrap with steps=None, and close the window"
+                " with what belongs to all of it: gradaccum_jax.flush(tx, state,"
+                f" params, {name}=...)."
             )

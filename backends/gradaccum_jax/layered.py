@@ -18,7 +18,7 @@ from jax import lax
 from jax.interpreters import partial_eval
 
 from gradaccum import UsageError, kit
-from gradaccum.kit import Scalar, explain, make_division
+from gradaccum.kit import Scalar, make_division
 from gradaccum_jax.arrays import (
     Array,
     InnerState,
@@ -426,11 +426,8 @@ def require_separable(
 
 
 def inseparable_error(found: str) -> UsageError:
-    return explain(
-        UsageError,
-        "tx",
-        expected="an optimizer that updates each layer by itself",
-        found=found,
-        fix='Write gradaccum.wrap(..., steps=None, on_overflow="ignore") without a norm,'
-        " or call gradaccum_jax.value_and_update.",
+    return UsageError(
+        f"tx: expected an optimizer that updates each layer by itself; got {found}."
+        ' Write gradaccum.wrap(..., steps=None, on_overflow="ignore") without a norm,'
+        " or call gradaccum_jax.value_and_update."
     )

@@ -22,7 +22,6 @@ from gradaccum.kit import (
     Options,
     Scalar,
     ends,
-    explain,
     given_weight,
     initial_state,
     use_of_weights,
@@ -401,11 +400,9 @@ def require_open(tx: optax.GradientTransformation) -> Accumulation:
     if accumulation is None:
         raise not_wrapped_error(tx)
     if accumulation.options.steps is not None:
-        raise explain(
-            ArgumentValueError,
-            "tx",
-            expected="one wrapped with steps=None, as this call closes the window",
-            found=f"steps={accumulation.options.steps!r}",
-            fix="Write gradaccum.wrap(optimizer, steps=None).",
+        raise ArgumentValueError(
+            "tx: expected one wrapped with steps=None, as this call closes the window;"
+            f" got steps={accumulation.options.steps!r}. Write"
+            " gradaccum.wrap(optimizer, steps=None)."
         )
     return accumulation

@@ -24,7 +24,6 @@ from gradaccum.kit import (
     UntilWeight,
     decode_terms,
     encode_terms,
-    explain,
     resumed,
     terms_of,
 )
@@ -124,13 +123,9 @@ def rebuild(tree: Tree, like: Tree) -> Any:
         kind = _kind_at(path, expected_leaves)
         given_kind = _kind_at(path, given_leaves)
         if given_kind != kind:
-            raise explain(
-                CheckpointError,
-                f"state.{path}",
-                expected=kind,
-                found=given_kind,
-                fix="Continue with the optimizer and the parameters that the checkpoint"
-                " was made with.",
+            raise CheckpointError(
+                f"state.{path}: expected {kind}; got {given_kind}. Continue with the"
+                " optimizer and the parameters that the checkpoint was made with."
             )
     leaves = [_copy(given_leaves[path]) for path in expected_leaves]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)

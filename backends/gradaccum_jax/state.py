@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradaccum import ArgumentTypeError, StepResult, kit
-from gradaccum.kit import Fields, Options, Scalar, State, UntilWeight, explain
+from gradaccum.kit import Fields, Options, Scalar, State, UntilWeight
 from gradaccum_jax.arrays import Array, DType, InnerState, Tree
 from gradaccum_jax.sharding import axes_of, manual_axes, vary
 
@@ -162,12 +162,10 @@ def find_states(tree: Tree) -> list[AccumulationState]:
 def the_state(tree: Tree) -> AccumulationState:
     states = find_states(tree)
     if len(states) != 1:
-        raise explain(
-            ArgumentTypeError,
-            "state",
-            expected="the state of a wrapped optimizer, or a tree that holds one",
-            found=f"a {type(tree).__name__} that holds {len(states)} of them",
-            fix="Pass what tx.init(params) or tx.update(...) returned.",
+        raise ArgumentTypeError(
+            "state: expected the state of a wrapped optimizer, or a tree that holds"
+            f" one; got a {type(tree).__name__} that holds {len(states)} of them. Pass"
+            " what tx.init(params) or tx.update(...) returned."
         )
     return states[0]
 

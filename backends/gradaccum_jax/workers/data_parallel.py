@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 
 from gradaccum import GradAccumError, UsageError
-from gradaccum.kit import explain
 from gradaccum_jax.arrays import Array, Tree, typeof
 from gradaccum_jax.sharding import axes_of, replicated, vary
 from gradaccum_jax.state import find_states
@@ -243,13 +242,10 @@ def require_shared_window(tree: Tree, axes: tuple[str, ...]) -> None:
     """Raise unless `tree` holds states of optimizers with `axes` and of no others."""
     weights = [state.weight for state in find_states(tree)]
     if not weights or any(spread_axes(axes) - axes_of(weight) for weight in weights):
-        raise explain(
-            UsageError,
-            "state",
-            expected=f"(params, state) with the state of an optimizer with axis_name {axes}",
-            found="another",
-            fix=f"Write tx = gradaccum.wrap(..., axis_name={axes!r}, mesh=mesh) and state"
-            " = tx.init(params).",
+        raise UsageError(
+            "state: expected (params, state) with the state of an optimizer with"
+            f" axis_name {axes}; got another. Write tx = gradaccum.wrap(...,"
+            f" axis_name={axes!r}, mesh=mesh) and state = tx.init(params)."
         )
 
 

@@ -19,7 +19,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from gradaccum import UsageError
-from gradaccum.kit import Scalar, explain
+from gradaccum.kit import Scalar
 from gradaccum_jax.arrays import (
     Array,
     Axes,
@@ -87,12 +87,10 @@ def require_axes(axes: tuple[str, ...]) -> None:
     for axis in axes:
         index = lax.axis_index(axis)
         if spread_axes((axis,)) - axes_of(index):
-            raise explain(
-                UsageError,
-                "axis_name",
-                expected="an axis of a jax.shard_map with check_vma=True",
-                found="an axis of pmap, of vmap, or with check_vma=False",
-                fix="Leave check_vma=True, the default of jax.shard_map.",
+            raise UsageError(
+                "axis_name: expected an axis of a jax.shard_map with check_vma=True;"
+                " got an axis of pmap, of vmap, or with check_vma=False. Leave"
+                " check_vma=True, the default of jax.shard_map."
             )
 
 
@@ -110,14 +108,12 @@ def require_same(name: str, tree: Tree, axes: tuple[str, ...]) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         differing_axes = axes_of(leaf) & frozenset(axes)
         if differing_axes:
-            raise explain(
-                UsageError,
-                f"{name}{jax.tree_util.keystr(path)}",
-                expected="a value that is the same on all devices",
-                found=f"one that may differ along {sorted(differing_axes)}, as it is"
-                " made of a device's own batch or place",
-                fix="Average it over the devices, jax.lax.pmean(value, axis_name);"
-                " change parameters by what tx.update returns.",
+            raise UsageError(
+                f"{name}{jax.tree_util.keystr(path)}: expected a value that is the same"
+                " on all devices; got one that may differ along"
+                f" {sorted(differing_axes)}, as it is made of a device's own batch or"
+                " place. Average it over the devices, jax.lax.pmean(value, axis_name);"
+                " change parameters by what tx.update returns."
             )
 
 
@@ -145,15 +141,13 @@ def require_own(name: str, tree: Tree, axes: tuple[str, ...]) -> None:
         return
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if spread_axes(axes) - axes_of(leaf):
-            raise explain(
-                UsageError,
-                f"{name}{jax.tree_util.keystr(path)}",
-                expected="what this device's own micro-batch gives",
-                found=f"one that is reduced over {axes} already, as its type says",
-                fix="Differentiate by copies of the parameters, as"
+            raise UsageError(
+                f"{name}{jax.tree_util.keystr(path)}: expected what this device's own"
+                f" micro-batch gives; got one that is reduced over {axes} already, as"
+                " its type says. Differentiate by copies of the parameters, as"
                 " gradaccum_jax.data_parallel(step, mesh, axis_name) makes them, or"
                 " jax.lax.pcast(params, axis_name, to='varying'). Pass the loss as it"
-                " was before jax.lax.pmean.",
+                " was before jax.lax.pmean."
             )
 
 
@@ -208,13 +202,11 @@ def require_known_axes(
 ) -> None:
     names = tuple(sorted(varying_axes(tree) - frozenset(axes)))
     if names and shard_axes is None:
-        raise explain(
-            UsageError,
-            "shard_axes",
-            expected="the axes that shard parameters",
-            found=f"parameters that differ from device to device along {names}",
-            fix=f"Write gradaccum.wrap(..., shard_axes={names!r}) if the devices hold"
-            " shards of one model, shard_axes=() if each has its own.",
+        raise UsageError(
+            "shard_axes: expected the axes that shard parameters; got parameters that"
+            f" differ from device to device along {names}. Write gradaccum.wrap(...,"
+            f" shard_axes={names!r}) if the devices hold shards of one model,"
+            " shard_axes=() if each has its own."
         )
 
 
