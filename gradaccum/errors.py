@@ -1,5 +1,5 @@
-"""The errors that a user can meet: each names the argument, the expected value, the
-given value and the fix.
+"""The errors that a user can meet. A message has one shape, ``argument: expected ...;
+got .... One fix.``, and the page of all errors is made from these messages.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import math
 import operator
 from collections.abc import Collection
 from contextlib import suppress
-from typing import SupportsFloat, SupportsIndex, TypeVar, cast
+from typing import SupportsFloat, SupportsIndex, cast
 
 
 class GradAccumError(Exception):
@@ -45,33 +45,6 @@ class GradAccumWarning(UserWarning):
 
 class BackendNotFoundError(GradAccumError, ImportError):
     """There is no backend of this name, or its framework is not installed."""
-
-
-E = TypeVar("E", bound=GradAccumError)
-
-
-def explain(
-    kind: type[E],
-    argument: str,
-    *,
-    expected: str,
-    fix: str,
-    got: object = None,
-    found: str | None = None,
-) -> E:
-    """Return an error in the common shape: ``argument: expected ...; got .... fix``.
-
-    Args:
-        kind: the class of the error.
-        argument: the argument that is wrong, as the user writes it.
-        expected: a noun phrase.
-        fix: what to write instead, as a sentence.
-        got: the given value; the error shows its `repr` and its type.
-        found: a description of the given value, instead of `got`.
-    """
-    if found is None:
-        found = f"{got!r} ({type(got).__name__})"
-    return kind(f"{argument}: expected {expected}; got {found}. {fix}")
 
 
 # Checks of plain arguments. A bool does not count as a number, and NaN is rejected.

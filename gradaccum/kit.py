@@ -7,7 +7,7 @@ classes, is in `gradaccum` itself.
 - `terms_of`, `resumed`, `redistributed`: saving and resuming an open window;
 - `epoch`, `Epoch`, `Sizes`: a pass over a loader;
 - `make_division`, `divided`, `leaves_of`: cutting a large batch;
-- `explain`, ``require_...`` and ``..._error``: errors with the same wording in every
+- ``require_...`` and ``..._error``: errors with the same wording in every
   backend;
 - `Listeners`: callbacks for closed windows, which need not be reported while ``added``
   is empty; `described`, `status`: the state in one line;
@@ -16,7 +16,7 @@ classes, is in `gradaccum` itself.
 - `Steps`, `WrapOptions`, `wrap_with`: a backend's own typed ``wrap``.
 """
 
-from gradaccum.errors import explain, require_bool, require_choice, require_weight
+from gradaccum.errors import require_bool, require_choice, require_weight
 from gradaccum.least_squares import rounding_limit, solve_update
 from gradaccum.loop_check import (
     LoopReport,
@@ -196,7 +196,6 @@ __all__ = [
     "ends",
     "epoch",
     "examine",
-    "explain",
     "free_frames",
     "given_weight",
     "half_made_error",

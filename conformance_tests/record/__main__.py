@@ -1,6 +1,5 @@
-"""``python -m conformance_tests.record`` tells what differs from the record,
-``--write`` writes the record anew. A size that rose is written where the part is named:
-``--part size --write``.
+"""``python -m conformance_tests.record`` prints what differs from the record;
+``--write`` writes the record anew.
 
 The golden bits, which the suite holds, are compared too. A part of another environment
 stays as it is.
@@ -18,10 +17,10 @@ import typer
 from gradaccum import available_backends
 from gradaccum_conformance import bits
 
-from . import names, refusals, size
+from . import names, refusals
 from .facts import Facts, changes, file_of, read, write
 
-PARTS = ("bits", "names", "refusals", "size")
+PARTS = ("bits", "names", "refusals")
 Names = Annotated[list[str], typer.Option(help="Repeat the option for several.")]
 
 
@@ -31,8 +30,6 @@ def found(part: str, backends: list[str]) -> tuple[Path, Facts]:
         return file_of(part), names.found(backends)
     if part == "refusals":
         return file_of(part), refusals.found()
-    if part == "size":
-        return file_of(part), size.found()
     facts: Facts = {}
     for (place, run), hashes in bits.found(backends):
         facts.setdefault(place, []).append(f"{run} | {' '.join(hashes)}")
@@ -63,8 +60,6 @@ def main(
             differs = True
             print(line)
         if rewrite:
-            if name == "size" and len(part) > 1 and recorded:
-                facts = size.fallen(recorded, facts)
             write(recorded | facts, file)
             print(f"Written: {file}")
     raise typer.Exit(int(differs and not rewrite))
