@@ -142,8 +142,8 @@ def narrows(sum_dtype: DType, gradient_dtype: DType) -> bool:
 
 
 def fits(total: Parameter, divisor: Tensor, dtype: DType) -> Tensor:
-    """True, as a bool Tensor of shape (), if all of ``sum / divisor`` is finite in
-    `dtype`.
+    """True if all of ``sum / divisor`` is finite in `dtype`, as a bool Tensor of shape
+    ().
 
     Rounding is monotone, so it is enough to check the largest element.
     """

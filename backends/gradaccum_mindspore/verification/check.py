@@ -27,10 +27,10 @@ def verify(
     """Check whether gradient accumulation is right for a loss, and if not, why: see
     `gradaccum.verify`.
 
-    The check runs in PyNative mode, and the model stays in training or evaluation mode.
-    Functions under ``ms.jit`` run compiled. At the end the parameters, plain attributes
-    of Cells, modes, random states and the context are restored. Do not run it in two
-    threads at once.
+    The check runs in PyNative mode, and the model keeps its current mode (training or
+    evaluation). Functions under ``ms.jit`` run compiled. At the end the parameters,
+    plain attributes of Cells, modes, random states and the context are restored. Do not
+    run it in two threads at once.
 
     MindSpore's random operators do not accept given numbers, so an item would get
     different dropout masks in different micro-batches. So Dropout Cells run in
