@@ -255,8 +255,8 @@ def missed_windows_error(windows: int) -> UsageError:
 
 # Warnings. If a window is open when the program ends, no update contains its
 # micro-batches. This is intended if the window was saved, or if a loop carries its
-# windows over. After an exception that ended the program it is no surprise, and in a
-# test it is common.
+# windows over. No warning is given after an exception that ended the program, or in a
+# test, where open windows are common.
 
 
 class OpenWindowWarning(Extension):

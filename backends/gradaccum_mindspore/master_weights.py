@@ -61,8 +61,8 @@ class MasterWeights(nn.Cell):  # type: ignore[misc]
         """Copy weights that were loaded into the model into their masters.
 
         A new memory address shows that weights were loaded: MindSpore 2.10 puts them
-        elsewhere in memory, but MindSpore 2.7 does not. If the loaded weights are the
-        master's own weights, rounded, the master stays unchanged.
+        elsewhere in memory, but MindSpore 2.7 does not. If the loaded weights equal the
+        rounded master, the master stays unchanged.
         """
         for place, half in enumerate(self.halves):
             pointer = half.data_ptr()

@@ -108,7 +108,7 @@ class Flush(WindowCall):
 
 
 class Discard(WindowCall):
-    """``optimizer.discard()``: forget the open window."""
+    """``optimizer.discard()``: drop the open window."""
 
     def __call__(self) -> None:
         refuse_trace()
@@ -317,8 +317,8 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
         return is_full
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return ``loss`` times the loss scale, in the loss's dtype, to differentiate
-        it in any mode.
+        """Return ``loss`` times the loss scale, in the loss's dtype. Differentiate this
+        product, in any mode.
         """
         if not self.storage.has_scale:
             return loss
@@ -326,8 +326,8 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
 
     @property
     def loss_scale(self) -> Parameter:
-        """The current loss scale in any mode, a float32 Parameter of shape (), to pass
-        as ``sens`` for example.
+        """The current loss scale, a float32 Parameter of shape (), for example to pass
+        as ``sens``. It can be read in any mode.
         """
         note_read(self.storage.scale_key)
         return self.storage.loss_scale
@@ -447,7 +447,7 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
         return self.storage.listener_calls.on_update(function)
 
     def __repr__(self) -> str:
-        """Return the state in one line; waits for the device.
+        """Return the state in one line, after waiting for the device.
         ``print(optimizer.inner)`` shows the inner optimizer.
         """
         steps = self.options.steps

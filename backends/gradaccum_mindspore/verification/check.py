@@ -32,9 +32,9 @@ def verify(
     plain attributes of Cells, modes, random states and the context are restored. Do not
     run it in two threads at once.
 
-    MindSpore's random operators do not accept given numbers, so an item would get
-    different dropout masks in different micro-batches. So Dropout Cells run in
-    evaluation mode, and the report says so. A loss that draws random numbers itself
+    MindSpore's random operators accept no random numbers from outside, so an item would
+    get different dropout masks in different micro-batches. Therefore Dropout Cells run
+    in evaluation mode, and the report says so. A loss that draws random numbers itself
     cannot be compared.
 
     Args:

@@ -506,7 +506,6 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         return is_open
 
     def discard(self) -> bool:
-        """Forget the open window."""
         state = kit.discard(self.read())
         event = self.empty_event()
         losses = self.storage.window_loss.compiled_with_total(self.zero, self.zero)

@@ -180,7 +180,6 @@ class PyNativeWindow:
         return bool(is_open)
 
     def discard(self) -> None:
-        """Forget the open window."""
         storage = self.storage
         with storage.writing():
             gradient_sum.clear(storage.sums)

@@ -66,7 +66,7 @@ RATES = 8
 
 
 class WorkerGroup(nn.Cell):  # type: ignore[misc]
-    """All workers, from the view of the window of one worker."""
+    """All workers, as seen from the window of one worker."""
 
     def __init__(self, storage: Storage, inner: Optimizer) -> None:
         super().__init__(auto_prefix=False)
