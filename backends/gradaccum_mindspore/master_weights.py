@@ -3,8 +3,9 @@ the master weights, and the model contains their rounded copies.
 
 A MindSpore optimizer clones its moments from the model's Parameters when it is built.
 So `put_masters_into` changes the optimizer in place: it replaces each half-precision
-Parameter with its master, wherever the optimizer and its cells refer to it. Their own
-half-precision state becomes float32, with its old name and its rounded values.
+Parameter with its master, wherever the optimizer and its cells refer to it. The
+optimizer's own half-precision state becomes float32, with its old names and its rounded
+values.
 """
 
 from __future__ import annotations

@@ -26,9 +26,9 @@ def load_checkpoint_into(cell: nn.Cell, parameter_dict: Checkpoint) -> None:
 
     Args:
         cell: a wrapped optimizer, or a cell such as `mindspore.nn.TrainOneStepCell`.
-        parameter_dict: the dict that `mindspore.load_checkpoint` returned, or ``{name:
-            Parameter or Tensor}``. It must contain a value for every Parameter of
-            `cell`. Other entries (such as ``epoch_num``) are ignored.
+        parameter_dict: the dict that `mindspore.load_checkpoint` returned, or
+            ``{name: Parameter or Tensor}``. It must contain a value for every Parameter
+            of `cell`. Other entries (such as ``epoch_num``) are ignored.
 
     Raises:
         CheckpointError: a value is missing, or has another shape or dtype; the open

@@ -1,7 +1,7 @@
 """The stored state of a wrapped optimizer: one `mindspore.Parameter` for each field of
 the state, and one sum for each parameter of the model.
 
-PyNative code, compiled functions and checkpoints can all read Parameters. Their names
+PyNative code, compiled functions and checkpoints can all use Parameters. Their names
 depend only on the names of the model's parameters and on the ``name=`` option, so a
 resumed run finds them in another process. ``grad_sum`` is a suffix, because
 `mindspore.load_param_into_net` would load a Parameter called ``grad_sum.weight`` into a
