@@ -1,5 +1,5 @@
-"""Gradient accumulation for MindSpore; `gradaccum.wrap` of a MindSpore optimizer comes
-here.
+"""Gradient accumulation for MindSpore. `gradaccum.wrap` calls this package if it gets a
+MindSpore optimizer.
 """
 
 from gradaccum_mindspore.backend import backend, wrap

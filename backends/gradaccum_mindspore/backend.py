@@ -1,4 +1,4 @@
-"""The object that the core finds by the name ``mindspore``."""
+"""The backend that the core looks up under the name ``mindspore``."""
 
 from __future__ import annotations
 
@@ -71,21 +71,24 @@ class MindSporeBackend:
             optimizer: the optimizer to run once per window.
             options: the checked options.
             name: becomes part of the names of the Parameters that hold the state.
-            data_parallel: True: a window is that of all workers, and its sum is reduced
-                once, at its end. This call, the end of a window and ``flush`` are then
-                collective. A Parameter that you marked as ``layerwise_parallel`` is
-                each worker's own: its sum is not reduced. The others are marked so now,
-                because MindSpore's own reducer leaves them alone then. False: this
-                worker's windows are its own. None: there must be no other worker.
+            data_parallel: True means that all workers share each window, whose sum is
+                reduced once, at its end. This call, the end of a window and ``flush``
+                are then collective. A Parameter that you marked as
+                ``layerwise_parallel`` belongs to one worker, so its sum is not reduced.
+                This call marks all other Parameters too, because MindSpore's own
+                reducer then skips them. False means that this worker does not share its
+                windows. None is allowed only if there is no other worker.
 
         Raises:
-            ArgumentTypeError: `optimizer` is no MindSpore optimizer, or is wrapped
-                already.
+            ArgumentTypeError: `optimizer` is not a MindSpore optimizer, or is already
+                wrapped.
             ArgumentValueError: `optimizer` divides by a loss scale of its own; with
-                ``data_parallel=True`` other workers have other options or other
-                parameters; beside ``layerwise_parallel`` Parameters
-                the reduction is "mean", or ``on_overflow="drop_micro_batch"`` is given.
-            UsageError: there are several workers, and `data_parallel` was not given.
+                ``data_parallel=True``, another worker has different options or
+                parameters; or there are ``layerwise_parallel`` Parameters, and the
+                reduction is "mean" or ``on_overflow`` is "drop_micro_batch".
+            UsageError: there are several workers, and `data_parallel` was not given; or
+                it is True, but communication is not initialised or MindSpore reduces
+                the gradients itself.
         """
         if isinstance(optimizer, AccumulatingOptimizer):
             raise wrapped_twice_error(optimizer)
@@ -107,7 +110,7 @@ backend = MindSporeBackend()
 
 
 class MindSporeOptions(WrapOptions, total=False):
-    """The options of `wrap`: those of `gradaccum.wrap`, and those of
+    """The options of `wrap`: the options of `gradaccum.wrap` and of
     `MindSporeBackend.wrap`.
     """
 
@@ -121,5 +124,5 @@ def wrap(
     steps: Steps,
     **options: Unpack[MindSporeOptions],
 ) -> AccumulatingOptimizer:
-    """Wrap a MindSpore optimizer: `gradaccum.wrap`, typed."""
+    """Wrap a MindSpore optimizer, as `gradaccum.wrap` does, with precise types."""
     return cast(AccumulatingOptimizer, wrap_with(backend, optimizer, steps, **options))

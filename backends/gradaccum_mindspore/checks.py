@@ -1,8 +1,8 @@
-"""Checks of arguments: gradients, weights, losses. Each raises before anything is
+"""Checks of gradients, weights and losses. Each check raises before anything is
 changed.
 
-Structure, shape and dtype are constants of a compiled program, which checks them while
-MindSpore compiles it.
+In a compiled program, structure, shape and dtype are constants, so they are checked
+while MindSpore compiles the program.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from gradaccum.kit import given_weight, require_item_weights, require_weight
 from gradaccum_mindspore.gradient_sum import DType, Gradients, Number, Shape
 
 Weight: TypeAlias = Number | None
-"""How many items a micro-batch has; None: 1."""
+"""The number of items in a micro-batch; None means 1."""
 Loss: TypeAlias = Number | None
-"""The loss of a micro-batch, not scaled; None if it is not known."""
+"""The unscaled loss of a micro-batch; None if it is not known."""
 Spec = tuple[str, Shape, DType]
 """(name, shape, dtype) of a parameter of the model."""
 Specs = tuple[Spec, ...]
@@ -31,8 +31,8 @@ Specs = tuple[Spec, ...]
 
 
 def checked_gradients(gradients: Gradients, specs: Specs) -> Gradients:
-    """Return the gradients, one per parameter; raise unless they are of its shape and
-    dtype.
+    """Return the gradients as a tuple; raise unless there is one gradient per
+    parameter, with the parameter's shape and dtype.
     """
     gradients = tuple(gradients)
     shapes = [() if gradient is None else gradient.shape for gradient in gradients]
@@ -44,8 +44,9 @@ def checked_gradients(gradients: Gradients, specs: Specs) -> Gradients:
 def require_gradients(
     shapes: Sequence[Shape], dtypes: Sequence[DType | None], specs: Specs
 ) -> bool:
-    """Raise unless there is one gradient per parameter, of its shape and dtype; half
-    precision also takes a float32 gradient. A dtype of None stands for no gradient.
+    """Raise unless there is one gradient per parameter, with the parameter's shape and
+    dtype. A half-precision parameter may also have a float32 gradient. A dtype of None
+    means that there is no gradient.
     """
     if len(shapes) != len(specs):
         raise gradient_error(
@@ -69,8 +70,8 @@ def require_gradients(
 
 
 def without_none(gradients: Gradients, specs: Specs) -> Gradients:
-    """Replace None by zeros: the compiler takes a tuple that holds a None for a
-    constant.
+    """Replace None with zeros, because the compiler treats a tuple that contains None
+    as a constant.
     """
     pairs = zip(gradients, specs, strict=True)
     return tuple(
@@ -81,24 +82,24 @@ def without_none(gradients: Gradients, specs: Specs) -> Gradients:
 
 def gradient_error(argument: str, expected: str, found: str) -> GradientError:
     return GradientError(
-        f"{argument}: expected {expected}; got {found}. Differentiate by"
+        f"{argument}: expected {expected}; got {found}. Differentiate with respect to"
         " optimizer.parameters: loss, gradients = mindspore.value_and_grad(fn, None,"
         " optimizer.parameters)(x)."
     )
 
 
-# Its weight and its loss.
+# The weight and the loss of a micro-batch.
 
 
 @constexpr  # type: ignore[untyped-decorator]
 def require_certain_weight(dtype: object) -> None:
-    """Raise if a weight that stands alone, without its name, may be the loss."""
+    """Raise if a weight that is passed by position, without a loss, may be the loss."""
     if "float" in str(dtype).lower():
         raise ArgumentTypeError(
-            "weight: expected a name, because a floating Tensor alone may be the loss;"
-            f" got a value of dtype {dtype} without a name. Write optimizer(gradients,"
-            " weight=n), optimizer(gradients, loss=loss), or optimizer(gradients, n,"
-            " loss)."
+            "weight: expected a keyword argument, because a floating value without a"
+            f" keyword may be the loss; got a positional value of dtype {dtype}. Write"
+            " optimizer(gradients, weight=n), optimizer(gradients, loss=loss), or"
+            " optimizer(gradients, n, loss)."
         )
 
 
@@ -123,8 +124,8 @@ def loss_as_number(loss: Any) -> float:
     return float(np.asarray(loss).item())
 
 
-# The same checks while MindSpore compiles. MindSpore 2.7 warns of a check whose result
-# is unused, so some return True.
+# The same checks while MindSpore compiles. MindSpore 2.7 warns about a check whose
+# result is unused, so some return True.
 
 
 check_compiled_gradients: Callable[..., bool] = constexpr(require_gradients)
@@ -132,7 +133,7 @@ check_compiled_gradients: Callable[..., bool] = constexpr(require_gradients)
 
 @constexpr  # type: ignore[untyped-decorator]
 def check_compiled_weight(weight: object) -> None:
-    """Check a constant weight; None stands for no constant."""
+    """Check a constant weight; None means that the weight is not a constant."""
     if weight is not None:
         require_weight(weight)
 

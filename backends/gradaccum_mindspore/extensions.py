@@ -1,5 +1,5 @@
-"""The observers of a window, which do not change it: its loss, its listeners, and the
-warnings of everyday mistakes. Any of them can be deleted without touching the window.
+"""Observers of a window, which do not change it: its loss, its listeners, and the
+warnings about common mistakes. Any observer can be deleted without changing the window.
 """
 
 from __future__ import annotations
@@ -26,40 +26,42 @@ from gradaccum_mindspore.gradient_sum import (
 from gradaccum_mindspore.mindspore_private import call_when_saved
 
 OPEN_AT_THE_END = (
-    "gradaccum: the program ended in an open window, whose micro-batches ({}) are in no"
-    " update. Call optimizer.flush() after the last one; in Model.train write"
-    " callbacks=[FlushAtEpochEnd(optimizer)]. If they are not to count, call"
-    " optimizer.discard()."
+    "gradaccum: the program ended with an open window, and no update contains its"
+    " micro-batches ({}). Call optimizer.flush() after the last micro-batch; in"
+    " Model.train, pass callbacks=[FlushAtEpochEnd(optimizer)]. To drop these"
+    " micro-batches, call optimizer.discard()."
 )
 OPEN_IN_THE_NEXT_EPOCH = (
-    "gradaccum: an epoch begins in the open window of one that was left early"
-    " (micro-batches: {}). Call optimizer.flush() where you leave the loop, or write"
-    " optimizer.epoch(loader, carry=True)."
+    "gradaccum: an epoch begins while the window of an epoch that was left early is"
+    " still open (micro-batches: {}). Call optimizer.flush() where you leave the loop,"
+    " or write optimizer.epoch(loader, carry=True)."
 )
 
 
 class Extension:
-    """An observer of a wrapped optimizer; Python calls each method at one event."""
+    """An observer of a wrapped optimizer. Each method handles one event, and is called
+    from Python.
+    """
 
     def micro_batch_given(self) -> None:
-        """Observe that a micro-batch comes; nothing has changed yet."""
+        """Handle a new micro-batch, before anything has changed."""
 
     def window_closed(self, state: State) -> None:
-        """Observe that Python has closed a window; `state` is the state before its end,
-        with the weight of all workers.
+        """Handle a window that Python has closed. `state` is the state before the
+        window ended, with the weight of all workers.
         """
 
     def state_loaded(self) -> None:
-        """Observe that a checkpoint was loaded."""
+        """Handle a checkpoint that was loaded."""
 
 
-# The loss of a window. A micro-batch without a loss writes nothing. Beside the sum of
-# losses stands the weight of the micro-batches that had one: if it is not the window's
-# weight at the end, the window's loss is NaN.
+# The loss of a window. A micro-batch without a loss writes nothing. Next to the sum of
+# the losses is the weight of the micro-batches that had a loss. If it differs from the
+# window's weight at the end, the window's loss is NaN.
 
 
 LOSS = "loss"
-"""The end of the Parameter's name."""
+"""The last part of the Parameter's name."""
 NO_LOSS = (0.0, 0.0, math.nan)
 Losses: TypeAlias = Sequence[float]
 """The sum of the open window's losses, the weight of the micro-batches that had a loss,
@@ -68,12 +70,12 @@ and the loss of the last closed window.
 
 
 class WindowLoss(nn.Cell):  # type: ignore[misc]
-    """The loss of each window as one large batch; NaN unless all of its losses were
-    given.
+    """The loss of each window, as of one large batch; NaN unless each of its
+    micro-batches had a loss.
 
-    The compiler follows the methods with ``compiled_`` in their name. They return what
-    the window is to write, because the compiler drops an ``if`` on a flag that comes
-    out of a function that writes.
+    The methods with ``compiled_`` in their names are compiled. They return the values
+    that the window should write, because the compiler drops an ``if`` on a flag that
+    comes from a function that writes.
     """
 
     def __init__(self, prefix: str, options: Options, float_dtype: DType) -> None:
@@ -110,8 +112,8 @@ class WindowLoss(nn.Cell):  # type: ignore[misc]
         self.write((total, weight_with_loss, value))
 
     def after_window(self, state: State, ending: State, options: Options) -> Losses:
-        """Return the losses after a window of `state`; `ending` and `options` say what
-        its sum is divided by.
+        """Return the `Losses` after a window that ended with `state`; `ending` and
+        `options` determine the divisor of its sum.
         """
         total, weight_with_loss, _ = self.read()
         if weight_with_loss != state.weight:
@@ -126,8 +128,8 @@ class WindowLoss(nn.Cell):  # type: ignore[misc]
     def compiled_parts(
         self, loss: Tensor, weight: Tensor, is_added: Tensor | None
     ) -> Tensor:
-        """Return what a micro-batch adds to the losses, if its gradient is added;
-        `is_added` of None stands for True.
+        """Return what a micro-batch adds to the losses if its gradient is added.
+        `is_added=None` means True.
         """
         part = kit.contribution(weight, self.options) * loss
         parts = ops.stack((part, weight, self.zero))
@@ -147,22 +149,23 @@ class WindowLoss(nn.Cell):  # type: ignore[misc]
         return ops.stack((self.zero, self.zero, loss.astype(self.float_dtype)))
 
     def compiled_with_total(self, total: Tensor, weight: Tensor) -> Tensor:
-        """Return the losses of a window whose losses have this sum and this weight."""
+        """Return the `Losses` of a window with this sum of losses and this weight."""
         return ops.stack((total, weight, self.loss.value()[2]))
 
 
-# Listeners. Compiled code can call none, so Python compares the counters of closed
-# windows before and after its call: one window may close between two comparisons.
+# Listeners. Compiled code cannot call them, so Python compares the counters of closed
+# windows before and after a call of compiled code. At most one window may close between
+# two comparisons.
 
 
 class ListenerCalls(Extension):
-    """The calls of one optimizer's listeners; `windows` is its `Storage`."""
+    """Calls the listeners of one optimizer; `windows` is the optimizer's `Storage`."""
 
     def __init__(self, windows: Any) -> None:
         self.windows = windows
         self.listeners = Listeners()
         self.last_state = windows.read()
-        """At the last comparison."""
+        """The state at the last comparison."""
 
     def add(self, listener: Listener) -> Handle:
         self.begin()
@@ -189,8 +192,8 @@ class ListenerCalls(Extension):
             )
 
     def note_compiled(self, micro_batches: float = math.nan) -> None:
-        """Note the window that compiled code has closed since the last comparison, with
-        so many micro-batches since then.
+        """Note the window that compiled code has closed since the last comparison.
+        `micro_batches` is the number of micro-batches since then.
         """
         if not self.listeners.added:
             return
@@ -218,8 +221,8 @@ class ListenerCalls(Extension):
                 self.note_compiled(micro_batches)
 
     def around(self, micro_batches: int, call: Callable[[], Any]) -> Any:
-        """Make a `call` that adds so many micro-batches, and then call the listeners
-        with each window that it closed.
+        """Run `call`, which adds this number of micro-batches, and then call the
+        listeners with each window that it closed.
         """
         if not self.listeners.added:
             return call()
@@ -244,30 +247,31 @@ def closed_windows(state: State) -> int:
 def missed_windows_error(windows: int) -> UsageError:
     return UsageError(
         "listeners: expected optimizer.result to be read after each compiled step; got"
-        f" {windows} windows that closed since the last look. Read it, train with"
-        " gradaccum_mindspore.TrainOneStepCell, or take"
-        " callbacks=[FlushAtEpochEnd(optimizer)] in Model.train."
+        f" {windows} windows that closed since it was last read. Read it after each"
+        " step, train with gradaccum_mindspore.TrainOneStepCell, or pass"
+        " callbacks=[FlushAtEpochEnd(optimizer)] to Model.train."
     )
 
 
-# Warnings. The micro-batches of a window that is open when the program ends are in no
-# update. This is meant where the window was saved, or where a loop carries its windows
-# over; it is no news where an exception ended the program, and usual in a test.
+# Warnings. If a window is open when the program ends, no update contains its
+# micro-batches. This is intended if the window was saved, or if a loop carries its
+# windows over. No warning is given after an exception that ended the program, or in a
+# test, where open windows are common.
 
 
 class OpenWindowWarning(Extension):
-    """Warns, once, of a window that nobody closes: at the end of the program, or as the
-    next epoch begins.
+    """Warns once about a window that was never closed, at the end of the program or
+    when the next epoch begins.
     """
 
     def __init__(self, windows: Any) -> None:
         self.windows = windows
         self.known_state = windows.read()
-        """The state that was saved or loaded last."""
+        """The state that was last saved or loaded."""
         self.in_epoch = False
-        """An epoch has begun and not ended, as far as anyone knows."""
+        """True if an epoch has begun and, as far as is known, has not ended."""
         self.is_silent = False
-        """The user carries windows over, or has been warned."""
+        """True if the user carries windows over, or has been warned."""
         call_when_saved(windows.micro_step, self.state_loaded)
         OPEN_WINDOW_WARNINGS.add(self)
 
@@ -281,7 +285,7 @@ class OpenWindowWarning(Extension):
         self.in_epoch = True
 
     def warn_if_open(self, message: str) -> None:
-        """Warn of an open window that was neither saved nor loaded."""
+        """Warn about an open window that was neither saved nor loaded."""
         if self.is_silent:
             return
         state = self.windows.read()
@@ -303,8 +307,8 @@ def warn_at_the_end() -> None:
 
 
 class ChangedRateWarning(Extension):
-    """Warns, once, of a learning rate that moves inside one of the first two windows,
-    as a scheduler moves it that steps with each micro-batch.
+    """Warns once about a learning rate that changes inside one of the first two
+    windows, as it does if a scheduler steps with each micro-batch.
     """
 
     def __init__(self, windows: Any, inner: Any) -> None:

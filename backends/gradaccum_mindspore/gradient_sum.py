@@ -4,17 +4,18 @@
 Functions with ``compiled_`` in their name run where the state is a Tensor
 (`mindspore.jit`, graph mode). `scaled`, `all_finite`, `divided`, `clear` and `norm_of`
 run in PyNative. There an operator takes tenths of a millisecond, because MindSpore
-hands it to another thread; NumPy, which reads a CPU tensor's memory without a copy,
-takes microseconds. Another device, and bfloat16, have MindSpore's operators.
+passes it to another thread. NumPy takes microseconds, because it reads a CPU tensor's
+memory without a copy. On other devices, and for bfloat16, these functions use
+MindSpore's operators.
 
-Only `write` and `add_into` write. In PyNative ``Tensor.add_`` and its like leave a
-Parameter as it was, and a compiled function does not see ``set_data``. A sum is zero
-while no window is open: the window's end writes zeros, so a micro-batch is one
-addition. `compiled_clear` computes them: ``zeros_like`` would be a constant of the
-graph, of the model's size.
+Only `write` and `add_into` change a sum. In PyNative, ``Tensor.add_`` and similar
+methods leave a Parameter unchanged, and a compiled function does not see ``set_data``.
+A sum is zero while no window is open, because the end of a window writes zeros. So
+adding a micro-batch is a single addition. `compiled_clear` computes the zeros, because
+``zeros_like`` would be a constant of the graph, as large as the model.
 
-Arithmetic on a half-precision sum runs in float32, and the result is rounded as it is
-written: MindSpore has few bfloat16 operators on a CPU, and float16 does not hold a
+Arithmetic on a half-precision sum runs in float32, and the result is rounded when it is
+written. MindSpore has few bfloat16 operators on a CPU, and float16 cannot represent a
 factor such as 2^16.
 """
 
@@ -34,16 +35,16 @@ from numpy.typing import NDArray
 from gradaccum.kit import accumulate_dtype_error
 
 Array = NDArray[Any]
-"""The memory of a Tensor, as NumPy reads it."""
+"""The memory of a Tensor as a NumPy array."""
 DType: TypeAlias = ms.Type
-"""A dtype of MindSpore's, such as ``mindspore.float32``."""
+"""A MindSpore dtype, such as ``mindspore.float32``."""
 Shape = tuple[int, ...]
 Number: TypeAlias = float | Tensor
 """A Python number, or a Tensor of one element."""
 Sums = Sequence[Parameter]
 """One sum per parameter of the model, in their order."""
 Gradients = Sequence[Tensor | None]
-"""One gradient per parameter, in their order; None for a parameter that took no part.
+"""One gradient per parameter, in their order; None for a parameter without a gradient.
 """
 
 
@@ -61,25 +62,26 @@ LIMITS = {
     ms.float32: (2.0**-23, 2.0**-149),
     ms.float64: (2.0**-52, 5e-324),
 }
-"""Distance from 1 to the next number, and the smallest positive number."""
+"""The distance from 1 to the next number, and the smallest positive number."""
 
 map_over: Callable[..., tuple[Any, ...]] = ops.HyperMap()
-"""``map_over(function, trees...)``: a tuple of `function`'s results for the leaves side
-by side. A loop with an ``if`` took minutes to compile for 200 parameters.
+"""``map_over(function, trees...)`` applies `function` to corresponding leaves, and
+returns the results as a tuple. A loop with an ``if`` took minutes to compile for 200
+parameters.
 """
 cast: Callable[[Tensor, DType], Tensor] = ops.Cast()
-"""``cast(tensor, dtype)``: the tensor itself if it has the dtype. One operator, where
-``Tensor.astype`` is four graphs.
+"""``cast(tensor, dtype)`` returns the tensor itself if it already has the dtype. It is
+one operator, while ``Tensor.astype`` is four graphs.
 """
 
 
 def hidden_parameter(value: Tensor, name: str) -> Parameter:
-    """Return a Parameter that MindSpore saves and never trains."""
+    """Return a Parameter that MindSpore saves but never trains."""
     return Parameter(value, name=name, requires_grad=False)
 
 
 def where(condition: Tensor, a: Number, b: Number) -> Tensor:
-    """Return `mindspore.ops.where`, for the compiler to follow."""
+    """Call `mindspore.ops.where`, in a function that MindSpore can compile."""
     return ops.where(condition, a, b)
 
 
@@ -100,8 +102,8 @@ def working_dtype(dtype: DType) -> DType:
 
 def write(parameter: Parameter, value: Tensor) -> None:
     """Assign a tensor of the parameter's dtype, in PyNative and in compiled code."""
-    # Assign has no bfloat16 kernel on a CPU. Not Tensor.copy_, whose effect the
-    # compiler can overlook.
+    # Assign has no bfloat16 kernel on a CPU. Tensor.copy_ is not used, because the
+    # compiler can overlook its effect.
     if parameter.dtype == ms.bfloat16:
         inplace_copy(parameter, value)
     else:
@@ -111,8 +113,8 @@ def write(parameter: Parameter, value: Tensor) -> None:
 def write_numbers(
     parameter: Parameter, numbers: SupportsFloat | Sequence[float]
 ) -> None:
-    """Assign Python numbers, from Python."""
-    # Not Tensor(numbers, dtype), which takes ten times as long.
+    """Assign Python numbers, outside compiled code."""
+    # Tensor(numbers, dtype) would take ten times as long.
     dtype = str(parameter.dtype).lower()
     with np.errstate(over="ignore"):
         array = np.array(numbers, dtype)
@@ -123,15 +125,15 @@ def add_into(total: Parameter, part: Tensor) -> None:
     if total.dtype == working_dtype(total.dtype):
         ops.assign_add(total, part)
     else:
-        # `addn` does not broadcast what a compiled bprop returned in another shape, as
-        # + would.
+        # Unlike +, `addn` does not broadcast a gradient that a compiled bprop returned
+        # in another shape.
         wide = ops.addn((cast(total, ms.float32), cast(part, ms.float32)))
         write(total, cast(wide, total.dtype))
 
 
 def narrows(sum_dtype: DType, gradient_dtype: DType) -> bool:
-    """True if a finite sum can be an inf in the dtype of the gradient; for the compiler
-    to follow too.
+    """True if a finite sum can become inf in the dtype of the gradient. MindSpore
+    compiles this function too.
     """
     loses_range: bool = gradient_dtype == ms.float16 or (
         sum_dtype == ms.float64 and gradient_dtype != ms.float64
@@ -140,9 +142,10 @@ def narrows(sum_dtype: DType, gradient_dtype: DType) -> bool:
 
 
 def fits(total: Parameter, divisor: Tensor, dtype: DType) -> Tensor:
-    """True if all of ``sum / divisor`` is finite in `dtype`, a bool Tensor of shape ().
+    """True if all of ``sum / divisor`` is finite in `dtype`, as a bool Tensor of shape
+    ().
 
-    Rounding is monotone, so the largest element decides.
+    Rounding is monotone, so it is enough to check the largest element.
     """
     work = working_dtype(total.dtype)
     largest = ops.abs(cast(total, work)).max() / cast(divisor, work)
@@ -155,8 +158,8 @@ def fits(total: Parameter, divisor: Tensor, dtype: DType) -> Tensor:
 def compiled_add(
     sums: Sums, gradients: Gradients, factor: Tensor | None, is_added: Tensor | None
 ) -> tuple[bool, ...]:
-    """Add ``factor * gradient`` to each sum, if `is_added`; None stands for 1 and
-    True.
+    """Add ``factor * gradient`` to each sum if `is_added` is true. `factor=None` means
+    1, and `is_added=None` means True.
     """
     return map_over(ops.partial(_add, factor, is_added), sums, gradients)
 
@@ -179,7 +182,7 @@ def _add(
 
 
 def compiled_scaled(gradient: Tensor, factor: Tensor, dtype: DType) -> Tensor:
-    """Return ``factor * gradient`` rounded to `dtype`, in its working dtype."""
+    """Return ``factor * gradient``, rounded to `dtype` but in its working dtype."""
     work = working_dtype(dtype)
     return cast(cast(cast(gradient, work) * cast(factor, work), dtype), work)
 
@@ -197,7 +200,7 @@ def _finite(factor: Tensor, total: Parameter, gradient: Tensor | None) -> Tensor
 
 
 def compiled_clear(sums: Sums, zero: Tensor) -> tuple[bool, ...]:
-    """Assign exact zeros."""
+    """Set each sum to exact zeros."""
     return map_over(ops.partial(_clear, zero), sums)
 
 
@@ -210,7 +213,7 @@ def _clear(zero: Tensor, total: Parameter) -> bool:
 def compiled_divided(
     sums: Sums, divisor: Tensor, dtypes: Sequence[DType]
 ) -> tuple[Tensor, ...]:
-    """Return ``sum / divisor``, each in the dtype of `dtypes`."""
+    """Return ``sum / divisor`` for each sum, in its dtype from `dtypes`."""
     return map_over(ops.partial(_divided, divisor), sums, dtypes)
 
 
@@ -241,8 +244,8 @@ ARRAYS: dict[DType, np.dtype[np.floating[Any]]] = {
 
 
 def array_of(tensor: Tensor) -> Array | None:
-    """Return the memory of `tensor` if NumPy can work on it; waits until it is
-    computed.
+    """Return the memory of `tensor` if NumPy can work on it, otherwise None. The call
+    waits until `tensor` is computed.
     """
     if tensor.dtype in ARRAYS and tensor.device == "CPU":
         array: Array = tensor.asnumpy()
@@ -251,7 +254,7 @@ def array_of(tensor: Tensor) -> Array | None:
 
 
 def tensor_of(array: Array, dtype: DType) -> Tensor:
-    # NumPy makes a number of a product of arrays without axes.
+    # In NumPy, a product of arrays without axes is a number.
     return Tensor.from_numpy(np.asarray(array, ARRAYS[dtype]))
 
 
@@ -264,7 +267,7 @@ def scaled(gradient: Tensor, factor: float, dtype: DType) -> Tensor:
     if array is not None and dtype in ARRAYS:
         product = array.astype(ARRAYS[work]) * ARRAYS[work].type(factor)
         return tensor_of(product, dtype)
-    # A Tensor, because MindSpore rounds a Python number to float32.
+    # The factor is a Tensor, because MindSpore rounds a Python number to float32.
     return cast(cast(gradient, work) * Tensor(factor, work), dtype)
 
 
@@ -301,7 +304,7 @@ def clear(sums: Sums) -> None:
 
 def norm_of(sums: Sums, dtype: DType) -> float:
     """Return the global 2-norm; inf or NaN if an element is not finite."""
-    # In float64 the square of a float32 number neither overflows nor vanishes.
+    # In float64 the square of a float32 number neither overflows nor underflows.
     squares = 0.0
     for total in sums:
         array = array_of(total)
@@ -315,16 +318,16 @@ def norm_of(sums: Sums, dtype: DType) -> float:
 
 
 CHUNK = 2**20
-"""Elements of a sum that are copied to float64 at once."""
+"""The number of elements of a sum that are copied to float64 at once."""
 
 
-# The norm in compiled code. A first pass finds the largest magnitude, and a second one
-# divides by it, because the squares of float32 numbers may overflow or vanish.
+# The norm in compiled code. A first pass finds the largest magnitude, and a second pass
+# divides by it, because the squares of float32 numbers may overflow or underflow.
 
 
 ROW = 4096
-"""Elements to sum in one go at most: MindSpore's sum over all axes takes seven times as
-long as over the last one.
+"""The largest number of elements to sum in one go. MindSpore's sum over all axes takes
+seven times as long as its sum over the last axis.
 """
 
 
@@ -332,7 +335,8 @@ def compiled_norm(sums: Sums, dtype: DType) -> Tensor:
     """Return the global 2-norm in `dtype`; inf or NaN if an element is not finite."""
     largest = ops.stack(map_over(ops.partial(_largest, dtype), sums)).max()
     divisor = ops.where(largest > 0, largest, ops.ones_like(largest))
-    # An inf becomes inf / inf = NaN, and max may overlook a NaN: the sum shows both.
+    # An inf becomes inf / inf = NaN, and max may overlook a NaN. The sum of squares
+    # shows both.
     squares = ops.addn(map_over(ops.partial(_squares, divisor), sums))
     return largest * ops.sqrt(squares)
 
@@ -340,7 +344,7 @@ def compiled_norm(sums: Sums, dtype: DType) -> Tensor:
 def _largest(dtype: DType, total: Parameter) -> Tensor:
     magnitudes = ops.abs(cast(total, dtype))
     if magnitudes.size > ROW:
-        # Not Tensor.max, which returns the places too in PyNative.
+        # In PyNative, Tensor.max would return the indices too.
         rows = magnitudes.reshape(-1, row_length(magnitudes.size))
         magnitudes = ops.ReduceMax()(rows, -1)
     return magnitudes.max()

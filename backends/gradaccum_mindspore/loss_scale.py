@@ -1,10 +1,10 @@
-"""The readers of the loss scale.
+"""The check that the user has read the loss scale.
 
-The window's end divides gradients by the loss scale, so the user must have multiplied
-the loss by it, which stock cells such as `mindspore.nn.TrainOneStepCell` cannot. So
-`note_read` stands where somebody reads the scale, and `require_read` where a gradient
-comes in. Both run as Python while MindSpore compiles a program, and at each call in
-PyNative.
+The end of a window divides the gradients by the loss scale, so the user must have
+multiplied the loss by it. Stock cells such as `mindspore.nn.TrainOneStepCell` cannot do
+that. So `note_read` is called where the scale is read, and `require_read` is called
+where gradients are passed in. Both run as Python while MindSpore compiles a program,
+and at each call in PyNative.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ _read: set[int] = set()
 
 
 def key_of(options: Options) -> int:
-    """Return a constant that names one accumulation in compiled code."""
+    """Return a constant that identifies one wrapped optimizer in compiled code, or
+    `NEVER` if it has no loss scale.
+    """
     return NEVER if options.scale_rule == ScaleRule() else next(_keys)
 
 
@@ -38,10 +40,10 @@ def require_read(key: int) -> bool:
     if key == NEVER or key in _read:
         return True
     raise UsageError(
-        "gradients: expected gradients of the loss times the loss scale; got a"
-        " micro-batch before anyone asked for the loss scale. Train with"
-        " gradaccum_mindspore.TrainOneStepCell(network, optimizer), which"
-        " mindspore.train.Model takes as its network; or return optimizer.scale(loss)"
-        " from the function that is differentiated; or pass optimizer.loss_scale as"
-        " sens (reading optimizer.result does not count)."
+        "gradients: expected the gradients of the loss times the loss scale; got a"
+        " micro-batch although the loss scale has never been read. Train with"
+        " gradaccum_mindspore.TrainOneStepCell(network, optimizer), which can also be"
+        " the network of mindspore.train.Model. In a step of your own, return"
+        " optimizer.scale(loss) from the function that you differentiate, or pass"
+        " optimizer.loss_scale as sens. Reading optimizer.result does not count."
     )

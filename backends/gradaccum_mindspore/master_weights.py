@@ -1,10 +1,11 @@
-"""The float32 master weights of half-precision parameters: the inner optimizer works on
-them, and the model holds the rounded copies.
+"""The float32 master weights of half-precision parameters. The inner optimizer updates
+the master weights, and the model contains their rounded copies.
 
 A MindSpore optimizer clones its moments from the model's Parameters when it is built.
-So `put_masters_into` changes it in place: it replaces each half-precision Parameter by
-its master wherever the optimizer and its cells keep it, and makes their own
-half-precision state float32 under its old name, at its rounded value.
+So `put_masters_into` changes the optimizer in place: it replaces each half-precision
+Parameter with its master, wherever the optimizer and its cells refer to it. The
+optimizer's own half-precision state becomes float32, with its old names and its rounded
+values.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from gradaccum_mindspore.gradient_sum import (
 
 Optimizer: TypeAlias = nn.Optimizer | optim.Optimizer
 Replacements = Mapping[int, Parameter]
-"""A master by the `id` of its Parameter."""
+"""Maps the `id` of a Parameter to its master."""
 
 
 class MasterWeights(nn.Cell):  # type: ignore[misc]
-    """The masters of those of some parameters that are in half precision, and the way
-    back into the model.
+    """The masters of the half-precision parameters among `parameters`. A call rounds
+    the masters into the model.
     """
 
     def __init__(self, parameters: Sequence[Parameter], suffix: str) -> None:
@@ -46,9 +47,9 @@ class MasterWeights(nn.Cell):  # type: ignore[misc]
                 for half in halves
             ]
         )
-        # A Cell would make a tuple of it.
+        # A Cell would turn the list into a tuple.
         object.__setattr__(self, "pointers", [None] * len(halves))
-        """Where each half-precision Parameter lay at the last look."""
+        """The address of each half-precision Parameter when it was last checked."""
         self.copy_while_compiling = constexpr(
             self.copy_model_into_masters, reuse_result=False
         )
@@ -58,10 +59,11 @@ class MasterWeights(nn.Cell):  # type: ignore[misc]
         return map_over(_round, self.halves, self.masters)
 
     def copy_model_into_masters(self) -> bool:
-        """Let each master take over the weights that were loaded into its parameter:
-        MindSpore 2.10 puts them elsewhere in memory, MindSpore 2.7 does not.
+        """Copy weights that were loaded into the model into their masters.
 
-        Weights that were taken out and put back are the master's, rounded.
+        A new memory address shows that weights were loaded: MindSpore 2.10 puts them
+        elsewhere in memory, but MindSpore 2.7 does not. If the loaded weights equal the
+        rounded master, the master stays unchanged.
         """
         for place, half in enumerate(self.halves):
             pointer = half.data_ptr()
@@ -97,8 +99,8 @@ def put_masters_into(inner: Optimizer, masters: MasterWeights) -> None:
 
 
 def _with_masters(value: Any, replacements: Replacements) -> Any:
-    """Return a copy of a container with masters for parameters; what holds none of the
-    parameters stays the same object.
+    """Return a copy of a container in which masters replace their parameters. A value
+    without such parameters is returned as the same object.
     """
     if isinstance(value, MutableMapping):
         entries = {
@@ -109,8 +111,8 @@ def _with_masters(value: Any, replacements: Replacements) -> Any:
         container = copy(value)
         container.clear()
         for key, part in value.items():
-            # A Cell's dict has a Parameter of a tuple by its own name, any other one
-            # by the attribute's.
+            # A Cell's dict lists a Parameter from a tuple under the Parameter's own
+            # name, and any other Parameter under the attribute's name.
             has_own_name = id(part) in replacements and key == part.name
             container[entries[key].name if has_own_name else key] = entries[key]
         return container

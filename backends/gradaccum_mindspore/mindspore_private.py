@@ -1,8 +1,8 @@
-"""Private names of MindSpore: its mode, traces, recorded operators, saving, random
-counters.
+"""Private names of MindSpore, for its mode, traces, recorded operators, saving and
+random counters.
 
-MindSpore keeps recording operators after a function raised inside
-`mindspore.value_and_grad`, unless a Cell raised; `forget_recorded` ends that.
+After a function has raised inside `mindspore.value_and_grad`, MindSpore keeps recording
+operators, unless a Cell raised. `forget_recorded` stops that.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gradaccum import UsageError
 
 try:
     from mindspore.graph import api, jit_trace
-except ImportError:  # their places before MindSpore 2.9
+except ImportError:  # where they were before MindSpore 2.9
     from mindspore.common import api, jit_trace
 
 pynative_executor = api._pynative_executor
@@ -32,7 +32,7 @@ def forget_recorded() -> None:
 
 @contextmanager
 def context(**settings: Any) -> Iterator[None]:
-    """Change `mindspore.set_context`'s settings inside the block."""
+    """Change settings of `mindspore.set_context` inside the block."""
     before = {name: ms.get_context(name) for name in settings}
     ms.set_context(**settings)
     try:
@@ -42,8 +42,8 @@ def context(**settings: Any) -> Iterator[None]:
 
 
 _mode = getattr(ms.context, "_get_mode", partial(ms.get_context, "mode"))
-"""What `mindspore.nn.Cell` itself asks; `mindspore.get_context` takes as long as ten
-operators.
+"""The function that `mindspore.nn.Cell` itself calls. `mindspore.get_context` takes as
+long as ten operators.
 """
 
 
@@ -52,27 +52,28 @@ def is_graph_mode() -> bool:
 
 
 def refuse_trace() -> None:
-    """Raise inside ``mindspore.jit(capture_mode="trace")``, which repeats the operators
-    of its first call: no later micro-batch would end a window.
+    """Raise inside ``mindspore.jit(capture_mode="trace")``. A trace repeats the
+    operators of its first call, so no later micro-batch would end a window.
     """
     if not jit_trace._using_trace:
         return
-    # MindSpore 2.10 goes on recording if the recorded function raises, and then the
-    # next operator crashes.
+    # MindSpore 2.10 keeps recording if the recorded function raises, and then the next
+    # operator crashes.
     phase = jit_trace._trace_jit_context.phase
     jit_trace._jit_trace_end(Tensor(0.0))
     jit_trace._trace_compile_cache.discard(phase)
     raise UsageError(
-        "capture_mode: expected 'ast'; got 'trace', which repeats the operators of the"
-        " first call and makes no update. Write @mindspore.jit."
+        "capture_mode: expected 'ast'; got 'trace', which would repeat the operators of"
+        " the first call and never make an update. Write @mindspore.jit."
     )
 
 
 def call_when_saved(parameter: Parameter, function: Callable[[], None]) -> None:
-    """Call `function` whenever `parameter` is saved, and before it runs for the first
-    time.
+    """Call `function` whenever `parameter` is saved, and also before its Cell runs for
+    the first time.
 
-    MindSpore has no hook for saving, but calls this method of every Parameter.
+    MindSpore has no hook for saving, but it calls ``init_data`` of every Parameter
+    then.
     """
     init_data = parameter.init_data
 
@@ -84,8 +85,8 @@ def call_when_saved(parameter: Parameter, function: Callable[[], None]) -> None:
 
 
 SEEDS: Any = import_module("mindspore.common.seed")
-"""``_GLOBAL_SEED``, ``_KERNEL_SEED`` (a counter for each random operator),
-``_get_graph_seed``.
+"""The module with ``_GLOBAL_SEED``, ``_KERNEL_SEED`` (a counter for each random
+operator) and ``_get_graph_seed``.
 """
 
 

@@ -1,10 +1,10 @@
-"""The wrapped optimizer: a `mindspore.nn.Optimizer` that runs the one it wraps once per
-window.
+"""The wrapped optimizer: a `mindspore.nn.Optimizer` that runs its inner optimizer once
+per window.
 
-The compiler follows ``construct`` and never sees ``__call__``, which is the PyNative
-path; `Flush` and `Discard` are Cells for that reason. The wrapped optimizer calls
-`mindspore.nn.Cell`'s constructor alone and lends the inner optimizer's attributes:
-there is one learning rate and one ``global_step``, which moves per update.
+MindSpore compiles ``construct`` and never ``__call__``, which is the PyNative path.
+`Flush` and `Discard` are Cells for that reason. The wrapped optimizer calls only
+`mindspore.nn.Cell`'s constructor, and passes on the inner optimizer's attributes. So
+there is one learning rate and one ``global_step``, which counts updates.
 """
 
 from __future__ import annotations
@@ -69,20 +69,21 @@ class WindowCall(nn.Cell):  # type: ignore[misc]
 
 
 class Flush(WindowCall):
-    """``optimizer.flush()``: close the open window, however few micro-batches it holds;
-    nothing if it holds none.
+    """``optimizer.flush()``: close the open window, however few micro-batches it
+    contains; do nothing if it contains none.
 
-    ``optimizer.flush(denominator=n)``, with ``steps=None`` and from Python, divides the
-    window's sum by n, in place of its weight.
+    ``optimizer.flush(denominator=n)`` divides the window's sum by n instead of its
+    weight. It needs ``steps=None`` and a call from Python.
     """
 
     def __call__(self, denominator: Weight = None) -> bool | Tensor:
-        """Close the window from Python; returns whether there was one.
+        """Close the window from Python; return whether a window was open.
 
         Raises:
-            ArgumentTypeError, ArgumentValueError: `denominator` is no finite number >
-                0, or windows close by themselves.
-            UsageError: `denominator` where several workers share the window.
+            ArgumentTypeError, ArgumentValueError: `denominator` is not a finite number
+                > 0.
+            UsageError: `denominator` is given although ``steps`` closes the windows, or
+                although several workers share the window.
         """
         refuse_trace()
         storage = self.pynative_window.storage
@@ -107,7 +108,7 @@ class Flush(WindowCall):
 
 
 class Discard(WindowCall):
-    """``optimizer.discard()``: forget the open window."""
+    """``optimizer.discard()``: drop the open window."""
 
     def __call__(self) -> None:
         refuse_trace()
@@ -118,15 +119,15 @@ class Discard(WindowCall):
 
 
 class MicroBatch(nn.Cell):  # type: ignore[misc]
-    """``optimizer(gradients, weight, loss)`` in compiled code, for Python to call in
-    graph mode: it takes no names there.
+    """``optimizer(gradients, weight, loss)`` in compiled code. Python calls this Cell
+    in graph mode, where it accepts no keyword arguments.
     """
 
     def __init__(self, window: CompiledWindow) -> None:
         super().__init__(auto_prefix=False)
         self.window = window
-        # As in `nn.Optimizer`. Else MindSpore takes the gradients for constants, and
-        # compiles each time.
+        # As in `nn.Optimizer`. Otherwise MindSpore treats the gradients as constants,
+        # and compiles at each call.
         self.enable_tuple_broaden = True
 
     def construct(self, gradients: Gradients, weight: Weight, loss: Loss) -> Tensor:
@@ -147,20 +148,21 @@ class MicroBatch(nn.Cell):  # type: ignore[misc]
 class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
     """The optimizer that `gradaccum.wrap` returns for a `mindspore.nn.Optimizer`.
 
-    ``optimizer(gradients, weight, loss)`` takes in one micro-batch, in PyNative, inside
-    `mindspore.jit`, in graph mode, in `mindspore.nn.TrainOneStepCell` and in
-    `mindspore.train.Model`, and returns whether it closed a window (a bool, or a bool
-    Tensor where compiled).
+    ``optimizer(gradients, weight, loss)`` adds one micro-batch, and returns whether it
+    closed a window (a bool, or a bool Tensor in compiled code). It works in PyNative,
+    inside `mindspore.jit`, in graph mode, in `mindspore.nn.TrainOneStepCell` and in
+    `mindspore.train.Model`.
 
     Args:
         inner: the optimizer to run once per window.
-        options: the checked options. With ``master_weights`` `inner` works on float32
-            masters from now on: differentiate by this object's ``parameters``. Weights
-            that are loaded into the model before the first update become the masters.
+        options: the checked options. With ``master_weights``, `inner` updates float32
+            masters from now on, so differentiate with respect to this object's
+            ``parameters``. Weights that are loaded into the model before the first
+            update become the masters.
         name: part of the names of the Parameters that hold the state; two wrapped
-            optimizers of one program need different ones.
-        data_parallel: a window is that of all workers. Then this call, the end of each
-            window and ``flush`` are collective.
+            optimizers in one program need different names.
+        data_parallel: True if all workers share each window. This call, the end of each
+            window and ``flush`` are then collective.
     """
 
     def __init__(
@@ -175,8 +177,8 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
         require_unwrapped(inner)
         require_no_scale(inner)
         if options.master_weights:
-            # The inner optimizer's parameters will be the masters; users go on
-            # differentiating by the model's.
+            # The inner optimizer's parameters will be the masters. Users still
+            # differentiate with respect to the model's parameters.
             self.parameters = ParameterTuple(inner.parameters)
         parameters = inner.parameters
         this_place = None
@@ -225,9 +227,10 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
             nn.Cell.__setattr__(self, name, value)
         elif name in FIXED_NAMES:
             raise UsageError(
-                f"{name}: expected options that stay as they were, because compiled"
-                f" code has read them already; got {value!r} ({type(value).__name__})."
-                " Wrap the optimizer anew, or pass a schedule as steps=."
+                f"{name}: expected a value that is not changed after wrapping, because"
+                f" compiled code has already read it; got {value!r}"
+                f" ({type(value).__name__}). Wrap the optimizer again, or pass a"
+                " schedule as steps=."
             )
         elif (
             name not in self.__dict__
@@ -247,29 +250,32 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
         weight: Weight = None,
         loss: Loss = None,
     ) -> bool | Tensor:
-        """Take in one micro-batch, from Python, ``optimizer(gradients, weight, loss)``;
-        return whether it closed a window.
+        """Add one micro-batch, from Python: ``optimizer(gradients, weight, loss)``.
+        Return whether it closed a window.
 
         Args:
             gradients: a tuple or list in the order of ``self.parameters``; None for a
-                parameter that took no part. Multiplied by the loss scale, if there is
-                one.
-            positional_weight: `weight` without its name. A floating Tensor or array
-                alone needs its name, because it may be the loss.
-            positional_loss: `loss` without its name, behind the weight.
-            weight: number or Tensor of one element, >= 0: how many items the
-                micro-batch has; 1 if left out.
-            loss: its loss, not scaled, a number or Tensor of one element; if all are
-                passed, ``result.loss`` is the window's.
+                parameter without a gradient. They must be multiplied by the loss scale,
+                if there is one.
+            positional_weight: `weight`, passed by position. A floating Tensor or array
+                without a loss must be passed as ``weight=``, because it may be the
+                loss.
+            positional_loss: `loss`, passed by position after the weight.
+            weight: the number of items in the micro-batch, a number or a one-element
+                Tensor, >= 0; 1 if left out.
+            loss: the unscaled loss of the micro-batch, a number or a one-element
+                Tensor. If all losses of a window are passed, ``result.loss`` is the
+                window's loss.
 
         Raises:
-            GradientError: another number, shape or dtype than the parameters'.
-            ArgumentTypeError, ArgumentValueError: `weight` is no finite number >= 0;
-                ``steps`` gave no int >= 1.
-            UsageError: nobody has asked for the loss scale yet;
+            GradientError: the gradients differ from the parameters in number, shape or
+                dtype.
+            ArgumentTypeError, ArgumentValueError: `weight` is not a finite number >= 0;
+                or the function ``steps`` did not return an int >= 1.
+            UsageError: the loss scale has never been read;
                 ``jit(capture_mode="trace")`` is recording; the window is full, because
-                its update raised; or an exception left the window, or its update,
-                written in part.
+                its update raised; or an exception left the window or its update
+                partially written.
         """
         refuse_trace()
         for extension in self.storage.extensions:
@@ -311,8 +317,8 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
         return is_full
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return ``loss`` times the loss scale, in the loss's dtype: differentiate
-        this, in any mode.
+        """Return ``loss`` times the loss scale, in the loss's dtype. Differentiate this
+        product, in any mode.
         """
         if not self.storage.has_scale:
             return loss
@@ -320,22 +326,22 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
 
     @property
     def loss_scale(self) -> Parameter:
-        """The current loss scale, a float32 Parameter of shape (), in any mode, for
-        ``sens`` say.
+        """The current loss scale, a float32 Parameter of shape (), for example to pass
+        as ``sens``. It can be read in any mode.
         """
         note_read(self.storage.scale_key)
         return self.storage.loss_scale
 
     @property
     def result(self) -> StepResult:
-        """The result of the last micro-batch, flush or discard, in Python numbers. For
-        Python alone. Reading it calls the listeners.
+        """The result of the last micro-batch, flush or discard, in Python numbers. It
+        can be read only from Python. Reading it calls the listeners.
 
-        It does not count as asking for the loss scale.
+        Reading it does not count as reading the loss scale.
 
         Raises:
-            UsageError: compiled code skipped windows of workers with different learning
-                rates.
+            UsageError: compiled code skipped a window, because the workers had
+                different learning rates or closed windows of different optimizers.
         """
         if self.compiled_window.workers is not None:
             self.compiled_window.workers.require_same_rates()
@@ -345,14 +351,14 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
     def epoch(
         self, loader: Iterable[M], *, carry: bool = False, progress: bool = False
     ) -> kit.Epoch[M]:
-        """Iterate over the micro-batches of a loader, and flush when it ends:
-        ``for x, y in opt.epoch(loader):``, from Python.
+        """Iterate over the micro-batches of a loader, from Python, and flush when it
+        ends: ``for x, y in opt.epoch(loader):``.
 
-        A loop that is left early leaves its window open. With several workers each
-        flushes once, when its own loader ends. A `GradAccumWarning` tells, once, of
-        micro-batches of unequal size that were counted without a weight; in compiled
-        code, if the program is compiled for their size. Another tells, once, of a
-        window that such a loop left open for this one.
+        A loop that is left early leaves its window open. With several workers, each
+        flushes once, when its own loader ends. A `GradAccumWarning` is given, once, if
+        micro-batches of unequal size have no weight (in compiled code, only if the
+        program is compiled for their size). Another is given, once, if an earlier loop
+        was left early and its window is still open.
 
         Args:
             loader: yields the micro-batches, such as a `mindspore.dataset` dataset.
@@ -360,8 +366,8 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
             progress: show a progress bar; needs rich.
 
         Raises:
-            ArgumentTypeError: `loader` is no iterable, or a flag no bool.
-            ModuleNotFoundError: `progress` without rich.
+            ArgumentTypeError: `loader` is not iterable, or a flag is not a bool.
+            ModuleNotFoundError: `progress` is true, but rich is not installed.
         """
         micro_batches = kit.epoch(
             loader,
@@ -378,16 +384,17 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
         self.storage.open_window_warning.in_epoch = False
 
     def updates_in(self, loader: Sized | int, epochs: int = 1) -> int:
-        """Return the number of updates in `epochs` passes of `epoch` over a loader from
-        here on: the length of a scheduler.
+        """Return the number of updates that `epochs` passes of `epoch` over a loader
+        will make from now on, for example as the length of a schedule.
 
         Args:
-            loader: has a length, or is its number of micro-batches, an int >= 0.
+            loader: an object with a length, or the number of micro-batches, an int >=
+                0.
             epochs: the number of passes, an int >= 0.
 
         Raises:
-            ArgumentTypeError: `loader` has no length; or windows end by weight or by
-                ``flush``, so that nobody knows their number.
+            ArgumentTypeError: `loader` has no length; or windows are closed by weight
+                or by ``flush``, so that their number is not known in advance.
             ArgumentValueError: a number is below 0.
         """
         return updates_in(
@@ -400,47 +407,47 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
 
     def add_listener(self, listener: Listener) -> Handle:
         """Call `listener` with a `gradaccum.watching.ClosedWindow` after each window
-        that closes, applied or skipped.
+        that closes, whether its update is applied or skipped.
 
-        Python calls it when the call of this optimizer, of ``flush`` or of
-        `gradaccum_mindspore.TrainOneStepCell` that closed the window is through, and
-        between two windows that one ``flush`` closes. In a compiled step of your own
-        read ``result`` after each step, which calls it; ``weight`` and
-        ``micro_batches`` are NaN there. That call raises what it raises; the update is
-        made by then.
+        Python calls it at the end of the call that closed the window (of this
+        optimizer, of ``flush`` or of `gradaccum_mindspore.TrainOneStepCell`), and
+        between two windows that one ``flush`` closes. If you compile the step yourself,
+        read ``result`` after each step: reading it calls the listener, with NaN as
+        ``weight`` and ``micro_batches``. If the listener raises an error, the call
+        raises it too, and the update has already been made.
 
         Args:
-            listener: a function of one `gradaccum.watching.ClosedWindow`.
+            listener: a function that accepts a `gradaccum.watching.ClosedWindow`.
 
         Returns:
-            A handle, whose ``remove()`` takes the listener off.
+            A handle whose ``remove()`` removes the listener.
 
         Raises:
-            ArgumentTypeError: `listener` cannot be called.
+            ArgumentTypeError: `listener` is not callable.
         """
         return self.storage.listener_calls.add(listener)
 
     def on_update(self, function: Callable[[], object]) -> Handle:
-        """Call `function`, without arguments, after each update that is made.
+        """Call `function`, without arguments, after each update.
 
-        An average of the weights, a codebook, an own schedule: what moves once per
-        update belongs here, as a window may also close inside ``flush``. It is not
-        called for a skipped window. In a compiled step of your own it is called as a
-        listener is: by reading ``result``.
+        Use it for whatever changes once per update, such as an average of the weights,
+        a codebook or your own schedule, because a window may also close inside
+        ``flush``. The function is not called for a skipped window. If you compile the
+        step yourself, reading ``result`` calls the function, as it calls a listener.
 
         Args:
             function: for example ``lambda: average.update(net)``.
 
         Returns:
-            A handle, whose ``remove()`` takes the function off.
+            A handle whose ``remove()`` removes the function.
 
         Raises:
-            ArgumentTypeError: `function` cannot be called.
+            ArgumentTypeError: `function` is not callable.
         """
         return self.storage.listener_calls.on_update(function)
 
     def __repr__(self) -> str:
-        """Return the state in one line; waits for the device.
+        """Return the state in one line, after waiting for the device.
         ``print(optimizer.inner)`` shows the inner optimizer.
         """
         steps = self.options.steps
@@ -474,6 +481,6 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
 
 
 class AccumulatingExperimentalOptimizer(AccumulatingOptimizer, optim.Optimizer):  # type: ignore[misc]
-    """The same for a `mindspore.experimental.optim.Optimizer`, and an instance of that,
-    so that its schedulers take it.
+    """The wrapper of a `mindspore.experimental.optim.Optimizer`. It is also an instance
+    of that class, so that MindSpore's schedulers accept it.
     """

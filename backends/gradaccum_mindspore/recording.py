@@ -1,4 +1,6 @@
-"""Record what a MindSpore optimizer is handed while a loop runs, for the loop check."""
+"""Record the gradients that a MindSpore optimizer gets while a loop runs, for the loop
+check.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ from gradaccum_mindspore.optimizer import AccumulatingOptimizer
 
 
 class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
-    """An optimizer for the inner optimizer's place, which records the gradients that it
-    is handed and leaves the parameters as they are; in PyNative, jit and GRAPH.
+    """An optimizer to use instead of the inner optimizer. It records the gradients that
+    it gets, and does not change the parameters. It works in PyNative, inside
+    `mindspore.jit` and in graph mode.
 
         recorder = gradaccum_mindspore.LoopRecorder(net.trainable_params(), updates=4)
         train(recorder)
@@ -25,7 +28,7 @@ class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
 
     Args:
         parameters: the trained parameters.
-        updates: how many updates are kept, each in as much memory as the
+        updates: the number of updates to keep. Each needs as much memory as the
             parameters.
     """
 
@@ -45,7 +48,7 @@ class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
         self.records = ms.ParameterTuple(records)
 
     def construct(self, gradients: Any) -> Any:
-        # What comes after the last row that is kept overwrites one that is not read.
+        # The updates after the last kept row overwrite an extra row that is never read.
         row = ops.minimum(self.updates_made, Tensor([self.kept_updates], ms.int32))
         for record, gradient in zip(self.records, gradients):  # noqa: B905
             ops.scatter_update(record, row, gradient.astype(record.dtype)[None])
@@ -60,13 +63,15 @@ class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
         weight: Callable[..., float] | None = None,
         **options: Any,
     ) -> kit.LoopReport:
-        """Say which micro-batches each update held, and with what weight.
+        """Report which micro-batches each update contained, and with what weight.
 
         Args:
-            loss_fn: ``loss_fn(*micro_batch)``, a scalar, before anything divides or
-                weighs it.
-            micro_batches: what the loop trained on, in its order.
-            weight: ``weight(*micro_batch)``. Default: the number of items.
+            loss_fn: ``loss_fn(*micro_batch)`` returns a scalar loss, not yet divided or
+                weighted.
+            micro_batches: the micro-batches that the loop trained on, in the same
+                order.
+            weight: ``weight(*micro_batch)`` returns the weight of a micro-batch; by
+                default, the number of its items.
             options: ``reduction``, ``steps`` and ``clip_norm``, as in
                 `gradaccum.check_loop`.
 
@@ -94,9 +99,10 @@ class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
 
 
 def recording(optimizer: Any) -> AbstractContextManager[LoopRecorder]:
-    """Record from here on with the `LoopRecorder` that the loop steps, wrapped or not.
+    """Start recording with the `LoopRecorder` that the loop uses as its optimizer,
+    wrapped or not.
 
-    MindSpore compiles an optimizer together with the step, so that the calls of another
+    MindSpore compiles an optimizer together with the step, so the calls of another
     optimizer cannot be observed.
     """
     recorder = optimizer
@@ -107,6 +113,6 @@ def recording(optimizer: Any) -> AbstractContextManager[LoopRecorder]:
 
 
 def _vector(tensors: Iterable[Any]) -> Any:
-    """Return tensors as one vector of NumPy in float64."""
+    """Return the tensors flattened into one float64 NumPy vector."""
     parts = [tensor.astype(ms.float64).asnumpy().reshape(-1) for tensor in tensors]
     return np.concatenate(parts)

@@ -1,8 +1,8 @@
-"""Loading a checkpoint of a wrapped optimizer: checked completely before anything is
-written, and seen by compiled code.
+"""Load a checkpoint of a wrapped optimizer. It is checked completely before anything is
+written, and compiled code sees the loaded values.
 
-`mindspore.load_param_into_net` skips a value that it does not find and checks no
-window, and a function that was compiled before ignores what it writes.
+`mindspore.load_param_into_net` skips missing values and does not check the window, and
+a function that was compiled earlier ignores the values that it writes.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from gradaccum_mindspore.state import (
 
 
 def load_checkpoint_into(cell: nn.Cell, parameter_dict: Checkpoint) -> None:
-    """Write a checkpoint into a wrapped optimizer, or into a cell that holds one,
-    whether or not it has been compiled.
+    """Load a checkpoint into a wrapped optimizer, or into a cell that contains a
+    wrapped optimizer, whether or not it has been compiled.
 
     Args:
         cell: a wrapped optimizer, or a cell such as `mindspore.nn.TrainOneStepCell`.
         parameter_dict: the dict that `mindspore.load_checkpoint` returned, or
-            ``{name: Parameter or Tensor}``. It holds a value for every Parameter of
-            `cell`. Other entries (such as ``epoch_num``) are left alone.
+            ``{name: Parameter or Tensor}``. It must contain a value for every Parameter
+            of `cell`. Other entries (such as ``epoch_num``) are ignored.
 
     Raises:
-        CheckpointError: a value is missing, of another shape or dtype; its open window
-            was saved under another reduction, overflow policy, loss scale or number of
-            steps, or by another worker or number of workers; or two Parameters of
-            `cell` have one name. Nothing was written then.
+        CheckpointError: a value is missing, or has another shape or dtype; the open
+            window was saved with another reduction, overflow policy, loss scale or
+            number of steps, or by another worker or number of workers; or two
+            Parameters of `cell` have the same name. Nothing is written in these cases.
     """
     cells = [part for _, part in nn.Cell.cells_and_names(cell)]
     storages = [part for part in cells if isinstance(part, Storage)]
@@ -43,11 +43,12 @@ def load_checkpoint_into(cell: nn.Cell, parameter_dict: Checkpoint) -> None:
         name = parameter.name
         if parameters.setdefault(name, parameter) is not parameter:
             raise CheckpointError(
-                "cell: expected Parameters of different names, because a checkpoint has"
-                f" one value for each name; got two Parameters called {name!r}. Name"
-                " one of two optimizers: gradaccum.wrap(..., name='generator')."
+                "cell: expected Parameters with different names, because a checkpoint"
+                f" has one value for each name; got two Parameters called {name!r}. If"
+                " there are two wrapped optimizers, give one a name:"
+                " gradaccum.wrap(..., name='generator')."
             )
-    # A checkpoint of one worker has no entry of its place.
+    # A checkpoint of a single worker has no entry for its rank.
     optional = {storage.saved_place.name for storage in storages if storage.has_workers}
     for name, parameter in parameters.items():
         if name in parameter_dict or name not in optional:
@@ -80,8 +81,8 @@ def kind_of(tensor: Tensor) -> str:
 
 
 def resumed_values(storage: Storage, parameter_dict: Checkpoint) -> dict[str, object]:
-    """Return the values, by name, that differ from the checkpoint's; raise unless its
-    window can go on here.
+    """Return, by name, the values that must differ from the checkpoint's values; raise
+    unless its window can be resumed here.
     """
     fields = {field: getattr(storage, field).name for field in FIELD_DTYPES}
     saved_state = State(
@@ -92,8 +93,8 @@ def resumed_values(storage: Storage, parameter_dict: Checkpoint) -> dict[str, ob
     if saved_state.micro_step:
         options = with_known_size(options, saved_state.optimizer_step)
     elif storage.size_varies:
-        # A schedule may end with the run, so only the next micro-batch asks it, and
-        # writes its answer.
+        # A schedule may end with the run. So only the next micro-batch calls it, and
+        # writes the size that it returns.
         options = options._replace(steps=terms.steps)
     state = kit.resumed(saved_state, terms, options)
     values: dict[str, object] = dict(zip(fields.values(), state, strict=True))
@@ -124,7 +125,7 @@ def require_place(place: tuple[int, int], storage: Storage) -> None:
         raise CheckpointError(
             f"{storage.prefix}.{WORKERS}: expected the open window of rank {rank} of"
             f" {workers}; got the open window of rank {saved_rank} of {saved_workers}."
-            " Let each worker load its own file; for another number of workers write"
-            " gradaccum_mindspore.redistributed(states, workers), or save between two"
-            " windows."
+            " Let each worker load its own file. If the number of workers has changed,"
+            " use gradaccum_mindspore.redistributed(states, workers), or save between"
+            " two windows."
         )

@@ -1,8 +1,8 @@
-"""Gates a scheduler of `mindspore.experimental.optim.lr_scheduler`:
-``scheduler.step()`` after each micro-batch moves it once per update.
+"""A gate for a scheduler of `mindspore.experimental.optim.lr_scheduler`: it can be
+called after each micro-batch, and steps once per update.
 
-Where one ``flush()`` closes several windows of several workers, the optimizer moves the
-scheduler between these.
+If several workers share windows, one ``flush()`` may close several of them. The
+optimizer then steps the scheduler between these windows.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ SCHEDULERS = (LRScheduler, ReduceLROnPlateau, SequentialLR)
 
 
 class GatedScheduler:
-    """A scheduler that moves only when an update was applied since its last step. Call
-    it from Python, not in compiled code.
+    """A scheduler that steps only if an update has been applied since its last step.
+    Call it from Python, not in compiled code.
 
     Args:
         scheduler: one of `SCHEDULERS`, built on a wrapped optimizer.
@@ -41,8 +41,8 @@ class GatedScheduler:
             self._scheduler.step(*args, **kwargs)
 
     def follow(self) -> None:
-        """Move as `step` does. `ReduceLROnPlateau` needs a loss, which the caller alone
-        has.
+        """Step as `step` does. `ReduceLROnPlateau` is left out, because it needs a loss
+        that only the caller has.
         """
         if not isinstance(self._scheduler, ReduceLROnPlateau):
             self.step()

@@ -1,9 +1,9 @@
-"""The storage of an accumulation: a `mindspore.Parameter` per field of the state, and a
-sum per parameter of the model.
+"""The stored state of a wrapped optimizer: one `mindspore.Parameter` for each field of
+the state, and one sum for each parameter of the model.
 
-PyNative code, compiled functions and checkpoints all see Parameters. Their names follow
-from the names of the model's parameters and the ``name=`` option alone, so a resumed
-run finds them in another process. ``grad_sum`` is a suffix, because
+PyNative code, compiled functions and checkpoints can all use Parameters. Their names
+depend only on the names of the model's parameters and on the ``name=`` option, so a
+resumed run finds them in another process. ``grad_sum`` is a suffix, because
 `mindspore.load_param_into_net` would load a Parameter called ``grad_sum.weight`` into a
 missing ``weight``. A sum is zero unless ``micro_step > 0``.
 """
@@ -49,9 +49,9 @@ from gradaccum_mindspore.master_weights import MasterWeights
 Checkpoint = Mapping[str, Parameter | Tensor]
 """A checkpoint as `mindspore.load_checkpoint` returns it."""
 
-# The size of a window. If a function of the user's gives it, Python code calls it with
-# an int, compiled code with an int32 Tensor. A wrong value raises outside compiled
-# code; in compiled code a size below 1 makes the window an overflow.
+# The size of a window. If the user passed a function, Python code calls it with an int,
+# and compiled code calls it with an int32 Tensor. Outside compiled code, a wrong size
+# raises an error. In compiled code, a window with a size below 1 counts as an overflow.
 
 
 Sizes = int | tuple[tuple[int, int], ...] | Callable[[Any], Any]
@@ -63,7 +63,7 @@ def sizes_of(steps: Schedule) -> Sizes | None:
 
 def window_size(steps: Schedule, optimizer_step: int) -> Schedule:
     """Return the size of the window after update `optimizer_step`: an int, an
-    `UntilWeight` of one, or None.
+    `UntilWeight` with an int, or None.
     """
     if kit.is_known(steps):
         size: Schedule = kit.steps_at(steps, optimizer_step, kit.select)
@@ -72,7 +72,7 @@ def window_size(steps: Schedule, optimizer_step: int) -> Schedule:
     try:
         number = function(optimizer_step)
     except Exception:
-        # It may consist of operators that take Tensors only, for compiled code.
+        # The function may use operators that accept only Tensors, for compiled code.
         number = function(Tensor(optimizer_step, ms.int32))
     if isinstance(number, Tensor):
         number = number.item()
@@ -90,16 +90,16 @@ def with_known_size(options: Options, optimizer_step: int) -> Options:
 
 PACKAGE = "gradaccum"
 WORKERS = "workers"
-"""The end of the name of `Storage.saved_place`."""
+"""The last part of the name of `Storage.saved_place`."""
 
 
 def state_prefix(name: str) -> str:
-    """Return the start of the state's names; no layer's name starts so."""
+    """Return the prefix of the state's names; no layer's name starts with it."""
     return name if name == PACKAGE else f"{name}.{PACKAGE}"
 
 
 def suffixes(prefix: str) -> tuple[str, str]:
-    """Return the ends of the names of sums and masters."""
+    """Return the suffixes of the names of sums and masters."""
     name = prefix if prefix == PACKAGE else prefix.removesuffix(f".{PACKAGE}")
     return f".{name}.grad_sum", f".{name}.master"
 
@@ -115,19 +115,19 @@ def prefixes_in(checkpoint: Checkpoint) -> list[str]:
 
 DTYPES = {"int32": ms.int32, "float32": ms.float32, "bool": ms.bool_}
 GRAD_NORM = 3
-"""The place of the norm in `Storage.last_event`."""
+"""The index of the norm in `Storage.last_event`."""
 STEPS = 1 + Terms._fields.index("steps")  # after the format
-"""The place of the open window's size in `Storage.terms`."""
+"""The index of the open window's size in `Storage.terms`."""
 WEIGHT_FIX = (
-    "pass their number as weight=, with each, as gradaccum_mindspore.TrainOneStepCell"
-    " does"
+    "pass their number as weight= with each micro-batch, as"
+    " gradaccum_mindspore.TrainOneStepCell does"
 )
 INVALID = -1
-"""``micro_step`` of a window that an exception left written in part."""
+"""The ``micro_step`` of a window that an exception left partially written."""
 
 
 class Storage(nn.Cell):  # type: ignore[misc]
-    """The Parameters of one accumulation, and what observes it."""
+    """The Parameters of one wrapped optimizer, and its observers."""
 
     def __init__(
         self,
@@ -147,14 +147,15 @@ class Storage(nn.Cell):  # type: ignore[misc]
         self.size_varies = not isinstance(sizes_of(options.steps), int | None)
         self.has_scale = options.scale_rule != ScaleRule()
         self.scale_key = key_of(options)
-        """A constant by which compiled code asks whether anyone read the loss scale."""
+        """A constant with which compiled code checks that the loss scale has been read.
+        """
         self.add_state()
         self.has_workers = place is not None
         self.place = place or (0, 1)
         """This worker's rank and the number of workers."""
         if self.has_workers:
             self.saved_place = self.entry(WORKERS, self.place, ms.int32)
-            """The `place`, for a checkpoint."""
+            """The `place`, saved in checkpoints."""
         self.window_loss = WindowLoss(self.prefix, options, self.float_dtype)
         self.sizes = kit.Sizes(options.reduction, WEIGHT_FIX)
         self.listener_calls = ListenerCalls(self)
@@ -180,20 +181,20 @@ class Storage(nn.Cell):  # type: ignore[misc]
         ]
         has_float64 = ms.float64 in sum_dtypes
         self.float_dtype = ms.float64 if has_float64 else ms.float32
-        """dtype of `weight` and of norms."""
+        """The dtype of `weight` and of norms."""
         self.largest_number = kit.largest_number(float64_weight=has_float64)
         self.gradient_dtypes = tuple(
             ms.float32 if options.master_weights and dtype in HALF else dtype
             for _, _, dtype in self.specs
         )
-        """dtype of each gradient as the inner optimizer gets it."""
+        """The dtype of each gradient that the inner optimizer gets."""
         self.narrow_places = tuple(
             position
             for position, dtype in enumerate(sum_dtypes)
             if narrows(dtype, self.gradient_dtypes[position])
         )
-        """Positions of the sums that can be finite while their gradient in the inner
-        optimizer's dtype is not.
+        """The positions of the sums that can be finite although the gradient is not
+        finite in the inner optimizer's dtype.
         """
         self.sums = ParameterTuple(
             [
@@ -205,14 +206,14 @@ class Storage(nn.Cell):  # type: ignore[misc]
             ]
         )
         self.sharded_places = tuple(sharded_places)
-        """Positions of the sums that each worker has for itself."""
+        """The positions of the sums that are not shared between the workers."""
         sharded_sums = tuple(self.sums[place] for place in sharded_places)
         shared_sums = tuple(
             total
             for place, total in enumerate(self.sums)
             if place not in sharded_places
         )
-        # A Cell would list these Parameters as its own once more.
+        # A Cell would list these Parameters a second time.
         object.__setattr__(self, "sharded_sums", sharded_sums)
         object.__setattr__(self, "shared_sums", shared_sums)
 
@@ -225,12 +226,12 @@ class Storage(nn.Cell):  # type: ignore[misc]
             setattr(self, field, self.entry(field, value, dtype))
         codes = kit.encode_terms(self.terms_after(0))
         self.terms = self.entry("terms", codes, ms.int32)
-        """The options that the open window depends on, for a checkpoint:
+        """The options that the open window depends on, for a checkpoint, encoded by
         `gradaccum.kit.encode_terms`.
         """
         self.last_event = self.entry("last_event", [0.0] * 4, self.float_dtype)
         """(applied, skipped, overflow, grad_norm) of a `StepResult`. A flag counts only
-        while flag == micro_step + 1: it expires at the next micro-batch without a
+        while flag == micro_step + 1, so it expires at the next micro-batch without a
         write.
         """
 
@@ -242,25 +243,25 @@ class Storage(nn.Cell):  # type: ignore[misc]
         return kit.terms_of(options, optimizer_step)
 
     def note_loaded(self) -> None:
-        """Note that a checkpoint was loaded."""
+        """Notify the observers and the schedulers that a checkpoint was loaded."""
         for observer in (*self.extensions, *self.schedulers):
             observer.state_loaded()
 
     def between_windows(self) -> None:
-        """Repeat between two windows of one call what the loops of the other workers do
-        after each window.
+        """Call the listeners and step the schedulers between two windows of one call,
+        as the loops of the other workers do after each window.
         """
         self.listener_calls.between_windows()
         for scheduler in self.schedulers:
             scheduler.follow()
 
     # Reading and writing from Python, where an operator costs more than reading a
-    # scalar: so what stays the same is not written.
+    # scalar. So unchanged values are not written.
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Mark the window as invalid if an exception leaves it written in part: `pull`
-        then raises until it is discarded or a checkpoint is loaded.
+        """Mark the window as invalid if an exception leaves it partially written.
+        `pull` then raises until the window is discarded or a checkpoint is loaded.
         """
         try:
             yield
@@ -269,7 +270,7 @@ class Storage(nn.Cell):  # type: ignore[misc]
             raise
 
     def at_rest(self, state: Fields) -> State:
-        """Return `state` with its numbers as they will be stored."""
+        """Return `state` with its numbers rounded as they will be stored."""
         has_float64 = self.float_dtype == ms.float64
         return kit.at_rest(State(*state), float64_weight=has_float64)
 
@@ -277,14 +278,16 @@ class Storage(nn.Cell):  # type: ignore[misc]
         return State(*(getattr(self, field).item() for field in FIELD_DTYPES))
 
     def pull(self) -> State:
-        """Read the state; raise if an exception left the window written in part."""
+        """Read the state; raise if an exception left the window partially written."""
         state = self.read()
         if state.micro_step == INVALID:
             raise kit.half_made_error()
         return state
 
     def push(self, state: Fields, before: State) -> State:
-        """Write where `state` differs from `before`, the last one read or pushed."""
+        """Write the fields in which `state` differs from `before`, the state that was
+        last read or pushed; return the state as stored.
+        """
         rounded_state = self.at_rest(state)
         for field, old, new in zip(FIELD_DTYPES, before, rounded_state, strict=True):
             if new != old:
@@ -300,8 +303,8 @@ class Storage(nn.Cell):  # type: ignore[misc]
         *,
         micro_step: int = 0,
     ) -> None:
-        """Write what the next `StepResult` will say; without `grad_norm` the last norm
-        stays.
+        """Write the values of the next `StepResult`; without `grad_norm`, keep the last
+        norm.
         """
         last_event = self.last_event.tolist()
         if grad_norm is None:

@@ -1,7 +1,7 @@
-"""Training steps: the training cell, and callbacks for `mindspore.train.Model.train`.
+"""Training steps: the training cell, and a callback for `mindspore.train.Model.train`.
 
-`mindspore.nn.TrainOneStepCell` can neither scale the loss by a scale that moves nor
-weigh a micro-batch; `TrainOneStepCell` here does both.
+`mindspore.nn.TrainOneStepCell` can neither use a loss scale that changes nor weight a
+micro-batch. The `TrainOneStepCell` of this module does both.
 """
 
 from __future__ import annotations
@@ -34,37 +34,38 @@ def items(*inputs: Tensor) -> Weight:
 
 @constexpr  # type: ignore[untyped-decorator]
 def refuse_losses(shape: tuple[int, ...]) -> None:
-    """Raise `ArgumentValueError`: the network returns several losses, of which
-    MindSpore differentiates the sum.
+    """Raise `ArgumentValueError`, because the network returns several losses, and
+    MindSpore differentiates their sum.
     """
     raise ArgumentValueError(
-        'network: expected one loss, because reduction="mean" takes a mean of each'
+        'network: expected one loss, because reduction="mean" needs the mean over each'
         f" micro-batch; got losses of shape {shape}, whose sum is differentiated. Let"
-        " the network return their mean, as nn.MSELoss() does; or wrap with"
+        " the network return their mean, as nn.MSELoss() does, or wrap with"
         ' reduction="sum" or "sum_per_item".'
     )
 
 
 class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
-    """One micro-batch: the loss, its gradient and the wrapped optimizer's call. The
-    last micro-batch of a window makes the update.
+    """A training step for one micro-batch: it computes the loss and its gradients, and
+    calls the wrapped optimizer. The last micro-batch of a window makes the update.
 
-    In PyNative, in `mindspore.jit`, in graph mode, and as the network of
+    It works in PyNative, in `mindspore.jit`, in graph mode, and as the network of
     `mindspore.train.Model`: ``Model(TrainOneStepCell(nn.WithLossCell(net, loss_fn),
-    optimizer))``. A checkpoint of this cell holds a normalization's statistics too.
-    Without ``data_parallel=True``, in MindSpore's data parallel mode, it takes the mean
-    of the workers' gradients in each micro-batch, and all must have equally many items.
+    optimizer))``. A checkpoint of this cell also contains the statistics of
+    normalization layers. Without ``data_parallel=True``, in MindSpore's data parallel
+    mode, it averages the workers' gradients in each micro-batch, so all workers must
+    have the same number of items.
 
     Args:
-        network: a Cell that returns the loss, not scaled.
+        network: a Cell that returns the unscaled loss.
         optimizer: the wrapped optimizer; its loss scale, if any, is applied here.
-        weight: a function of the network's inputs that returns how many items the
-            micro-batch has, a number or a Tensor of one element; the length of the
-            first input's first axis unless given. None: every micro-batch weighs 1,
-            which saves a pass over the gradients.
+        weight: a function of the network's inputs that returns the number of items in
+            the micro-batch, a number or a one-element Tensor; by default, the length of
+            the first input's first axis. None means that every micro-batch has weight
+            1, which saves a pass over the gradients.
 
     Returns:
-        When called: the loss of the micro-batch, not scaled.
+        A call returns the unscaled loss of the micro-batch.
 
     Raises:
         ArgumentValueError: on a call, the network returned several losses, and the
@@ -81,10 +82,10 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
         if optimizer.storage.has_workers:
             self.grad_reducer = nn.Identity()
         if weight is None:
-            # Micro-batches of any size are to count the same, as in a sum.
+            # Micro-batches of all sizes count the same, as in a sum.
             optimizer.storage.sizes = Sizes("sum")
-        # Not `weight`: a Cell that holds parameters in a tuple has an attribute of each
-        # one's name.
+        # This is not called `weight`, because a Cell with a tuple of parameters has an
+        # attribute with each parameter's name.
         self.weight_of_micro_batch = weight
         self.takes_means = optimizer.options.reduction == "mean"
         self.backward = ms.value_and_grad(
@@ -92,7 +93,7 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
         )
 
     def forward(self, *inputs: object) -> tuple[Tensor, Tensor]:
-        """Return the scaled loss, to differentiate, and the loss."""
+        """Return the scaled loss, which is differentiated, and the unscaled loss."""
         loss = self.network(*inputs)
         return self.optimizer.scale(loss), loss
 
@@ -114,16 +115,18 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
 
 
 class FlushAtEpochEnd(Callback):  # type: ignore[misc]
-    """Close the open window in the last step of each epoch, so that no window reaches
-    from one epoch into the next.
+    """Close the open window in the last step of each epoch, so that no window spans two
+    epochs.
 
-    Put this callback before callbacks that save checkpoints: they save at the end of a
-    step, where this one flushes. `mindspore.train.Model.fit` validates after it. Where
-    the data goes through a sink, not on a CPU, an epoch is ``sink_size`` steps.
+    Put this callback before callbacks that save checkpoints, because they save at the
+    end of a step, when this callback flushes. `mindspore.train.Model.fit` validates
+    after the flush. In dataset sink mode, which a CPU does not have, an epoch is
+    ``sink_size`` steps.
 
-    After each step it calls the optimizer's listeners with the window that the step
-    closed. It warns, once, of micro-batches of unequal size without a weight, as those
-    of ``Model(net, loss_fn, optimizer)``; not of a sink's, which Python does not see.
+    After each step the callback calls the optimizer's listeners with the window that
+    the step closed. It warns once about micro-batches of unequal size without a weight,
+    such as the micro-batches of ``Model(net, loss_fn, optimizer)``. In sink mode it
+    cannot warn, because Python does not see the micro-batches.
 
     Args:
         optimizer: the wrapped optimizer.
@@ -133,12 +136,12 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
         super().__init__()
         self.optimizer = optimizer
         self.has_flushed = False
-        """In this epoch. Workers that share windows each flush once in an epoch,
-        whatever they hold.
+        """True after a flush in this epoch. Workers that share windows each flush once
+        per epoch, whatever their windows contain.
         """
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Raise `UsageError` if a `mindspore.train.ModelCheckpoint` stands before this
+        """Raise `UsageError` if a `mindspore.train.ModelCheckpoint` comes before this
         callback.
         """
         callbacks = run_context.original_args().list_callback
@@ -146,9 +149,9 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
         if any(isinstance(callback, ModelCheckpoint) for callback in before):
             raise UsageError(
                 "callbacks: expected FlushAtEpochEnd before ModelCheckpoint, because"
-                " both work at the end of a step; got FlushAtEpochEnd after it, so that"
-                " the saved file lacks the epoch's last update. Write"
-                " callbacks=[FlushAtEpochEnd(optimizer), ...]."
+                " both work at the end of a step; got FlushAtEpochEnd after"
+                " ModelCheckpoint, so the saved file would lack the epoch's last"
+                " update. Write callbacks=[FlushAtEpochEnd(optimizer), ...]."
             )
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
@@ -160,7 +163,8 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
         self.optimizer.storage.sizes.see(run.train_dataset_element)
         steps = run.batch_num
         if not run.dataset_sink_mode:
-            # There `batch_num` is the `sink_size`, if one was given.
+            # Outside sink mode `batch_num` is the `sink_size`, if a `sink_size` was
+            # passed.
             steps = run.train_dataset.get_dataset_size()
         if run.cur_step_num % steps == 0:
             self._flush()
@@ -172,8 +176,8 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
             self._flush()
 
     def _flush(self) -> None:
-        """Flush. If no worker had an open window, ``result`` stays the last step's, for
-        the callbacks behind this one.
+        """Flush. If no worker had an open window, keep the ``result`` of the last step
+        for the callbacks after this one.
         """
         storage = self.optimizer.storage
         last_event = storage.last_event.tolist()

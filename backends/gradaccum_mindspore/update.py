@@ -1,9 +1,11 @@
-"""The inner optimizer's one call per window, and the guard against any other call.
+"""The call of the inner optimizer, once per window, and the guard against any other
+call.
 
-While a wrapper lives, a call of its inner optimizer is refused: both Python and
-MindSpore's compiler look up ``construct`` on the object, and find one there that
-raises. `Update` calls the class's own. A function that was compiled before the
-optimizer was wrapped is not compiled again, and calls the inner optimizer unnoticed.
+While a wrapper is alive, a call of its inner optimizer raises an error. Both Python and
+MindSpore's compiler look up ``construct`` on the object, where they find a method that
+raises. `Update` calls the method of the class instead. A function that was compiled
+before the optimizer was wrapped is not compiled again, and calls the inner optimizer
+unnoticed.
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ from gradaccum_mindspore.gradient_sum import Gradients
 from gradaccum_mindspore.master_weights import MasterWeights, Optimizer
 
 IN_PLACE = ("mindspore.mint.optim.sgd", "mindspore.mint.optim.adam")
-"""The modules whose optimizers write parameters by ``Parameter.add_``, which changes
-nothing in PyNative on a CPU in MindSpore 2.10.
+"""The modules whose optimizers update parameters through ``Parameter.add_``, which
+changes nothing in PyNative on a CPU in MindSpore 2.10.
 """
 
 
 class Update(nn.Cell):  # type: ignore[misc]
-    """Calls the inner optimizer and rounds its masters, if there are any, into the
-    model.
+    """Calls the inner optimizer, and writes the rounded masters, if there are any, into
+    the model.
     """
 
     def __init__(self, inner: Optimizer, masters: MasterWeights) -> None:
@@ -41,13 +43,13 @@ class Update(nn.Cell):  # type: ignore[misc]
         self.inner_attributes = vars(inner)
         self.guard = MethodType(guarded_construct, inner)
         self.inner_attributes["construct"] = self.guard
-        # In graph mode Python would call what was compiled before.
+        # In graph mode Python would call the program that was compiled before.
         inner.compile_cache.clear()
         finalize(self, self.inner_attributes.pop, "construct", None)
 
     def __call__(self, gradients: Gradients) -> bool:
-        # MindSpore compiles most constructs, also in PyNative, and looks them up by
-        # this name.
+        # MindSpore compiles most ``construct`` methods, even in PyNative, and looks
+        # them up by this name.
         del self.inner_attributes["construct"]
         try:
             self.masters.copy_model_into_masters()
@@ -74,7 +76,7 @@ class Update(nn.Cell):  # type: ignore[misc]
             raise UsageError(
                 "optimizer: expected an optimizer that changes parameters in PyNative"
                 f" on a CPU; got mint.optim.{kind.__name__}, which changes nothing"
-                " there. Compile the step by @mindspore.jit, or use an optimizer of"
+                " there. Compile the step with @mindspore.jit, or use an optimizer from"
                 " mindspore.nn."
             )
 
@@ -83,7 +85,7 @@ class Update(nn.Cell):  # type: ignore[misc]
 
 
 def guarded_construct(self: Optimizer, *gradients: Any, **keywords: Any) -> bool:
-    """Stand in for an inner optimizer's ``construct``."""
+    """Raise when an inner optimizer's ``construct`` is called."""
     refuse_call(self.cls_name)
     return True
 
@@ -91,10 +93,10 @@ def guarded_construct(self: Optimizer, *gradients: Any, **keywords: Any) -> bool
 @constexpr  # type: ignore[untyped-decorator]
 def refuse_call(name: str) -> None:
     raise UsageError(
-        "optimizer(gradients): expected a call of the wrapped optimizer, which alone"
-        f" knows when a window ends; got one of the inner {name}. Write optimizer ="
-        f" gradaccum.wrap(nn.{name}(...), ...), so that one name is left, and call"
-        " that."
+        "optimizer(gradients): expected a call of the wrapped optimizer, because only"
+        f" it knows when a window ends; got a call of the inner {name}. Write optimizer"
+        f" = gradaccum.wrap(nn.{name}(...), ...), so that only the wrapped optimizer"
+        " has a name, and call optimizer(gradients)."
     )
 
 
@@ -104,26 +106,27 @@ def is_guarded(inner: Optimizer) -> bool:
 
 
 def require_unwrapped(inner: Optimizer) -> None:
-    """Raise unless no living wrapper has `inner`."""
+    """Raise if `inner` has a wrapper that is still alive."""
     if is_guarded(inner):
-        gc.collect()  # Cells are in cycles.
+        gc.collect()  # Cells are in reference cycles.
     if is_guarded(inner):
         raise ArgumentTypeError(
-            "optimizer: expected one that no living wrapper has; got"
-            f" {type(inner).__name__}, which an earlier gradaccum.wrap has wrapped. Use"
-            " the optimizer that gradaccum.wrap returned first, or delete it (del opt)"
-            " before you wrap again."
+            "optimizer: expected an optimizer that is not wrapped yet; got"
+            f" {type(inner).__name__}, which an earlier call of gradaccum.wrap wrapped."
+            " Use the optimizer that this call returned, or delete it (del opt) before"
+            " you wrap again."
         )
 
 
 def require_no_scale(inner: Optimizer) -> None:
-    """Raise unless `inner` leaves gradients as they are: it would divide them by a
-    loss scale that the window does not know.
+    """Raise if `inner` has a loss scale, because it would divide the gradients by a
+    scale that the window does not know.
     """
     scale = float(getattr(inner, "loss_scale", 1.0))
     if scale != 1:
         raise ArgumentValueError(
-            f"optimizer: expected no loss scale of its own; got loss_scale={scale:g}."
-            " Leave loss_scale out of the optimizer: gradaccum.wrap(nn.SGD(parameters,"
-            " 0.1), steps=4, loss_scale=1024.0)."
+            "optimizer: expected an optimizer without a loss scale of its own; got"
+            f" loss_scale={scale:g}. Leave loss_scale out of the optimizer, and pass it"
+            " to wrap: gradaccum.wrap(nn.SGD(parameters, 0.1), steps=4,"
+            " loss_scale=1024.0)."
         )

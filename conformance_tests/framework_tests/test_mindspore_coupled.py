@@ -164,7 +164,7 @@ def function_without_its_cells():
 @pytest.mark.parametrize(
     ("call", "kind", "words"),
     [
-        (other_outputs_again, UsageError, "outputs_fn: expected a function that gives"),
+        (other_outputs_again, UsageError, "outputs_fn: expected a function"),
         (compiled_call, AttributeError, ".*'construct' is not defined"),
         (function_without_its_cells, ArgumentValueError, "modules: expected the Cells"),
     ],

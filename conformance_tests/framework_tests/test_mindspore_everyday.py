@@ -74,7 +74,7 @@ def test_inner_optimizer_is_free_again():
     opt = gradaccum.wrap(inner, steps=2)
     with pytest.raises(
         gradaccum.ArgumentTypeError,
-        match="optimizer: expected one that no living wrapper has",
+        match="optimizer: expected an optimizer that is not wrapped yet",
     ):
         gradaccum.wrap(inner, steps=4)
     del opt
@@ -163,7 +163,7 @@ def test_loss_in_the_weight_s_place(mode):
         (ms.jit(call) if mode == "jit" else call)(*gradient(1.0), number)
 
     number = Tensor(2.5, ms.float32)
-    words = "weight: expected a name"
+    words = "weight: expected a keyword argument"
     with pytest.raises(gradaccum.ArgumentTypeError, match=words):
         take(by_place, number)
     with pytest.raises(gradaccum.ArgumentTypeError, match=words):

@@ -1,1 +1,3 @@
-"""The large batch in one call: split into micro-batches, with the memory of one."""
+"""The large batch in one call, split into micro-batches, with the memory of one
+micro-batch.
+"""

@@ -1,4 +1,4 @@
-"""The large batch, cut into micro-batches, and what each of them weighs."""
+"""The large batch, split into micro-batches, and the weight of each micro-batch."""
 
 from __future__ import annotations
 
@@ -18,15 +18,19 @@ from gradaccum_mindspore.mindspore_private import is_graph_mode
 
 Batch = tuple[Nest, ...]
 Weight: TypeAlias = Callable[..., Any] | Sequence[float] | Tensor | None
-"""A function of the micro-batch, a number per item, or None: each item weighs 1."""
+"""A function of the micro-batch, one number per item, or None, which gives each item
+weight 1.
+"""
 
 
 class Constant:
-    """Stands for a number or a text in compiled code, which cuts no list of them."""
+    """Stands for a number or a string in compiled code, which does not split lists of
+    these.
+    """
 
 
 INDIVISIBLE = (str, bytes, bool, int, float, complex, type(None), np.generic, Constant)
-"""The types of leaves that are given whole to each micro-batch."""
+"""The types of leaves that are passed whole to each micro-batch."""
 
 
 class CallOptions(NamedTuple):
@@ -34,7 +38,7 @@ class CallOptions(NamedTuple):
 
     division: Division
     reduction: Options
-    """The options of a window that the caller closes: for `gradaccum.kit.contribution`
+    """The options of a window that the caller closes, for `gradaccum.kit.contribution`
     and `divisor`.
     """
     weight: Any = None
@@ -43,8 +47,8 @@ class CallOptions(NamedTuple):
     merge_aux: Any = None
 
     def factor(self, weight: float) -> float:
-        """Return the factor of a micro-batch's gradients and loss: at weight 0 it adds
-        nothing under any reduction.
+        """Return the factor of a micro-batch's gradients and loss; with weight 0 it is
+        0 under any reduction.
         """
         return float(kit.contribution(weight, self.reduction)) * (weight > 0)
 
@@ -57,7 +61,7 @@ def positional(fn: Callable[..., Any], batch: Batch, keywords: dict[str, Any]) -
     """Return the arguments of a call in the order of the parameters of `fn`.
 
     Raises:
-        ArgumentTypeError: `fn` takes one of `keywords` by keyword alone.
+        ArgumentTypeError: one of `keywords` is a keyword-only parameter of `fn`.
     """
     if not keywords:
         return batch
@@ -67,15 +71,15 @@ def positional(fn: Callable[..., Any], batch: Batch, keywords: dict[str, Any]) -
     if call.kwargs:
         name = next(iter(call.kwargs))
         raise ArgumentTypeError(
-            f"{name}: expected a parameter that the function also takes by position;"
-            " got a parameter that it takes by keyword alone. Wrap the function:"
-            f" lambda x, {name}: forward(x, {name}={name})."
+            f"{name}: expected a parameter that the function also accepts by position;"
+            f" got a keyword-only parameter. Wrap the function: lambda x, {name}:"
+            f" forward(x, {name}={name})."
         )
     return call.args
 
 
 class MicroBatch(NamedTuple):
-    """One call of the user's function."""
+    """The arguments of one call of the user's function, and the weight."""
 
     arguments: Batch
     weight: float
@@ -92,8 +96,8 @@ def micro_batches(batch: Batch, options: CallOptions) -> Iterator[MicroBatch]:
 def cuts_and_weights(
     batch: Batch, options: CallOptions
 ) -> tuple[Sequence[Cut], list[float | None]]:
-    """Return the cuts, and the weight of each of them, None where a function of the
-    micro-batch gives it.
+    """Return the cuts, and the weight of each cut, which is None if a function of the
+    micro-batch returns it.
     """
     items = number_of_items(batch, options.axes)
     cuts = kit.divided(options.division, items)
@@ -126,8 +130,8 @@ def size_along(leaf: Any, axis: Any, path: str) -> int:
     if not -len(leaf.shape) <= axis < len(leaf.shape):
         raise ArgumentValueError(
             f"{path}: expected an array with axis {axis}; got shape"
-            f" {tuple(leaf.shape)}. Write axes=None for a leaf that every micro-batch"
-            " is given whole, or the axis of its items."
+            f" {tuple(leaf.shape)}. Write axes=None for a leaf that is passed whole to"
+            " every micro-batch, or the axis of its items."
         )
     return int(leaf.shape[axis])
 
@@ -140,7 +144,7 @@ def slices_of(batch: Batch, axes: Nest, cut: Cut) -> Batch:
     slices = [slice_of(leaf.value, axis, cut) for leaf, axis in pairs]
     arguments: Any = kit.with_leaves(batch, iter(slices))
     if is_graph_mode():
-        # Graph mode takes a container of Tensors for a constant, and would compile the
+        # Graph mode treats a container of Tensors as a constant, and would compile the
         # function again for each micro-batch.
         arguments = map(mutable, arguments)
     return tuple(arguments)

@@ -1,16 +1,16 @@
-"""The micro-batches of a large batch as one loop of compiled code: inside
+"""The loop over the micro-batches of a large batch in compiled code, inside
 `mindspore.jit` and inside a Cell in graph mode.
 
-The loop is a ``while`` on a Tensor, so its body is compiled once: MindSpore unrolls a
-loop over Python numbers, and each copy of a random operator would start at the same
-seed. A last, smaller micro-batch is a second copy of the body. The sums start as zeros
-that the graph computes, because constant zeros would be a second buffer of the model's
-size.
+The loop is a ``while`` on a Tensor, so its body is compiled once. MindSpore would
+unroll a loop over Python numbers, and each copy of a random operator would start at the
+same seed. A last, smaller micro-batch is a second copy of the body. The sums start as
+zeros that the graph computes, because constant zeros would be a second buffer as large
+as the model.
 
-Such a loop needs the shape of what it carries before it runs, so aux needs a call from
-Python. Tuples of Tensors are walked by place: in a loop MindSpore takes the length of a
-tuple of equal shapes for unknown, and `mindspore.ops.HyperMap` returned shape (1,) for
-shape ().
+Such a loop needs the shapes of its variables before it runs, so aux needs a call from
+Python. The code indexes tuples of Tensors, because in a loop MindSpore treats the
+length of a tuple of equal shapes as unknown, and `mindspore.ops.HyperMap` returned
+shape (1,) for shape ().
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ constant = constexpr(Constant)
 
 
 class CompiledLoop(nn.Cell):  # type: ignore[misc]
-    """The loss and gradients of a large batch, for the compiler to follow."""
+    """The loss and gradients of a large batch, for MindSpore to compile."""
 
     def __init__(
         self,
@@ -76,7 +76,8 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         self.zero = hidden_parameter(
             Tensor(0, self.float_dtype), "gradaccum.large_batch.zero"
         )
-        # A Parameter, because the compiler made 0 of a sum with Python's NaN.
+        # This is a Parameter, because the compiler turned a sum with Python's NaN into
+        # 0.
         self.nan = hidden_parameter(
             Tensor(float("nan"), self.float_dtype), "gradaccum.large_batch.nan"
         )
@@ -117,11 +118,12 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         total_weight: Tensor,
         sums: Any,
     ) -> tuple[Tensor, Tensor, Any]:
-        """Return loss, weight and sums with those of the items at `indices`."""
+        """Return loss, weight and sums after adding the items at `indices`."""
         arguments = items_at(batch, self.axes, indices)
         if self.calls_weight:
             given = self.zero + number_of(self.weight_function(*arguments))
-            # Compiled code cannot refuse a value: a negative weight makes all NaN.
+            # Compiled code cannot raise for a value, so a negative weight makes all
+            # results NaN.
             weight = where(given >= 0, given, self.nan * 1).astype(self.float_dtype)
         outputs, gradients = self.backward(*arguments)
         factor = kit.contribution(weight, self.reduction)
@@ -146,8 +148,8 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
     def add_gradients(
         self, sums: Any, gradients: Any, weight: Tensor, factor: Tensor, loss: Tensor
     ) -> Any:
-        """Return the sums with the gradients times `factor`; a micro-batch of weight 0
-        adds nothing, whatever its gradients are.
+        """Return the sums after adding the gradients times `factor`. A micro-batch of
+        weight 0 adds nothing, whatever its gradients are.
         """
         new_sums: tuple[Tensor, ...] = ()
         for place in range(len(self.shapes)):
@@ -169,9 +171,9 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
 
 
 def plan_of(options: CallOptions, dtype: DType) -> Callable[[Any], Any]:
-    """Return a function that runs while MindSpore compiles. From the outline of a batch
-    it returns the number of micro-batches of full size, their size, the size of a
-    smaller last one or 0, and the weights of all.
+    """Return a function that runs while MindSpore compiles. From the outline of a
+    batch, it returns the number of micro-batches of full size, their size, the size of
+    a smaller last micro-batch or 0, and the weights of all micro-batches.
     """
 
     @constexpr(reuse_result=False)  # type: ignore[untyped-decorator]
@@ -187,13 +189,13 @@ def plan_of(options: CallOptions, dtype: DType) -> Callable[[Any], Any]:
     return planned
 
 
-# The compiler follows `outline_of` and `items_at`: every ``if`` there asks about a type
-# or a structure, and is decided while compiling.
+# MindSpore compiles `outline_of` and `items_at`. Every ``if`` there tests a type or a
+# structure, and is decided while compiling.
 
 
 def outline_of(nest: Any) -> Any:
-    """Return the nest with an outline in place of each Tensor, and a `Constant` in
-    place of any other leaf.
+    """Return the nest with each Tensor replaced by its outline, and any other leaf
+    replaced by a `Constant`.
     """
     if isinstance(nest, (tuple, list)):
         parts = []
@@ -202,7 +204,7 @@ def outline_of(nest: Any) -> Any:
         return tuple(parts) if isinstance(nest, tuple) else parts
     if isinstance(nest, dict):
         named = {}
-        for key in nest.keys():  # noqa: SIM118 - the compiler iterates over no dict
+        for key in nest.keys():  # noqa: SIM118 - the compiler cannot iterate over dicts
             named[key] = outline_of(nest[key])
         return named
     if isinstance(nest, Tensor):
@@ -211,7 +213,7 @@ def outline_of(nest: Any) -> Any:
 
 
 def items_at(nest: Any, axes: Any, indices: Tensor) -> Any:
-    """Return the nest with the items at `indices`."""
+    """Return the nest with only the items at `indices`."""
     if isinstance(nest, (tuple, list)):
         parts = []
         for place in range(len(nest)):
@@ -220,7 +222,7 @@ def items_at(nest: Any, axes: Any, indices: Tensor) -> Any:
         return tuple(parts) if isinstance(nest, tuple) else parts
     if isinstance(nest, dict):
         named = {}
-        for key in nest.keys():  # noqa: SIM118 - the compiler iterates over no dict
+        for key in nest.keys():  # noqa: SIM118 - the compiler cannot iterate over dicts
             part_axes = axes[key] if isinstance(axes, dict) else axes
             named[key] = items_at(nest[key], part_axes, indices)
         return named

@@ -1,12 +1,12 @@
-"""Losses that couple the items of a batch, in two passes: any function of per-item
-outputs, exact.
+"""Losses that couple the items of a batch, computed exactly in two passes. The loss may
+be any function of per-item outputs.
 
 The first pass keeps the outputs of all items. The loss of all outputs is differentiated
-once, by the outputs and by its own parameters. The second pass carries the gradient of
-each micro-batch's outputs on to the parameters, through the gradient of
+once, with respect to the outputs and to its own parameters. The second pass propagates
+the gradient of each micro-batch's outputs to the parameters, through the gradient of
 ``sum(outputs * gradient)``.
 
-All of this runs in PyNative, in graph mode too.
+All of this runs in PyNative, even in graph mode.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
         outputs = []
         for number, micro_batch in enumerate(arguments):
             replay.begin(number)
-            # Where MindSpore records, for an outer gradient or after an error, it would
-            # keep the activations of all micro-batches.
+            # If MindSpore records operators, for an outer gradient or after an error,
+            # it would keep the activations of all micro-batches.
             with _no_grad():
                 outputs.append(self.outputs_fn(*micro_batch))
         return outputs
@@ -106,8 +106,9 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
     def differentiated_loss(
         self, outputs: Sequence[Nest], total: TensorSum
     ) -> tuple[Tensor, dict[int, Sequence[Tensor]]]:
-        """Return the loss, and its gradient by each floating leaf of the outputs, cut
-        into micro-batches; add its gradient by the parameters to `total`.
+        """Return the loss, and its gradient with respect to each floating leaf of the
+        outputs, split into micro-batches. Add its gradient with respect to the
+        parameters to `total`.
         """
 
         def loss_of_leaves(*leaves: Tensor) -> Tensor:
@@ -137,13 +138,16 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
         cotangents: dict[int, Sequence[Tensor]],
         total: TensorSum,
     ) -> None:
-        """Add the gradients by the parameters of each micro-batch to `total`."""
+        """Add the gradients of each micro-batch, with respect to the parameters, to
+        `total`.
+        """
 
         def products(rows: Sequence[Tensor], *micro_batch: Nest) -> tuple[Tensor, Any]:
             leaves = tensors_of(self.outputs_fn(*micro_batch))
             product = 0.0
             for place, cotangent in zip(cotangents, rows, strict=True):
-                # Half precision could overflow in this sum, whose value means nothing.
+                # In half precision this sum could overflow, although its value is not
+                # used.
                 work = working_dtype(cotangent.dtype)
                 terms = leaves[place].astype(work) * cotangent.astype(work)
                 product = product + terms.sum()
@@ -156,7 +160,7 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
             (_, leaves), gradients = backward(rows, *micro_batch)
             require_same(tensors_of(outputs[number]), leaves)
             total.add(gradients)
-            del leaves, gradients  # They would live beside the next ones.
+            del leaves, gradients  # Free the memory for the next gradients.
 
 
 def coupled_value_and_grad(
@@ -170,40 +174,43 @@ def coupled_value_and_grad(
     accumulate_dtype: object = None,
     modules: Sequence[nn.Cell] | None = None,
 ) -> CoupledGradient:
-    """Return a function of a large batch that returns the loss of all items together,
-    and its gradients, micro-batch by micro-batch.
+    """Return a function of a large batch that returns the loss of all items together
+    and its gradients, computed micro-batch by micro-batch.
 
-    ``coupled_value_and_grad(outputs_fn, loss_fn, weights, steps=4)(*batch)`` is
-    ``mindspore.value_and_grad(lambda *batch: loss_fn(outputs_fn(*batch)), None,
-    weights)(*batch)``, for a contrastive loss, say. It runs `outputs_fn` twice on each
-    micro-batch. To scale the loss, return ``optimizer.scale(loss)`` from `loss_fn`.
+    ``coupled_value_and_grad(outputs_fn, loss_fn, weights, steps=4)(*batch)`` returns
+    the same as ``mindspore.value_and_grad(lambda *batch: loss_fn(outputs_fn(*batch)),
+    None, weights)(*batch)``, for example for a contrastive loss. It runs `outputs_fn`
+    twice on each micro-batch. To scale the loss, return ``optimizer.scale(loss)`` from
+    `loss_fn`.
 
     Args:
-        outputs_fn: a function or Cell of the batch that returns a nest of Tensors, each
-            with one row, or as many, per item.
-        loss_fn: a function of the outputs of the whole batch that returns a scalar. Its
-            own parameters are differentiated once.
-        weights: the Parameters to differentiate by, of both functions.
-        steps: as for `value_and_grad`, with the three that follow.
-        micro_batch_size: items of a micro-batch.
-        axes: the axis of the items, for each leaf; None for a leaf that is given whole.
+        outputs_fn: a function or Cell of the batch that returns a nest of Tensors. Each
+            Tensor has one row per item, or the same number of rows for each item.
+        loss_fn: a function of the outputs of the whole batch that returns a scalar. It
+            is differentiated once with respect to its own parameters.
+        weights: the Parameters of both functions to differentiate with respect to.
+        steps: as for `value_and_grad`, like the next three options.
+        micro_batch_size: the number of items in a micro-batch.
+        axes: the axis of the items, for each leaf; None for a leaf that is passed
+            whole.
         accumulate_dtype: the dtype of the sums.
         modules: the Cells that `outputs_fn` calls, unless it is a Cell or the method of
-            a Cell. Their statistics move once, and their dropouts draw the same numbers
-            in both passes.
+            a Cell. Their statistics are updated once, and their Dropout Cells draw the
+            same random numbers in both passes.
 
     Returns:
-        A Cell to call with the batch from Python. It runs in PyNative, in graph mode
-        too; `mindspore.jit` can compile `outputs_fn`. In PyNative `mindspore.nn.Dropout`
-        and `mindspore.ops.dropout` draw the same numbers in both passes. A call that
-        raises leaves statistics as they were. Over several workers the loss couples the
-        items of one worker alone.
+        A Cell to call with the batch from Python. It runs in PyNative, even in graph
+        mode, but `mindspore.jit` can compile `outputs_fn`. In PyNative,
+        `mindspore.nn.Dropout` and `mindspore.ops.dropout` draw the same random numbers
+        in both passes. If a call raises, the statistics are restored. With several
+        workers, the loss couples only the items of one worker.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an option is wrong; on a call, the batch
-            is empty or has leaves of unequal size, or the loss is no scalar.
-        UsageError: on a call, `outputs_fn` gives other outputs in the second pass than
-            in the first, because it draws random numbers under `mindspore.jit`, say.
+            is empty or has leaves of unequal size, or the loss is not a scalar.
+        UsageError: on a call, `outputs_fn` returns other outputs in the second pass
+            than in the first, for example because it draws random numbers under
+            `mindspore.jit`.
 
     Examples:
         >>> from mindspore import Tensor, nn
@@ -219,8 +226,8 @@ def coupled_value_and_grad(
     if modules is None and not known_modules:
         raise ArgumentValueError(
             "modules: expected the Cells that outputs_fn calls, because it runs twice"
-            " and their statistics must move once; got a function without modules."
-            " Write modules=(net,), or modules=() if it calls no Cell."
+            " but must update their statistics only once; got a function without"
+            " modules. Write modules=(net,), or modules=() if it calls no Cell."
         )
     division = make_division(steps, micro_batch_size)
     options = CallOptions(division, make_options(None, reduction="sum"), axes=axes)
@@ -238,12 +245,13 @@ def require_same(first_pass: Sequence[Tensor], second_pass: Sequence[Tensor]) ->
         before = first.astype(ms.float64).asnumpy()
         after = second.astype(ms.float64).asnumpy()
         largest = np.abs(before[np.isfinite(before)]).max(initial=0.0)
-        # Two compilations of one function round differently.
+        # Two compilations of the same function round differently.
         limit = largest * (2.0**-4 if first.dtype in HALF else 2.0**-11)
         if not np.allclose(before, after, rtol=0, atol=limit, equal_nan=True):
             raise UsageError(
-                "outputs_fn: expected a function that gives the same outputs again; got"
-                " outputs of the second pass that differ from the first. Draw with"
-                " nn.Dropout or ops.dropout, outside of mindspore.jit, and name the"
-                " Cells in modules=; or give random numbers in the batch."
+                "outputs_fn: expected a function that returns the same outputs when it"
+                " is called again; got different outputs in the second pass. For"
+                " randomness, use nn.Dropout or ops.dropout outside mindspore.jit and"
+                " list the Cells in modules=, or pass the random numbers as part of the"
+                " batch."
             )

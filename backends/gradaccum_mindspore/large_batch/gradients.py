@@ -38,7 +38,9 @@ class TensorSum:
         self.dtypes: list[DType] = []
 
     def add(self, tensors: Sequence[Tensor], factor: float = 1.0) -> None:
-        """Add the tensors times `factor`; at 0 nothing, though they may be NaN."""
+        """Add the tensors times `factor`. A factor of 0 adds nothing, even if the
+        tensors are NaN.
+        """
         if not self.totals:
             self.dtypes = [tensor.dtype for tensor in tensors]
             self.totals = [self.zeros_for(tensor) for tensor in tensors]
@@ -83,7 +85,9 @@ def identity(loss: Tensor) -> Tensor:
 
 @constexpr  # type: ignore[untyped-decorator]
 def require_scalar(shape: tuple[int, ...]) -> None:
-    """Raise unless a loss has this shape; MindSpore would differentiate its sum."""
+    """Raise unless `shape`, the shape of a loss, is (), because MindSpore would
+    differentiate the sum of the loss.
+    """
     if shape:
         raise kit.scalar_loss_error(f"a Tensor of shape {tuple(shape)}")
 
@@ -91,13 +95,13 @@ def require_scalar(shape: tuple[int, ...]) -> None:
 def run_micro_batches(
     backward: Function, batch: Batch, options: CallOptions, add: Function
 ) -> tuple[Any, float]:
-    """Hand the gradients of each micro-batch to `add`; return what the call returns as
-    value, the loss or ``(loss, aux)``, and the sum of the weights.
+    """Pass the gradients of each micro-batch to `add`. Return the value of the call,
+    which is the loss or ``(loss, aux)``, and the sum of the weights.
 
     Args:
-        backward: from `gradient_function`.
+        backward: a function that `gradient_function` returned.
         batch: the arguments of the user's function.
-        options: of the call.
+        options: the options of the call.
         add: a function of the gradients, the weight and the loss of a micro-batch.
     """
     losses = TensorSum()
@@ -106,7 +110,7 @@ def run_micro_batches(
     for arguments, weight in micro_batches(batch, options):
         (_, loss, *aux), gradients = backward(*arguments)
         add(gradients, weight, loss)
-        del gradients  # They would live beside the next ones.
+        del gradients  # Free the memory for the next gradients.
         losses.add([loss], options.factor(weight))
         weights.append(weight)
         auxes += aux

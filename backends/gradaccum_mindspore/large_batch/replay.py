@@ -1,10 +1,10 @@
-"""Random numbers and statistics: set back after an error, and the same again in a
-second pass.
+"""Random numbers and statistics, which are restored after an error. A second pass
+repeats the random numbers.
 
-In PyNative MindSpore makes each random operator with seeds from counters in
-`mindspore.common.seed`, so the same counters make the same operators again.
-`mindspore.nn.Dropout` makes its operator once, so it is lent a new operator for each
-micro-batch.
+In PyNative, MindSpore makes each random operator with seeds from counters in
+`mindspore.common.seed`, so the same counters give the same operators again.
+`mindspore.nn.Dropout` makes its operator only once, so it temporarily gets a new
+operator for each micro-batch.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from mindspore import nn, ops
 from gradaccum_mindspore.mindspore_private import SEEDS, forget_recorded, set_counters
 
 LARGEST = 2**16
-"""Elements of a Parameter that may be a statistic; a larger Parameter that nobody
-trains is a frozen weight, which no call changes.
+"""The largest number of elements of a Parameter that may be a statistic. A larger
+Parameter that is not trained is a frozen weight, which no call changes.
 """
 
 
 def modules_of(fn: object, modules: Sequence[nn.Cell]) -> tuple[nn.Cell, ...]:
     """Return the Cells that `fn` is known to call: itself, the Cell whose method it is,
-    and those that the user named.
+    and the Cells that the user named.
     """
     candidates = (fn, getattr(fn, "__self__", None), *modules)
     return tuple(cell for cell in candidates if isinstance(cell, nn.Cell))
 
 
 class SavedState:
-    """The statistics of Cells, and the counters of random operators; as a context, set
-    back after an error.
+    """The saved statistics of Cells and counters of random operators. As a context
+    manager, it restores them after an error.
     """
 
     def __init__(self, modules: Sequence[nn.Cell]) -> None:
@@ -60,8 +60,8 @@ class SavedState:
 
 
 class RandomReplay:
-    """As a context: gives each micro-batch its own random numbers, and the same numbers
-    when it begins a second time.
+    """A context manager that gives each micro-batch its own random numbers, and the
+    same numbers again when the micro-batch begins a second time.
     """
 
     def __init__(self, modules: Sequence[nn.Cell]) -> None:

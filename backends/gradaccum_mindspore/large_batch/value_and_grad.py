@@ -31,7 +31,7 @@ from gradaccum_mindspore.mindspore_private import refuse_trace
 class LargeBatchGradient(nn.Cell):  # type: ignore[misc]
     """The function that `value_and_grad` returns.
 
-    Python calls ``__call__``, and the compiler follows ``construct``.
+    Python calls ``__call__``, and MindSpore compiles ``construct``.
     """
 
     def __init__(
@@ -89,52 +89,54 @@ def value_and_grad(
     accumulate_dtype: object = None,
     modules: Sequence[nn.Cell] = (),
 ) -> LargeBatchGradient:
-    """Return a function of a large batch that returns its value and gradients, computed
+    """Return a function of a large batch that returns its loss and gradients, computed
     micro-batch by micro-batch.
 
     ``value_and_grad(forward, None, weights, steps=4)(x, y)`` returns
     ``(loss, gradients)`` as ``mindspore.value_and_grad(forward, None, weights)(x, y)``
-    does. In PyNative, inside `mindspore.jit` and in graph mode.
+    does. It works in PyNative, inside `mindspore.jit` and in graph mode.
 
     Args:
-        fn: a function or Cell of the batch that returns a scalar loss; with `has_aux`
-            ``(loss, aux)``.
+        fn: a function or Cell of the batch that returns a scalar loss, or
+            ``(loss, aux)`` with `has_aux`.
         grad_position: None.
-        weights: the Parameters to differentiate by.
-        has_aux: `fn` returns an aux too, a nest of Tensors. ``value`` is then
-            ``(loss, aux)``. From Python only.
-        steps: at most so many micro-batches, of ceil(items / steps) items.
-        micro_batch_size: items of a micro-batch.
-        reduction: "mean": `fn` returns a mean, weighed by `weight`. "sum": it returns a
-            sum. "sum_per_item": it returns a sum, and the sum over the batch is divided
-            by the sum of the weights.
+        weights: the Parameters to differentiate with respect to.
+        has_aux: True if `fn` also returns an aux, a nest of Tensors. The call then
+            returns ``(loss, aux)`` instead of the loss, and it must come from Python.
+        steps: the maximum number of micro-batches, which have ceil(items / steps)
+            items.
+        micro_batch_size: the number of items in a micro-batch.
+        reduction: "mean" if `fn` returns a mean, which is weighted by `weight`; "sum"
+            if it returns a sum; "sum_per_item" if it returns a sum, and the sum over
+            the batch should be divided by the sum of the weights.
         weight: a function of the micro-batch's arguments that returns its weight, such
-            as its tokens; or one number per item; the number of items unless given. A
-            micro-batch of weight 0 adds nothing, whatever its loss is. If all weigh 0,
-            loss and gradients are 0. A weight is taken for a constant: it must not
-            depend on `weights`.
+            as its number of tokens, or one number per item; by default, the number of
+            items. A micro-batch of weight 0 adds nothing, whatever its loss is. If all
+            weights are 0, the loss and the gradients are 0. A weight is treated as a
+            constant, so it must not depend on `weights`.
         axes: the axis of the items, an int, for each leaf of the batch (a prefix nest
-            of the tuple of arguments); None: given whole to each micro-batch, as are
-            numbers and texts. A list of arrays that may be as long as the batch needs
-            ``[0, 0]``, an axis per element.
-        merge_aux: None: a list of one aux per micro-batch. "concatenate": the aux has a
-            row per item, in the order of the items. A function: it is called once with
-            the list of one aux per micro-batch and the list of their weights, and its
-            result is returned.
-        accumulate_dtype: the dtype of the sums; None: float32 for half precision, else
-            the gradient's own. The gradients returned have their own dtype.
-        modules: the Cells whose statistics are restored if a call raises, beside `fn`
-            or the Cell whose method it is.
+            of the tuple of arguments). None means that a leaf is passed whole to each
+            micro-batch, as numbers and strings are. A list of arrays that may be as
+            long as the batch needs ``[0, 0]``, one axis per element.
+        merge_aux: None returns a list with one aux per micro-batch. "concatenate"
+            returns one aux with a row per item, in the order of the items. A function
+            is called once, with the list of one aux per micro-batch and the list of
+            their weights, and its result is returned.
+        accumulate_dtype: the dtype of the sums. None means float32 for half precision,
+            and otherwise the gradient's own dtype. The returned gradients have their
+            own dtype.
+        modules: the Cells whose statistics are restored if a call raises, in addition
+            to `fn` or the Cell whose method it is.
 
     Returns:
-        A Cell to call with the batch, from Python by keyword too. Called from Python,
-        it returns the loss in its own dtype; compiled code, in float32, or in float64
-        if a sum is float64. After `mindspore.set_seed` micro-batches of two sizes can
-        begin with the same random numbers, as in a loop by hand.
+        A Cell to call with the batch, which Python may also pass by keyword. If Python
+        calls it, the loss has its own dtype. In compiled code, the loss is float32, or
+        float64 if a sum is float64. After `mindspore.set_seed`, micro-batches of two
+        sizes can begin with the same random numbers, as in a hand-written loop.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an option is wrong; on a call, the batch
-            is empty or has leaves of unequal size, or the loss is no scalar.
+            is empty or has leaves of unequal size, or the loss is not a scalar.
 
     Examples:
         >>> import mindspore as ms
@@ -149,9 +151,9 @@ def value_and_grad(
     """
     if grad_position is not None:
         raise ArgumentValueError(
-            "grad_position: expected None, because the call differentiates by weights"
-            f" alone; got {grad_position!r}. Write value_and_grad(fn, None, weights,"
-            " steps=4)."
+            "grad_position: expected None, because the call differentiates only with"
+            f" respect to weights; got {grad_position!r}. Write value_and_grad(fn,"
+            " None, weights, steps=4)."
         )
     options = CallOptions(
         kit.make_division(steps, micro_batch_size),

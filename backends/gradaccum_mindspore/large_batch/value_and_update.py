@@ -1,5 +1,5 @@
-"""A whole window of a wrapped optimizer in one call: the optimizer takes in each
-micro-batch of the large batch, and updates.
+"""A whole window of a wrapped optimizer in one call, which adds each micro-batch of the
+large batch and makes the update.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
         micro_step = storage.micro_step.item()
         if micro_step > 0:
             raise UsageError(
-                "optimizer: expected no open window, because the call is a window; got"
-                f" a window that holds {micro_step} micro-batches. Call"
+                "optimizer: expected no open window, because the call is a whole"
+                f" window; got an open window (micro-batches: {micro_step}). Call"
                 " optimizer.flush() or optimizer.discard() first."
             )
         last_event = storage.last_event.value().copy()
@@ -79,11 +79,11 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
 
 
 class CompiledUpdateLoop(CompiledLoop):
-    """The loop in which the optimizer takes in the gradients of each micro-batch.
+    """The loop that passes the gradients of each micro-batch to the optimizer.
 
-    What it carries in place of sums is added to each weight: 0, or NaN if a window was
-    open, because compiled code cannot raise. A NaN makes an overflow, so that there is
-    no update.
+    Instead of sums, it carries a number that is added to each weight: 0, or NaN if a
+    window was open, because compiled code cannot raise. A NaN makes the window an
+    overflow, so no update is made.
     """
 
     def __init__(
@@ -120,34 +120,34 @@ def value_and_update(
     """Return a function of a large batch that makes one update of a wrapped optimizer
     and returns the large batch's loss.
 
-    The micro-batches are one window of `optimizer`: all its options hold, `fn` is
-    scaled by its loss scale, and ``optimizer.result`` tells what the window did. In
-    PyNative, inside `mindspore.jit` and in graph mode.
+    The micro-batches are one window of `optimizer`: all its options apply, the loss is
+    multiplied by its loss scale, and ``optimizer.result`` describes the window. The
+    function works in PyNative, inside `mindspore.jit` and in graph mode.
 
     Args:
-        fn: a function or Cell of the batch that returns a scalar loss, not scaled; with
-            `has_aux` ``(loss, aux)``.
-        optimizer: what `gradaccum.wrap` returned with ``steps=None``; its ``reduction``
-            holds.
-        has_aux: `fn` returns an aux too.
-        steps: as for `value_and_grad`, with the options that follow.
-        micro_batch_size: items of a micro-batch.
-        weight: a function of the micro-batch, or one number per item; the number of
-            items unless given.
+        fn: a function or Cell of the batch that returns a scalar loss, not scaled, or
+            ``(loss, aux)`` with `has_aux`.
+        optimizer: an optimizer wrapped with ``steps=None``; its ``reduction`` applies.
+        has_aux: True if `fn` also returns an aux.
+        steps: as for `value_and_grad`, like the options that follow.
+        micro_batch_size: the number of items in a micro-batch.
+        weight: a function of the micro-batch, or one number per item; by default, the
+            number of items.
         axes: the axis of the items, for each leaf.
-        merge_aux: what becomes of one aux per micro-batch.
-        modules: the Cells whose statistics are restored if a micro-batch raises, beside
-            `fn` or the Cell whose method it is.
+        merge_aux: how the auxes of the micro-batches are merged.
+        modules: the Cells whose statistics are restored if a micro-batch raises, in
+            addition to `fn` or the Cell whose method it is.
 
     Returns:
         A Cell to call with the batch. It returns the loss, or ``(loss, aux)``, of all
-        micro-batches: a dropped one's too. If `fn` raises, the optimizer is as before.
+        micro-batches, even of a dropped micro-batch. If `fn` raises, the optimizer is
+        unchanged.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: as for `value_and_grad`; or `optimizer`
             is not wrapped with ``steps=None``.
         UsageError: on a call from Python, `optimizer` has an open window. Compiled code
-            cannot raise: there the loss is NaN then, and the window is an overflow.
+            cannot raise, so the loss is NaN there, and the window is an overflow.
 
     Examples:
         >>> import gradaccum

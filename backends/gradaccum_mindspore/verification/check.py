@@ -1,4 +1,4 @@
-"""`gradaccum_mindspore.verify`: a check whether accumulation is right for a loss."""
+"""`gradaccum_mindspore.verify` checks whether accumulation is right for a loss."""
 
 from __future__ import annotations
 
@@ -27,35 +27,39 @@ def verify(
     """Check whether gradient accumulation is right for a loss, and if not, why: see
     `gradaccum.verify`.
 
-    It runs in PyNative mode, in the mode of training that the model is in; functions
-    under ``ms.jit`` run compiled. At the end the parameters, plain attributes of Cells,
-    modes, random states and the context are restored. Not for two threads at once.
+    The check runs in PyNative mode, and the model keeps its current mode (training or
+    evaluation). Functions under ``ms.jit`` run compiled. At the end the parameters,
+    plain attributes of Cells, modes, random states and the context are restored. Do not
+    run it in two threads at once.
 
-    MindSpore's random operators cannot be given numbers, so that an item draws another
-    dropout mask in another micro-batch. Dropout Cells run in evaluation mode, and the
-    report says so. A loss that draws such numbers itself cannot be compared.
+    MindSpore's random operators accept no random numbers from outside, so an item would
+    get different dropout masks in different micro-batches. Therefore Dropout Cells run
+    in evaluation mode, and the report says so. A loss that draws random numbers itself
+    cannot be compared.
 
     Args:
-        model: the Cell; its trainable parameters are differentiated by.
-        loss_fn: ``loss_fn(model, *batch)`` returns a floating Tensor of one element.
-            The usual criterion, ``criterion(output, *targets)``, is called with
-            ``model(batch[0])`` and the rest of the batch; a function that closes over
-            its model, ``loss_fn(*batch)``, with the batch.
+        model: the Cell. The loss is differentiated with respect to its trainable
+            parameters.
+        loss_fn: ``loss_fn(model, *batch)`` returns a floating Tensor with one element.
+            A usual criterion, ``criterion(output, *targets)``, is called with
+            ``model(batch[0])`` and the rest of the batch. A function that closes over
+            its model, ``loss_fn(*batch)``, is called with the batch.
         batch: a tuple or list of nests of Tensors and NumPy arrays with the items along
-            axis 0: a few real items, at least `steps`. A dictionary is one argument, or
-            arguments by name; other values are passed in full.
-        steps: micro-batches that the batch is divided into, at least 2; by default 4,
-            or as many as there are items.
-        reduction: how accumulation will add up: "mean", "sum" or "sum_per_item".
-        weight: as accumulation will have it: a callable ``weight(*micro_batch)``, or an
-            array with one number per item.
-        axes: a prefix nest of `batch`: the axis of items of each array, or None for
-            what is passed in full.
-        has_aux: `loss_fn` returns ``(loss, aux)``; `aux` is ignored.
+            axis 0. A few real items are enough, but at least `steps`. A dictionary is
+            one argument, or keyword arguments. Other values are passed whole.
+        steps: the number of micro-batches that the batch is divided into, at least 2;
+            by default 4, or the number of items if there are fewer.
+        reduction: how the micro-batches will be added up: "mean", "sum" or
+            "sum_per_item".
+        weight: the weights that training will use: a callable ``weight(*micro_batch)``,
+            or an array with one number per item.
+        axes: a prefix nest of `batch`, with the axis of the items of each array, or
+            None for a value that is passed whole.
+        has_aux: True if `loss_fn` returns ``(loss, aux)``; `aux` is ignored.
 
     Raises:
-        ArgumentValueError: the loss is no scalar, arrays have unequal numbers of items,
-            or `steps` or `weight` does not suit the batch.
+        ArgumentValueError: the loss is not a scalar, arrays have unequal numbers of
+            items, or `steps` or `weight` does not fit the batch.
     """
     parameters = {id(parameter) for parameter in model.trainable_params()}
 

@@ -1,8 +1,8 @@
-"""A loss in MindSpore as `gradaccum.verify` runs it: in PyNative mode, in parts, under
-conditions, with the user's state restored after.
+"""Runs a MindSpore loss for `gradaccum.verify`: in PyNative mode, on parts of the
+batch, under given conditions. The user's state is restored afterwards.
 
-Operators run one by one: MindSpore's threads would wait for each value that is read
-here.
+Operators run synchronously, because MindSpore's threads would wait for each value that
+is read here anyway.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from gradaccum_mindspore.mindspore_private import (
 )
 
 PLAIN = (bool, int, float, str)
-"""Types of the attributes that are restored."""
+"""The types of the attributes that are restored."""
 
 
 class MindSporeSubject:
-    """The `gradaccum.kit.Subject` of MindSpore."""
+    """The `gradaccum.kit.Subject` for MindSpore."""
 
     def __init__(
         self,
@@ -156,8 +156,8 @@ class MindSporeSubject:
 
     @cached_property
     def _roundoff(self) -> float:
-        """One rounding of the coarsest dtype among parameters, inputs and the results
-        of Cells.
+        """The distance from 1 to the next number in the coarsest dtype among the
+        parameters, the inputs and the outputs of Cells.
         """
         part = range(self.items)
         arguments = self._batch.part(part)
@@ -213,7 +213,7 @@ class ModelState:
                 setattr(self._cells[path], attribute, before)
 
     def changed_names(self, *, modes: bool = False) -> tuple[str, ...]:
-        """Name the parameters and attributes that are not as before."""
+        """Return the names of the parameters and attributes that have changed."""
         return tuple(
             name
             for name, value in self._get().items()
@@ -231,14 +231,14 @@ class RandomState:
         self._counters = dict(SEEDS._KERNEL_SEED)
 
     def restore(self, seed: int = 0) -> None:
-        """Restore the user's states; a `seed` other than 0 sets other states."""
+        """Restore the user's states, or set other states if `seed` is not 0."""
         self._host.restore(seed)
         set_counters(self._counters)
         SEEDS._GLOBAL_SEED = UNUSUAL_SEED + seed if seed else self._seed
 
 
 UNUSUAL_SEED = 0x5EED0
-"""Far from the seeds that users write."""
+"""A number far from the seeds that users write."""
 
 
 def is_floating(value: object) -> bool:
@@ -248,7 +248,7 @@ def is_floating(value: object) -> bool:
 
 
 def wide(value: Any) -> NDArray[np.float64]:
-    """Return a Tensor or a NumPy array as NumPy's, in float64."""
+    """Return a Tensor or a NumPy array as a float64 NumPy array."""
     if isinstance(value, Tensor):
         if value.dtype == ms.bfloat16:
             value = value.astype(ms.float32)

@@ -3,17 +3,17 @@ Tensor.
 
 The compiler drops operations that it believes to have no effect. So this code computes
 every new value from values that it read before its first write, and reads nothing that
-it wrote, except at the end of a window, which begins with reading; no branch returns a
-value that was computed in it. Each function returns something: the Python interpreter
-would compute a None.
+it wrote, except at the end of a window, which begins with reading. No branch returns a
+value that was computed in it. Each function returns a value, because MindSpore would
+leave a None to the Python interpreter.
 
 The update is a method of its own, because the compiler copies the rest of a function
 after an ``if`` into both branches.
 
-The compiler takes a global function for the method of its name, if that method calls
-it: so ``kit.close`` and ``kit.discard``. Structure, shapes, dtypes and Python numbers
-of arguments are constants of the program, so a wrong one raises while MindSpore
-compiles.
+If a method calls a global function of the same name, the compiler confuses the two. So
+the methods call ``kit.close`` and ``kit.discard``. The structure, shapes, dtypes and
+Python numbers of arguments are constants of the program, so a wrong argument raises
+while MindSpore compiles.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from gradaccum_mindspore.state import (
 )
 from gradaccum_mindspore.update import Update
 
-# The places of the state's fields: MindSpore warns of a field that code unpacks and
-# does not use.
+# The indices of the state's fields. MindSpore would warn about a field that is unpacked
+# but not used.
 MICRO_STEP = 0
 OPTIMIZER_STEP = 1
 SKIPPED_WINDOWS = 2
@@ -56,26 +56,28 @@ OVERFLOW = 4
 LOSS_SCALE = 5
 GROWTH_TRACKER = 6
 
-# Between these a weight, and the sum of a window's weights, are above 0 and finite in
-# float32.
+# Between these limits a weight, and the sum of a window's weights, are above 0 and
+# finite in float32.
 SMALLEST_WEIGHT = 2.0**-40
 LARGEST_WEIGHT = 2.0**40
 
 NUMBERS = count()
-"""Tells the notes of one program apart: compiled code takes no two Parameters of one
-name.
+"""Makes the names of notes unique, because compiled code does not accept two Parameters
+with the same name.
 """
 
 
 def note(name: str, value: Tensor) -> Parameter:
-    """Return a Parameter that no checkpoint has, and no other note's name."""
+    """Return a Parameter that is not saved in checkpoints, with a name that no other
+    note uses.
+    """
     name = f"gradaccum.note{next(NUMBERS)}.{name}"
     return gradient_sum.hidden_parameter(value, name)
 
 
 def exact_in(dtype: DType, options: Options) -> Options:
-    """Return `options` with float64 limits as Tensors: MindSpore rounds a Python number
-    to float32.
+    """Return `options` with float64 limits as Tensors, because MindSpore rounds a
+    Python number to float32.
     """
     if dtype != ms.float64:
         return options
@@ -88,7 +90,7 @@ def exact_in(dtype: DType, options: Options) -> Options:
 
 
 def number_of(weight: Number) -> Number:
-    """Return a weight as a number or a scalar Tensor; raises while compiling if it is
+    """Return a weight as a number or a scalar Tensor; raise while compiling if it is
     neither.
     """
     if isinstance(weight, Tensor):
@@ -107,27 +109,29 @@ def dtype_of(gradient: Tensor | None) -> DType | None:
 
 @constexpr  # type: ignore[untyped-decorator]
 def is_constant(number: float | None) -> bool:
-    """True if a number is a constant of the program; otherwise it comes as None."""
+    """True if a number is a constant of the program; other numbers arrive as None."""
     return number is not None
 
 
 @constexpr  # type: ignore[untyped-decorator]
 def is_certain(weight: float | None) -> bool:
-    """True if a weight is a constant, not None, that leaves nothing to be decided about
-    its micro-batch.
+    """True if a weight is a constant, not None, with which its micro-batch is certainly
+    added.
     """
     return weight is not None and bool(SMALLEST_WEIGHT <= weight <= LARGEST_WEIGHT)
 
 
 @constexpr  # type: ignore[untyped-decorator]
 def float64_of(number: float) -> Tensor:
-    """Return a constant as a Tensor: MindSpore rounds a Python number to float32."""
+    """Return a constant as a Tensor, because MindSpore rounds a Python number to
+    float32.
+    """
     return Tensor(number, ms.float64)
 
 
 def note_weighed_in(storage: Storage) -> Callable[[bool], bool]:
     """Return a function that notes, while MindSpore compiles, whether a micro-batch has
-    a weight. A program is compiled anew for a micro-batch of another size.
+    a weight. A program is compiled again for a micro-batch of another size.
     """
 
     @constexpr(reuse_result=False)  # type: ignore[untyped-decorator]
@@ -140,27 +144,29 @@ def note_weighed_in(storage: Storage) -> Callable[[bool], bool]:
 
 
 def first(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Choose as ``where`` does if the condition is known to hold."""
+    """Return what ``where`` returns if the condition is known to be true."""
     return a
 
 
 class CompiledWindow(nn.Cell):  # type: ignore[misc]
-    """One window as Tensors, for the compiler to follow; `PyNativeWindow` has the same
-    methods. `workers` is the `WorkerGroup` of workers that share the window.
+    """A window whose state is Tensors, for MindSpore to compile; `PyNativeWindow` has
+    the same methods. `workers` is the `WorkerGroup` of workers that share the window,
+    or None.
     """
 
-    # The decision of the window that ends, for the time of one call. MindSpore's runtime
-    # copies a value that one branch computes and another uses, and with an even ``steps``
-    # never frees the copy: 12 KiB of host memory per window. So inside the end of a
-    # window no computed value crosses into a branch or past it.
+    # The decision on the window that ends, kept only during one call. MindSpore's
+    # runtime copies a value that one branch computes and another branch uses. With an
+    # even ``steps`` it never frees the copy, which costs 12 KiB of host memory per
+    # window. So at the end of a window no computed value is passed into a branch or out
+    # of it.
     divisor: Parameter
     grad_norm: Parameter
     overflow: Parameter
     applied: Parameter
     is_applied: Parameter
-    """`applied`, as a condition."""
+    """The value of `applied`, used as a condition."""
     always: Parameter
-    """True. A constant would be no branch."""
+    """Always true. A constant condition would not make a branch."""
 
     def __init__(
         self,
@@ -179,7 +185,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         self.ends_by_weight = isinstance(options.steps, kit.UntilWeight)
         self.use_of_weights = kit.use_of_weights(options)
         self.measures = kit.measures(options)
-        # The compiler cannot follow a function or an object inside a named tuple.
+        # The compiler cannot compile a function or an object inside a named tuple.
         plain_options = options._replace(steps=None)
         self.options = exact_in(storage.float_dtype, plain_options)
         constant_rule = options.scale_rule._replace(init_scale=1.0)
@@ -233,7 +239,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         return ops.stack([value.astype(self.float_dtype) for value in values])
 
     def empty_event(self) -> Tensor:
-        """Return the event of a call that closed nothing."""
+        """Return the event of a call that closed no window."""
         never = self.storage.micro_step.value() < 0
         return self.event(never, never, never, self.last_norm())
 
@@ -244,7 +250,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         return ops.assign(self.storage.last_event, event)
 
     def write_open(self, state: Fields, event: Tensor) -> bool:
-        """Assign what a micro-batch or a discard changes."""
+        """Write the values that a micro-batch or a discard changes."""
         ops.assign(self.storage.micro_step, state[MICRO_STEP].astype(ms.int32))
         ops.assign(self.storage.weight, state[WEIGHT].astype(self.float_dtype))
         ops.assign(self.storage.overflow, state[OVERFLOW])
@@ -275,7 +281,8 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
 
     def is_full(self, state: Fields) -> Tensor:
         if self.has_size_function:
-            # Not `ends`: the compiler takes a Tensor for a function there.
+            # `kit.ends` is not called, because the compiler mistakes a Tensor for a
+            # function there.
             place = WEIGHT if self.ends_by_weight else MICRO_STEP
             return state[place] >= self.size(state[OPTIMIZER_STEP])
         return kit.ends(state, self.steps, where)
@@ -296,11 +303,11 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
             map_over(dtype_of, gradients),
             self.storage.specs,
         )
-        # MindSpore 2.7 warns of a check whose result is unused
+        # MindSpore 2.7 warns about a check whose result is unused
         return gradients if is_right else ()
 
     def is_certainly_added(self, weight: Weight) -> bool:
-        """True if the micro-batch is added whatever it holds, and its weight is a
+        """True if the micro-batch is added whatever it contains, and its weight is a
         constant of the program.
         """
         if weight is None:
@@ -313,7 +320,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         return is_known
 
     def weight_number(self, weight: Weight) -> Tensor:
-        """Return a weight as a scalar of the dtype of `State.weight`; None is 1."""
+        """Return a weight as a scalar of `State.weight`'s dtype; None means 1."""
         return self.one if weight is None else self.scalar(number_of(weight))
 
     def scalar(self, number: Number) -> Tensor:
@@ -330,10 +337,11 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
     ) -> tuple[Fields, Tensor | None, Tensor | None]:
         """Add one micro-batch of checked gradients to the sums.
 
-        Returns the state after it; the event, if a gradient may be dropped; what its
-        loss, if it is known, adds to `WindowLoss.loss`. The caller then asks `is_full`,
-        and calls `write_added`: the compiler drops an ``if`` on a flag that comes out
-        of a function that writes.
+        Returns the state after the micro-batch; the event, or None if the micro-batch
+        is certainly added; and what its loss adds to `WindowLoss.loss`, or None if the
+        loss is not known. The caller then calls `is_full` and `write_added`. These are
+        separate, because the compiler drops an ``if`` on a flag that comes from a
+        function that writes.
         """
         state = self.read()
         weight_number = self.weight_number(weight)
@@ -354,7 +362,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         after = kit.accumulate(state, weight_number, is_finite, where)
         never = after[MICRO_STEP] < 0
         is_dropped = (is_finite == False).astype(self.float_dtype)  # noqa: E712
-        # Its flag counts only while flag == micro_step + 1.
+        # The flag counts only while flag == micro_step + 1.
         flag = is_dropped * (after[MICRO_STEP] + 1)
         event = self.event(never, never, flag, self.last_norm())
         parts = self.parts_of_loss(loss, weight_number, is_added)
@@ -376,8 +384,8 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         """Write what `add` returned."""
         storage = self.storage
         if event is None:
-            # The same numbers as the state's. One operator each, where adding and
-            # assigning are two.
+            # This writes the same numbers as `state`, with one operator for each.
+            # Adding and assigning would be two.
             ops.assign_add(storage.micro_step, self.one_step)
             ops.assign_add(storage.weight, self.weight_number(weight))
         else:
@@ -389,20 +397,20 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
     # The end of a window.
 
     def close(self) -> bool:
-        """End the window: make the update with its gradients, or not at all."""
+        """End the window: make the update with its gradients, or skip it."""
         if self.workers is not None:
             self.workers.compiled_all_reduce()
         return self.close_reduced()
 
     def close_reduced(self) -> bool:
-        # In a branch of its own, so that `finish` reads the state anew.
+        # In a branch of its own, so that `finish` reads the state again.
         if self.always:
             self.decide()
         self.apply()
         return self.finish()
 
     def decide(self) -> bool:
-        """Write down the decision on the window that ends."""
+        """Decide on the window that ends, and write the decision."""
         storage = self.storage
         state = self.read()
         norm = self.nan
@@ -434,8 +442,8 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         return True
 
     def with_checked_size(self, state: Fields) -> Fields:
-        """Return `state`, with no weight and an overflow if the user's function gave a
-        size below 1.
+        """Return `state`, with weight 0 and an overflow if the user's function returned
+        a size below 1.
         """
         if not self.has_size_function or self.workers is not None:
             return state
@@ -464,7 +472,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         )
 
     def finish(self) -> bool:
-        """Clear the sums, and assign the state after the window and its event."""
+        """Clear the sums, and write the event and the state after the window."""
         storage = self.storage
         apply = self.applied & self.true
         overflow = self.overflow & self.true
@@ -479,7 +487,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         )
         gradient_sum.compiled_clear(storage.sums, after[WEIGHT])
         ops.assign(storage.window_loss.loss, losses)
-        # The core's zeros would be operators.
+        # The zeros that the core returns would be extra operators.
         ops.assign(storage.micro_step, self.no_step)
         ops.assign(storage.weight, self.zero)
         ops.assign(storage.overflow, self.false)
@@ -487,8 +495,8 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         return self.write_counters(after)
 
     def flush(self) -> Tensor:
-        """Close the open window; returns whether there was one, a bool Tensor of shape
-        ().
+        """Close the open window; return whether a window was open, as a bool Tensor of
+        shape ().
         """
         is_open = self.storage.micro_step.value() > 0
         if is_open:
@@ -498,7 +506,6 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         return is_open
 
     def discard(self) -> bool:
-        """Forget the open window."""
         state = kit.discard(self.read())
         event = self.empty_event()
         losses = self.storage.window_loss.compiled_with_total(self.zero, self.zero)

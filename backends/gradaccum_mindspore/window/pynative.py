@@ -1,8 +1,8 @@
-"""The open window in PyNative, where the core's transitions move the state as Python
+"""The open window in PyNative, where the core's transitions compute the state as Python
 numbers.
 
-There an operator costs more than reading a scalar, so a Python ``if`` leaves out every
-operator that it can.
+There an operator costs more than reading a scalar, so the code skips an operator with a
+Python ``if`` wherever it can.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ FLOAT16_MAX = 65504.0
 
 
 class PyNativeWindow:
-    """One window as Python numbers, over a `Storage`; `CompiledWindow` has the same
-    methods.
+    """A window whose state is Python numbers, read from a `Storage`; `CompiledWindow`
+    has the same methods.
 
-    If a call raises before it has written anything, the window is as before. If it
+    If a call raises before it has written anything, the window is unchanged. If it
     raises later, the window is marked as invalid.
     """
 
@@ -40,7 +40,9 @@ class PyNativeWindow:
     # A micro-batch.
 
     def size(self) -> Schedule:
-        """Return the open window's size, or its weight; None: the caller closes it."""
+        """Return the open window's size, or the weight at which it ends. None means
+        that the caller closes the window.
+        """
         if not self.storage.size_varies:
             return self.options.steps
         size = window_size(self.options.steps, self.storage.optimizer_step.item())
@@ -54,14 +56,14 @@ class PyNativeWindow:
         size: Schedule,
         loss: float | None = None,
     ) -> State:
-        """Add one micro-batch of checked gradients, and its `loss` if it is known;
-        return the state after it, which is written.
+        """Add one micro-batch of checked gradients, and its `loss` if it is known.
+        Write and return the state after the micro-batch.
         """
         state = self.storage.pull()
         if state.micro_step and kit.ends(state, size, kit.select):
             raise UsageError(
                 "gradients: expected flush() or discard() first, because the update of"
-                " the open window raised; got a further micro-batch. Call"
+                " the open window raised an error; got another micro-batch. Call"
                 " optimizer.flush() to make the update."
             )
         factor = kit.contribution(weight, self.options)
@@ -82,7 +84,7 @@ class PyNativeWindow:
         return after
 
     def is_finite(self, gradients: Gradients, weight: float, factor: float) -> bool:
-        """True if the micro-batch is not to be dropped as an overflow."""
+        """True unless the micro-batch must be dropped as an overflow."""
         if self.options.on_overflow != "drop_micro_batch" or weight == 0:
             return True
         return all(
@@ -96,8 +98,8 @@ class PyNativeWindow:
     # The end of a window.
 
     def close(self, state: State, denominator: float | None = None) -> None:
-        """End the window: make the update with its gradients, divided by `denominator`
-        if one is given, or not at all.
+        """End the window: make the update with its gradients, or skip it. If a
+        `denominator` is given, it divides the gradients.
         """
         ending = state
         options = self.options
@@ -131,11 +133,12 @@ class PyNativeWindow:
         )
 
     def fits(self, ending: State, options: Options, norm: float) -> bool:
-        """True if the divided sums, not yet clipped, are finite in the inner
-        optimizer's dtypes; `norm` is the sums'.
+        """True if the divided sums, before clipping, are finite in the inner
+        optimizer's dtypes; `norm` is the norm of the sums.
         """
         divisor = kit.divisor(ending, options, kit.select)
-        # No element exceeds the norm, so the elements themselves are seldom looked at.
+        # No element exceeds the norm, so the elements themselves seldom have to be
+        # checked.
         if norm <= FLOAT16_MAX * divisor:
             return True
         operand = Tensor(divisor, self.storage.float_dtype)
@@ -155,7 +158,7 @@ class PyNativeWindow:
         )
 
     def finish(self, state: State, decision: Decision, losses: Losses) -> None:
-        """Clear the sums and write what follows."""
+        """Clear the sums, and write the state after the window."""
         gradient_sum.clear(self.storage.sums)
         self.storage.window_loss.write(losses)
         after = kit.close(
@@ -167,7 +170,7 @@ class PyNativeWindow:
         )
 
     def flush(self, denominator: float | None = None) -> bool:
-        """Close the open window; returns whether there was one."""
+        """Close the open window; return whether a window was open."""
         state = self.storage.pull()
         is_open = state.micro_step > 0
         if is_open:
@@ -177,12 +180,12 @@ class PyNativeWindow:
         return bool(is_open)
 
     def discard(self) -> None:
-        """Forget the open window."""
         storage = self.storage
         with storage.writing():
             gradient_sum.clear(storage.sums)
             storage.window_loss.write(storage.window_loss.after_discard())
             state = storage.read()
-            # A window that was marked as invalid has no number of micro-batches.
+            # If the window is marked as invalid, its `micro_step` is not a number of
+            # micro-batches.
             storage.push(kit.discard(state._replace(micro_step=0)), state)
             storage.push_event()

@@ -1,3 +1,3 @@
-"""Several workers: one window over all of them. Each worker adds up its own
-micro-batches, and the end of a window adds up the workers, once.
+"""Several workers that share each window. Each worker adds up its own micro-batches,
+and the end of a window adds up the sums of all workers, once.
 """

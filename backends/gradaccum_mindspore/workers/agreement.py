@@ -1,8 +1,8 @@
-"""The agreement of workers that share windows, before the first one: who shares, and
-that all wrap the same optimizer over the same parameters, because they exchange
-gradients alone.
+"""The checks before the first window that workers share: whether this worker shares its
+windows, and whether all workers wrap the same optimizer over the same parameters. The
+parameters must be the same, because the workers exchange only gradients.
 
-A parameter that the user marked as ``layerwise_parallel`` is each worker's own shard:
+A parameter that the user marked as ``layerwise_parallel`` is a shard of one worker, so
 its sum is not sent.
 """
 
@@ -34,32 +34,33 @@ def workers_here() -> int:
 
 
 def shares_windows(data_parallel: object) -> bool:
-    """Return the option ``data_parallel``, checked."""
+    """Check the option ``data_parallel``, and return it as a bool."""
     mode = ms.get_auto_parallel_context("parallel_mode")
     if data_parallel is None:
         is_unknown = mode == "data_parallel" and not GlobalComm.INITED
         if is_unknown or workers_here() > 1:
             raise UsageError(
-                "data_parallel: expected True or False where there are several workers;"
+                "data_parallel: expected True or False if there may be several workers;"
                 f" got {None!r} ({type(None).__name__}). Write"
-                " gradaccum.wrap(optimizer, steps=4, data_parallel=True) for windows"
-                " over all workers; False if this worker's gradients need no other's,"
-                " or are reduced before they come in."
+                " gradaccum.wrap(optimizer, steps=4, data_parallel=True) if all workers"
+                " share each window. Write data_parallel=False if this worker's"
+                " gradients are not combined with other workers' gradients, or if you"
+                " pass gradients that are already reduced."
             )
         return False
     if not data_parallel:
         return False
     if not GlobalComm.INITED:
-        # MindSpore would take this process for the only one.
+        # MindSpore would treat this process as the only worker.
         raise UsageError(
-            "data_parallel: expected communication that is initialised; got none in"
-            " this process. Call mindspore.communication.init() first."
+            "data_parallel: expected initialised communication; got a process without"
+            " it. Call mindspore.communication.init() first."
         )
     if mode not in PLAIN_MODES:
         raise UsageError(
-            f"data_parallel: expected False in the mode {mode}, in which MindSpore"
-            " reduces the gradients of each micro-batch itself; got True. Write"
-            " data_parallel=False."
+            f"data_parallel: expected False in the parallel mode {mode}, because"
+            " MindSpore itself reduces the gradients of each micro-batch in this mode;"
+            " got True. Write data_parallel=False."
         )
     return True
 
@@ -75,13 +76,14 @@ def place() -> tuple[int, int]:
 def require_same_everywhere(
     parameters: Sequence[Parameter], options: Options, name: str
 ) -> None:
-    """Raise unless the workers that share an optimizer's windows wrap the same.
-    Collective, in one order.
+    """Raise unless all workers that share an optimizer's windows have the same options
+    and parameters. All workers must make these collective calls in the same order.
 
     Raises:
-        ArgumentValueError: on every worker: a worker's differ.
+        ArgumentValueError: the options or parameters of a worker differ; every worker
+            raises it.
     """
-    # Two workers' functions are different objects.
+    # The functions of two workers are different objects, so they cannot be compared.
     steps = "a function" if callable(options.steps) else options.steps
     compared_options = f"{steps}, {options._replace(steps=None)}, {name}"
     descriptions = "".join(map(description_of, parameters))
@@ -91,10 +93,10 @@ def require_same_everywhere(
     for argument, numbers in zip(texts, all_checksums.T, strict=True):
         if np.ptp(numbers) > 0:
             raise ArgumentValueError(
-                f"{argument}: expected the same on every worker; got the checksums"
-                f" {numbers.tolist()}, by rank. Give every worker the same options and"
-                " the same model: call mindspore.set_seed(1) before it is built, or"
-                " load one checkpoint."
+                f"{argument}: expected the same values on every worker; got the"
+                f" checksums {numbers.tolist()}, by rank. Give every worker the same"
+                " options and the same model: call mindspore.set_seed(1) before you"
+                " build the model, or load the same checkpoint."
             )
 
 
@@ -114,22 +116,22 @@ def places_of_shards(
     places = [place for place, each in enumerate(parameters) if is_sharded(each)]
     if places and options.reduction == "mean":
         raise ArgumentValueError(
-            'reduction: expected "sum_per_item" or "sum" beside parameters marked as'
-            " layerwise_parallel, whose loss is one of the items of all workers; got"
-            f" {'mean'!r} ({str.__name__}). Sum the loss, and write"
+            'reduction: expected "sum_per_item" or "sum" for parameters marked as'
+            " layerwise_parallel, because their loss covers the items of all workers;"
+            f" got {'mean'!r} ({str.__name__}). Return the sum of the loss, and write"
             ' reduction="sum_per_item".'
         )
     if places and options.on_overflow == "drop_micro_batch":
         raise ArgumentValueError(
-            "on_overflow: expected no 'drop_micro_batch' beside parameters marked as"
-            " layerwise_parallel, because one worker alone would drop its part of a"
+            "on_overflow: expected another policy for parameters marked as"
+            " layerwise_parallel, because a single worker would drop its part of a"
             " micro-batch; got 'drop_micro_batch'. Leave on_overflow out."
         )
     return tuple(places)
 
 
-# MindSpore's own reducer leaves alone what is marked as ``layerwise_parallel``: so are
-# the shared parameters, for as long as their wrapped optimizer lives.
+# MindSpore's own reducer skips parameters that are marked as ``layerwise_parallel``. So
+# the shared parameters are marked too, as long as their wrapped optimizer is alive.
 
 
 MARKS = count(1)
@@ -142,7 +144,7 @@ def is_sharded(parameter: Parameter) -> bool:
 
 
 def mark(optimizer: nn.Cell, parameters: Sequence[Parameter]) -> None:
-    """Mark the shared parameters for as long as `optimizer` lives."""
+    """Mark the shared parameters as long as `optimizer` is alive."""
     owner = next(MARKS)
     shared_parameters = [each for each in parameters if not is_sharded(each)]
     for parameter in shared_parameters:
@@ -152,7 +154,7 @@ def mark(optimizer: nn.Cell, parameters: Sequence[Parameter]) -> None:
 
 
 def unmark(parameters: Sequence[Parameter], owner: int | None = None) -> None:
-    """Undo `mark`, or the mark of `owner` alone."""
+    """Remove all marks, or only the marks of `owner`."""
     for parameter in parameters:
         marked_by = getattr(parameter, "shares_windows", 0)
         if marked_by and owner in (None, marked_by):

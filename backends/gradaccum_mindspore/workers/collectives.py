@@ -1,10 +1,11 @@
-"""The messages of workers to each other: numbers, and sums in buckets.
+"""The messages between workers: numbers, and sums in buckets.
 
-Small sums travel packed together, a large one alone. One message leaves when the one
-before has arrived: the CPU's kernels match messages by order. These kernels add up
-float32 and float16 only, and gather float64 rounded to float32. So half-precision sums
-travel as float32, and a float64 number as a sum of three of float32, which is exact; a
-number beyond float32's range arrives as an inf.
+Small sums are sent packed together, and a large sum is sent by itself. A message is
+sent only when the previous message has arrived, because the CPU's kernels match
+messages by order. These kernels add up only float32 and float16, and round float64 to
+float32 when they gather it. So half-precision sums are sent as float32, and a float64
+number is sent as three float32 numbers that add up to it exactly. A number beyond
+float32's range arrives as an inf.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from gradaccum_mindspore.gradient_sum import Sums, map_over, working_dtype, writ
 
 
 def compiled_sum_over_workers(values: Tensor, workers: int) -> Tensor:
-    """Return the sum over the workers of a vector of float32 or float64."""
+    """Return the sum of a float32 or float64 vector over the workers."""
     if values.dtype == ms.float32:
         return ops.AllReduce()(values)
     vectors = gather_exactly(values, workers)
@@ -30,7 +31,7 @@ def compiled_sum_over_workers(values: Tensor, workers: int) -> Tensor:
 
 
 def gather_exactly(values: Tensor, workers: int) -> Tensor:
-    """Return the float64 vector of each worker, as rows."""
+    """Return the float64 vectors of all workers, as rows."""
     high = values.astype(ms.float32)
     rest = ops.where(ops.isfinite(high), values - high.astype(ms.float64), 0.0)
     middle = rest.astype(ms.float32)
@@ -51,11 +52,11 @@ LARGE_ELEMENTS = 2**18
 
 
 class Bucket(nn.Cell):  # type: ignore[misc]
-    """Sums of one working dtype that travel as one vector."""
+    """Sums with the same working dtype that are sent as one vector."""
 
     def __init__(self, sums: Sequence[Parameter], workers: int) -> None:
         super().__init__(auto_prefix=False)
-        # A Cell would list them as its own.
+        # A Cell would list these Parameters as its own.
         object.__setattr__(self, "sums", tuple(sums))
         self.workers = workers
         ends = np.cumsum([total.size for total in sums]).tolist()
@@ -63,7 +64,7 @@ class Bucket(nn.Cell):  # type: ignore[misc]
         self.ends = tuple(ends)
 
     def construct(self, after: Tensor) -> Tensor:
-        """Write the totals, and return the vector of them, once `after` is computed."""
+        """Write the totals once `after` is computed, and return them as one vector."""
         vector = ops.depend(ops.concat(map_over(_flat, self.sums)), after)
         total = compiled_sum_over_workers(vector, self.workers)
         map_over(ops.partial(_unpack, total), self.sums, self.starts, self.ends)
@@ -71,7 +72,9 @@ class Bucket(nn.Cell):  # type: ignore[misc]
 
 
 def buckets(sums: Sums, workers: int) -> list[Bucket]:
-    """Return `sums` in buckets: neighbours of one working dtype, a large one alone."""
+    """Return `sums` in buckets. Neighbours with the same working dtype share a bucket,
+    and a large sum has its own bucket.
+    """
     bucket_list: list[Bucket] = []
     for dtype in (ms.float32, ms.float64):
         small: list[Parameter] = []

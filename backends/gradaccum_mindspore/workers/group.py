@@ -1,15 +1,16 @@
-"""The window of several workers: the end that they make together.
+"""The window of several workers, which they end together.
 
-The end is compiled code, also in PyNative, so that all workers round alike. It adds up
-a few numbers, then the sums, once. A worker that runs out of data calls ``flush`` from
-Python, and takes part in the windows of the others, with nothing, until they flush too.
-Each worker's learning rates have places of their own among the numbers. A worker that
-ends its window in Python raises if they differ; compiled code cannot raise: all workers
-skip the window as an overflow, and Python raises afterwards.
+The end is compiled code, even in PyNative, so that all workers round in the same way.
+It adds up a few numbers over the workers, and then the sums, once. A worker that runs
+out of data calls ``flush`` from Python. It then takes part in the windows of the other
+workers, without micro-batches, until they flush too. The numbers contain the learning
+rates of each worker separately. If these differ, a worker that ends its window in
+Python raises. Compiled code cannot raise, so all workers skip the window as an
+overflow, and Python raises afterwards.
 
 The sum of a sharded parameter is not sent. After the sums, each worker sends the norm
-of its own shards, an inf if they are not finite, so that all have one norm and one
-decision.
+of its own shards, or an inf if they are not finite, so that all workers have the same
+norm and make the same decision.
 """
 
 from __future__ import annotations
@@ -41,28 +42,31 @@ from gradaccum_mindspore.workers.collectives import (
 )
 
 OPTIMIZERS = cycle(range(1, 33))
-"""Numbers the optimizers that share windows: all workers wrap in one order. So few that
-the squares of thousands of workers add up exactly in float32.
+"""Numbers the optimizers that share windows. All workers wrap them in the same order,
+so the numbers agree. They are small, so that the squares of thousands of workers add up
+exactly in float32.
 """
 
 
-# The numbers that are added up over the workers before the sums, by their places. The
-# learning rates follow them.
+# The indices of the numbers that are added up over the workers before the sums. The
+# learning rates follow these numbers.
 WEIGHT = 0
 OVERFLOWS = 1
 MICRO_BATCHES = 2
 FLUSHES = 3
 COMPILED_ENDS = 4
-"""Workers whose own compiled code ends the window."""
+"""The number of workers whose own compiled code ends the window."""
 OPTIMIZER = 5
 OPTIMIZER_SQUARED = 6
-"""With the number before it, it shows whether all end a window of one optimizer."""
+"""Together with `OPTIMIZER`, it shows whether all workers end a window of the same
+optimizer.
+"""
 LOSS = 7
 RATES = 8
 
 
 class WorkerGroup(nn.Cell):  # type: ignore[misc]
-    """All workers, as the window of one of them sees them."""
+    """All workers, as seen from the window of one worker."""
 
     def __init__(self, storage: Storage, inner: Optimizer) -> None:
         super().__init__(auto_prefix=False)
@@ -73,12 +77,14 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
             buckets(storage.shared_sums, self.workers), auto_prefix=False
         )
         self.loss_holders = self.workers if storage.sharded_places else 1
-        """Workers that have one and the same loss: that of all items, where some
-        parameters are sharded.
+        """The number of workers that have the same loss. If some parameters are
+        sharded, all workers have the loss of all items.
         """
-        # A Cell would list these as its own. A constant would be no branch.
+        # A Cell would list these as its own. A constant condition would not make a
+        # branch.
         object.__setattr__(self, "always", note("always", Tensor(True)))
-        # Compiled code found a window of another optimizer, or different rates.
+        # True if compiled code found a window of another optimizer, or different
+        # learning rates.
         object.__setattr__(self, "differs", note("differs", Tensor(False)))
         object.__setattr__(self, "inner", inner)
         object.__setattr__(self, "rates", tuple(rates_of(inner)))
@@ -94,20 +100,21 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         self.true = Tensor(True)
 
     def compiled_all_reduce(self) -> bool:
-        """Make the sums, the weight and the flag those of all workers.
+        """Replace the sums, the weight and the overflow flag with the totals over all
+        workers.
 
-        In a branch of its own: where one graph reads a Parameter again after a write,
-        MindSpore copies it, float64 rounded to float32.
+        This is done in a branch of its own. If one graph reads a Parameter again after
+        a write, MindSpore copies the Parameter, and rounds float64 to float32.
         """
         if self.always:
             self.add_up_sums(self.add_up_numbers(self.zero, self.one))
         return True
 
     def add_up_numbers(self, flushes: Tensor, compiled_ends: Tensor) -> Tensor:
-        """Return the numbers of all workers.
+        """Return the numbers, added up over all workers.
 
-        Compiled code cannot raise: a window of a size below 1 gets an infinite weight,
-        and all workers skip it.
+        Compiled code cannot raise, so a window with a size below 1 gets an infinite
+        weight, and all workers skip it.
         """
         storage = self.storage
         is_sound = self.true
@@ -118,7 +125,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         if self.loss_holders > 1:
             loss = loss / self.loss_holders
         numbers = ops.stack(
-            (  # In the order of the places.
+            (  # In the order of the indices.
                 ops.where(is_sound, storage.weight.value(), self.infinity),
                 overflow.astype(self.float_dtype),
                 storage.micro_step.value().astype(self.float_dtype),
@@ -149,7 +156,9 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         return differ
 
     def add_up_sums(self, totals: Tensor) -> bool:
-        """Write the sums, the weight, the flag and the loss of all workers."""
+        """Write the sums, the weight, the overflow flag and the loss, added up over all
+        workers.
+        """
         storage = self.storage
         differ = self.workers_differ(totals)
         weight = ops.where(differ, self.infinity, totals[WEIGHT])
@@ -165,9 +174,10 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         return True
 
     def global_norm(self, shared_norm: Tensor, sharded_norm: Tensor) -> Tensor:
-        """Return the norm over all workers, of the sums that are equal on all and of
-        this worker's shards, after everything that `shared_norm` needs: all workers
-        exchange in one order.
+        """Return the norm over all workers: of the shared sums, which are equal on all
+        workers, and of each worker's shards. It is computed after everything that
+        `shared_norm` needs, because all workers must exchange messages in the same
+        order.
         """
         placed_norm = ops.where(self.is_this_worker, sharded_norm, self.zero)
         norms = compiled_sum_over_workers(
@@ -181,7 +191,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
     # From Python.
 
     def require_same_rates(self) -> None:
-        """Raise unless no window was skipped because workers differ; once."""
+        """Raise if a window was skipped because the workers differ, but only once."""
         if self.differs.item():
             write_numbers(self.differs, False)
             self.refuse_differences()
@@ -203,8 +213,8 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
 
 
 def rates_of(inner: Optimizer) -> list[Any]:
-    """Return the learning rate of each group; none if a schedule of the optimizer's own
-    moves them by its updates.
+    """Return the learning rate of each parameter group, or an empty list if the
+    optimizer has a schedule of its own, which counts its updates.
     """
     if hasattr(inner, "lrs"):
         return list(inner.lrs)
@@ -215,7 +225,9 @@ def rates_of(inner: Optimizer) -> list[Any]:
 
 
 class AllNumbers(nn.Cell):  # type: ignore[misc]
-    """A program: the numbers of all workers, and whether the workers differ."""
+    """A program that returns the numbers of all workers, and whether the workers
+    differ.
+    """
 
     def __init__(self, workers: WorkerGroup) -> None:
         super().__init__(auto_prefix=False)
@@ -227,7 +239,7 @@ class AllNumbers(nn.Cell):  # type: ignore[misc]
 
 
 class WindowEnd(nn.Cell):  # type: ignore[misc]
-    """A program: the end of a window, of which the numbers are known."""
+    """A program that ends a window whose numbers are known."""
 
     def __init__(self, window: CompiledWindow, workers: WorkerGroup) -> None:
         super().__init__(auto_prefix=False)
@@ -242,7 +254,7 @@ class WindowEnd(nn.Cell):  # type: ignore[misc]
 
 
 class SharedWindow(PyNativeWindow):
-    """As `PyNativeWindow`; the end of a window and `flush` are collective."""
+    """A `PyNativeWindow` that workers share: its end and `flush` are collective."""
 
     def __init__(
         self,
@@ -256,13 +268,13 @@ class SharedWindow(PyNativeWindow):
         self.workers = workers
         self.compiled_window = compiled_window
         self.addresses: list[int] = []
-        """Where each Parameter lay when the programs were made."""
+        """The memory address of each Parameter when the programs were made."""
 
     def close(self, state: State, denominator: float | None = None) -> None:
         self.end(state, flushes=False)
 
     def end(self, state: State, flushes: bool) -> list[float]:
-        """End the window of all workers, in this one's part; return the numbers."""
+        """Take part in the end of the window of all workers; return the numbers."""
         self.workers.write_rates()
         self.make_programs()
         flag = Tensor(float(flushes), self.storage.float_dtype)
@@ -279,9 +291,10 @@ class SharedWindow(PyNativeWindow):
         return numbers
 
     def make_programs(self) -> None:
-        """Make the programs, and make them anew after ``set_data`` and
-        `mindspore.load_param_into_net`, which give a Parameter other memory: MindSpore
-        2.10 binds a compiled Cell to the memory that it found.
+        """Make the programs, and make them again after ``set_data`` or
+        `mindspore.load_param_into_net`, which give a Parameter other memory. MindSpore
+        2.10 binds a compiled Cell to the memory that the Parameters had when it was
+        compiled.
         """
         parameters = self.compiled_window.get_parameters()
         addresses = [parameter.data_ptr() for parameter in parameters]
@@ -291,8 +304,8 @@ class SharedWindow(PyNativeWindow):
             self.window_end = WindowEnd(self.compiled_window, self.workers)
 
     def flush(self, denominator: float | None = None) -> bool:
-        """End windows until all workers flush; returns whether one of them held a
-        micro-batch.
+        """End windows until all workers flush; return whether one of these windows
+        contained a micro-batch.
         """
         was_open = False
         all_flush = False
@@ -310,7 +323,7 @@ class SharedWindow(PyNativeWindow):
 
 
 def compiled(cell: nn.Cell) -> Callable[..., Any]:
-    """Return a call of the cell that MindSpore compiles, in PyNative too."""
+    """Return a function that runs the cell as a compiled program, even in PyNative."""
     program: Callable[..., Any] = cell
     if not is_graph_mode():
         if not hasattr(cell, "program"):
@@ -321,9 +334,9 @@ def compiled(cell: nn.Cell) -> Callable[..., Any]:
 
 @constexpr  # type: ignore[untyped-decorator]
 def refuse_compiled_flush() -> None:
-    """Raise `UsageError`: compiled code cannot wait until all workers flush."""
+    """Raise `UsageError`, because compiled code cannot wait until all workers flush."""
     raise UsageError(
-        "flush(): expected a call from Python where workers share their windows,"
-        " because it ends windows until all have called it; got a call in compiled"
-        " code. Call optimizer.flush() after the compiled step."
+        "flush(): expected a call from Python if workers share their windows, because"
+        " it keeps closing windows until every worker has called it; got a call in"
+        " compiled code. Call optimizer.flush() after the compiled step."
     )

@@ -1,7 +1,7 @@
-"""The checkpoints of an open window for another number of workers than saved them.
+"""Convert the checkpoints of an open window for another number of workers.
 
-The first of the new workers gets the sum of all, and the others begin with nothing: the
-end of the window adds up the same.
+The first new worker gets the sum over all old workers, and the other new workers begin
+with zeros. So the end of the window adds up to the same total.
 """
 
 from __future__ import annotations
@@ -31,24 +31,25 @@ Entry: TypeAlias = Parameter | Tensor
 
 
 def redistributed(states: Sequence[Checkpoint], workers: int) -> list[dict[str, Entry]]:
-    """Return what `workers` workers load to resume the open windows of others, whose
-    number may differ.
+    """Return the checkpoints with which `workers` workers resume the open windows of
+    another number of workers.
 
     Args:
-        states: the dict that `mindspore.load_checkpoint` returned of each worker's
-            file, by rank: of a wrapped optimizer with ``data_parallel=True`` or of a
-            cell that holds it; one such dict, of an optimizer without it, is right too.
-        workers: the number of workers that load, >= 1.
+        states: the dicts that `mindspore.load_checkpoint` returned for the workers'
+            files, by rank: checkpoints of a wrapped optimizer with
+            ``data_parallel=True``, or of a cell that contains it. A single checkpoint
+            of an optimizer without ``data_parallel=True`` is accepted too.
+        workers: the number of workers that will load the result, >= 1.
 
     Returns:
-        A dict for each of them, by rank, for `load_checkpoint_into`. The first holds
-        the sum and the weight of all. What is no part of a window comes from the first
-        of `states`.
+        A dict for each new worker, by rank, for `load_checkpoint_into`. The first dict
+        contains the sum and the weight of all workers. Values that are not part of a
+        window come from the first of `states`.
 
     Raises:
-        CheckpointError: one of them is missing, or they are not of one moment; a
-            parameter's value differs between them, as shards do, which resume on as
-            many workers alone.
+        CheckpointError: a worker's state is missing; the states were not saved at the
+            same moment; or a parameter's value differs between them, as it does for
+            shards, which can be resumed only on the same number of workers.
     """
     new_states: list[dict[str, Entry]] = [dict(states[0]) for _ in range(workers)]
     for prefix in prefixes_in(states[0]):
@@ -58,13 +59,13 @@ def redistributed(states: Sequence[Checkpoint], workers: int) -> list[dict[str, 
 
 
 def require_all_workers(states: Sequence[Checkpoint], prefix: str) -> None:
-    """Raise unless these are states of all workers, by rank."""
+    """Raise unless these are the states of all workers, by rank."""
     places = [saved_place(state, prefix) for state in states]
     if places != [(rank, len(states)) for rank in range(len(states))]:
         raise CheckpointError(
-            "states: expected the states of all workers, by rank; got those of (rank,"
-            f" workers) {places}. Pass what every worker saved, in the order of their"
-            " ranks."
+            "states: expected the states of all workers, by rank; got states of (rank,"
+            f" workers) {places}. Pass the state that each worker saved, in the order"
+            " of the ranks."
         )
 
 
@@ -114,9 +115,10 @@ def require_one_value(states: Sequence[Checkpoint], name: str) -> None:
     arrays = [state[name].astype(ms.float64).asnumpy() for state in states]
     if not all(np.array_equal(arrays[0], each, equal_nan=True) for each in arrays):
         raise CheckpointError(
-            f"{name}: expected one value in the files of all workers; got different"
-            " values. Let as many workers as before each load its own file if the"
-            " parameter is sharded; otherwise save between the same two updates."
+            f"{name}: expected the same value in the files of all workers; got"
+            " different values. If the parameter is sharded, resume on the same number"
+            " of workers, where each loads its own file. Otherwise, save all files"
+            " between the same two updates."
         )
 
 
@@ -127,8 +129,9 @@ def fields_of(state: Checkpoint, prefix: str) -> State:
 
 
 def sum_of(states: Sequence[Checkpoint], name: str) -> Array:
-    """Return the sum of an entry of each state, in float64, as Python adds up the
-    weights: the losses' weight equals them if all losses are known.
+    """Return the sum of an entry of each state, in float64, because Python adds up the
+    weights in float64. So the weight of the losses equals the window's weight if all
+    losses are known.
     """
     total: Array = np.sum(
         [state[name].astype(ms.float64).asnumpy() for state in states], axis=0
