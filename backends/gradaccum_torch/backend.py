@@ -79,7 +79,7 @@ class TorchBackend:
                 pipeline, each of which has its own optimizer. The norm, the clipping
                 and the decision on overflow cover all stages. The end of a window is
                 collective: if only one stage reaches it, that stage waits until the
-                group's timeout, and raises.
+                group's timeout, and then raises.
 
         Raises:
             ArgumentTypeError: `optimizer` is not an optimizer, or is already wrapped;

@@ -3,8 +3,8 @@
 In the loop ``opt.backward(loss); opt.step()`` the end of the window sets the scale and
 the growth tracker as a single ``scaler.update()`` would. In
 ``scaler.scale(loss).backward(); scaler.step(opt); scaler.update()`` the scaler updates
-its scale itself. Inside a window its growth tracker is therefore set back by the step
-that ``update`` will count, and it sees no overflow.
+its scale itself. Inside a window its growth tracker is therefore set back by one,
+because ``update`` will count a step, and it sees no overflow.
 """
 
 from __future__ import annotations

@@ -106,8 +106,9 @@ def layered_backward(
             it, and closes the window.
         borders: ``"keep"`` the activations between layers on the device, or move them
             to the ``"host"`` if layers recompute.
-        within: ``"recompute"`` the activations inside each layer from its border, or
-            ``"keep"`` them for the large batch, without a second forward pass.
+        within: ``"recompute"`` the activations inside each layer from the layer's
+            input, or ``"keep"`` them for the large batch, without a second forward
+            pass.
 
     Returns:
         The loss, detached, shape ``()``; or ``(loss, aux)``.

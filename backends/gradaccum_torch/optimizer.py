@@ -44,8 +44,8 @@ M = TypeVar("M")
 
 @final
 class AccumulatingOptimizer(torch.optim.Optimizer):
-    """The optimizer that `gradaccum.wrap` returns. Use it instead of the wrapped
-    optimizer.
+    """The optimizer that `gradaccum.wrap` returns. Use it instead of the optimizer that
+    you passed to it.
 
     ``loss.backward(); opt.step(); opt.zero_grad()`` stays as it was, in either order.
     In mid-window ``zero_grad`` keeps the partial sum, and ``step`` counts the

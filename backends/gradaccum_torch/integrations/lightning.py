@@ -157,7 +157,7 @@ def _require_untouched_micro_batches(trainer: Trainer) -> None:
             raise UsageError(
                 f"{name}: expected the Trainer's default, because the wrapped optimizer"
                 f" clips and accumulates; got {value!r} ({type(value).__name__}). Leave"
-                " it out of the Trainer, and return from configure_optimizers"
+                " it out of the Trainer. In configure_optimizers, return"
                 f" gradaccum.wrap(optimizer, {option.format(value)}"
             )
 

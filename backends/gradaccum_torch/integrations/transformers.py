@@ -70,7 +70,7 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         trainer = self._trainer
         accelerator = trainer.accelerator
         self._replacements.close()  # An earlier run may have ended with an exception.
-        self.__dict__.pop("optimizer", None)  # An optimizer is wrapped once at a time.
+        self.__dict__.pop("optimizer", None)  # An optimizer has at most one wrapper.
         module = trainer.model_wrapped
         is_parallel = isinstance(module, DistributedDataParallel)
         self.optimizer = wrap(
@@ -162,8 +162,8 @@ def batch_size(inputs: Mapping[str, Any]) -> float:
 
 _BY_TOKENS = {"dapo", "cispo", "vespo"}
 _MEANS = {"grpo", "bnpo", "dr_grpo", "sapo", "luspo"}
-"""TRL's losses that divide by ``num_items_in_batch``, and those that are the mean of a
-micro-batch, in which all micro-batches count the same.
+"""TRL's losses that divide by ``num_items_in_batch``, and TRL's losses that are a mean
+over a micro-batch, so that all micro-batches count the same.
 """
 
 

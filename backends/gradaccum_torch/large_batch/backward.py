@@ -87,8 +87,8 @@ def backward(
         weight: a function, ``weight(*micro_batch)``, which is called for all
             micro-batches before the first of them runs; or one number per item, shape
             ``(items,)``, and the numbers of a micro-batch are summed. Default: the
-            number of items. A micro-batch of weight 0 adds nothing. If all have weight
-            0, ``.grad`` stays as it is and the loss is 0.
+            number of items. A micro-batch of weight 0 adds nothing. If all
+            micro-batches have weight 0, ``.grad`` stays as it is and the loss is 0.
         axes: a prefix nest of `batch` with the batch axis of each leaf; None means that
             the leaf is passed whole. Each element of a list contains all items. A list
             that may be as long as the batch needs an entry for each element, or None.
