@@ -326,8 +326,8 @@ def watched_error(leaf: Tensor) -> UsageError:
     return UsageError(
         "optimizer: expected parameters whose gradients no other wrapped optimizer"
         f" collects; got a parameter of shape {tuple(leaf.shape)} that another wrapped"
-        " optimizer collects. Pass the optimizer that was wrapped with steps=None as"
-        " optimizer=. If the parameter belongs to another optimizer, call"
+        " optimizer collects. Pass optimizer=opt, the optimizer that was wrapped with"
+        " steps=None. If the parameter belongs to another optimizer, call"
         " requires_grad_(False) on it for the duration of this call."
     )
 
