@@ -1,4 +1,4 @@
-"""The arithmetic of a window's sum: its dtype, adding, dividing, casting and its norm."""
+"""The arithmetic of a window's sum: dtype, addition, division, casting and norm."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from gradaccum_torch.torch_private.names import (
 )
 
 HALF = (torch.float16, torch.bfloat16)
-"""The dtypes that are summed in float32 unless the user says otherwise."""
+"""The dtypes whose gradients are summed in float32 unless the user says otherwise."""
 FAINT = 2.0**-31
-"""Squares of the elements of a float32 tensor of a smaller norm may vanish."""
+"""If the norm of a float32 tensor is below this, squares of its elements may vanish."""
 FAINT_HALF = 2.0**-13
-"""The same for a float16 tensor, whose norm is a float16."""
+"""The same limit for a float16 tensor, whose norm is computed in float16."""
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the dtype of autograd's gradient: the parameter's, unless the user has set
-    ``parameter.grad_dtype``.
+    """Return the dtype of autograd's gradient: the parameter's dtype, unless the user
+    has set ``parameter.grad_dtype``.
     """
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 def sum_dtype(parameter: Tensor, accumulate_dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of the sum: by default float32 for half precision, else the
-    gradient's own; complex stays.
+    """Return the dtype of the sum: by default float32 for half precision, otherwise the
+    gradient's dtype. A complex gradient always keeps its dtype.
     """
     dtype = gradient_dtype(parameter)
     if dtype.is_complex:
@@ -45,9 +45,7 @@ def sum_dtype(parameter: Tensor, accumulate_dtype: torch.dtype | None) -> torch.
 
 
 def add(total: Tensor, gradient: Tensor) -> Tensor:
-    """Return `total` plus `gradient` in the dtype of `total`, in place where it can
-    be.
-    """
+    """Return `total` plus `gradient` in the dtype of `total`, in place if possible."""
     gradient = gradient.detach()
     if not total.is_sparse or gradient.is_sparse:
         return total.add_(gradient)
@@ -55,13 +53,13 @@ def add(total: Tensor, gradient: Tensor) -> Tensor:
 
 
 def divide(tensors: Sequence[Tensor], divisor: float) -> None:
-    """Divide in place, unless `divisor` is 1."""
+    """Divide `tensors` in place, unless `divisor` is 1."""
     if divisor == 1 or not tensors:
         return
     with torch.no_grad():
         for group in groups_of(map(elements, tensors)):
             if has_exact_inverse(divisor):
-                # The same bits in half the time.
+                # This gives the same bits in half the time.
                 torch._foreach_mul_(group, 1 / divisor)
             else:
                 torch._foreach_div_(group, divisor)
@@ -69,7 +67,7 @@ def divide(tensors: Sequence[Tensor], divisor: float) -> None:
 
 @torch.no_grad()
 def multiply(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiply in place, unless `factor` is 1."""
+    """Multiply `tensors` in place, unless `factor` is 1."""
     if factor == 1:
         return
     for group in groups_of(map(elements, tensors)):
@@ -78,7 +76,9 @@ def multiply(tensors: Sequence[Tensor], factor: float) -> None:
 
 @torch.no_grad()
 def narrowed(gradient: Tensor, divisor: float, dtype: torch.dtype) -> Tensor:
-    """Return `gradient` / `divisor` in another dtype, divided in the wider one."""
+    """Return `gradient` / `divisor` in `dtype`; the wider of the two dtypes is used to
+    divide.
+    """
     wide_gradient = gradient.to(torch.promote_types(gradient.dtype, dtype))
     if divisor != 1:
         wide_gradient = wide_gradient / divisor
@@ -87,7 +87,7 @@ def narrowed(gradient: Tensor, divisor: float, dtype: torch.dtype) -> Tensor:
 
 @torch.no_grad()
 def fits(total: Tensor, divisor: float, dtype: torch.dtype) -> bool:
-    """True if the sum is finite in `dtype` once divided; waits for the device."""
+    """True if the divided sum is finite in `dtype`. Waits for the device."""
     if not elements(total).numel():
         return True
     peak = elements(total).abs().max() / divisor
@@ -95,8 +95,8 @@ def fits(total: Tensor, divisor: float, dtype: torch.dtype) -> bool:
 
 
 def measure(sums: Sequence[Tensor]) -> tuple[float, bool]:
-    """Return the global 2-norm, and whether every element is finite; waits for the
-    device.
+    """Return the norm of all `sums` together, and whether every element is finite.
+    Waits for the device.
     """
     with torch.no_grad():
         tensors = [real_elements(total) for total in sums]
@@ -115,8 +115,8 @@ def real_elements(tensor: Tensor) -> Tensor:
 
 
 def norm_of(tensors: Iterable[Tensor]) -> float:
-    """Return the 2-norm of all `tensors` together; of a tensor that is split over
-    processes each process has a part, and the norm is that of all parts.
+    """Return the 2-norm of all `tensors` together. If a tensor is sharded over
+    processes, its norm includes the shards of all processes.
     """
     norms: list[Tensor] = []
     for group in groups_of(tensors):
@@ -135,8 +135,8 @@ def norm_of(tensors: Iterable[Tensor]) -> float:
 
 
 def groups_of(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield lists for multi-tensor calls: the tensors of one process, and those that
-    are split alike.
+    """Yield lists for multi-tensor calls: plain tensors in one list, and sharded
+    tensors in one list per mesh and placement.
     """
     groups: dict[object, list[Tensor]] = {}
     for tensor in tensors:
@@ -148,8 +148,8 @@ def groups_of(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def complete(gradient: Tensor) -> Tensor:
-    """Return `gradient` with each element once: a sparse one coalesced; one of which
-    processes have parts (``Partial``) reduced.
+    """Return `gradient` with each element once: a sparse gradient is coalesced, and
+    partial sums of several processes (``Partial``) are reduced.
     """
     if not is_sharded(gradient):
         return gradient.coalesce() if gradient.is_sparse else gradient
@@ -168,12 +168,10 @@ def complete(gradient: Tensor) -> Tensor:
 
 @torch.no_grad()
 def all_finite(gradients: Sequence[Tensor]) -> bool:
-    """True if every element is finite; waits for the device."""
+    """True if every element is finite. Waits for the device."""
     return measure([complete(gradient) for gradient in gradients])[1]
 
 
 def is_zero(tensor: Tensor) -> bool:
-    """True if the part of `tensor` in this process is all zeros; waits for the
-    device.
-    """
+    """True if this process's part of `tensor` is all zeros. Waits for the device."""
     return not bool(local(elements(tensor)).any())

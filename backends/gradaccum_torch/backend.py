@@ -1,4 +1,4 @@
-"""The core's entry point into torch: recognise optimizers and schedulers, and wrap
+"""The core's entry point into torch: recognises optimizers and schedulers, and wraps
 them.
 """
 
@@ -58,34 +58,36 @@ class TorchBackend:
             optimizer: the optimizer.
             options: the checked options.
             separate_sums: whether ``step`` moves the micro-batch from ``.grad`` into a
-                buffer. Between two steps ``.grad`` is then the user's, to clear,
-                assign, reduce or clip. Costs one pass and one buffer per parameter.
+                buffer. Between two steps you may then clear, assign, reduce or clip
+                ``.grad`` yourself. This costs one pass and one buffer per parameter.
             module: what several workers train together: a
                 `torch.nn.parallel.DistributedDataParallel`, whose sum is reduced once,
-                at the window's end, or a module under
-                `torch.distributed.fsdp.fully_shard`. A window is then that of all
-                workers. This call, the end of a window and ``flush`` are collective.
-            gradient_sync: when FSDP2 reduces. ``"micro_batch"``: in each micro-batch;
-                the sum is sharded. ``"window"``: once per window; each worker keeps a
-                sum of the whole model, as after ``set_requires_gradient_sync(False)``.
+                at the end of the window, or a module under
+                `torch.distributed.fsdp.fully_shard`. All workers then share each
+                window. This call, the end of a window and ``flush`` are collective.
+            gradient_sync: when FSDP2 reduces. ``"micro_batch"`` reduces in each
+                micro-batch, and the sum is sharded. ``"window"`` reduces once per
+                window, and each worker keeps a sum of the whole model, as after
+                ``set_requires_gradient_sync(False)``.
             process_group: the `torch.distributed.ProcessGroup` of workers that train
                 equal copies of one model without a parallel module. The window's sum is
-                reduced as with ``module=``, and an optimizer that averages by itself
-                averages equal gradients. ``"alone"``: this process shares no window,
-                although several are up; without a word a `GradAccumWarning` asks.
+                reduced as with ``module=``, so an optimizer that averages by itself
+                averages equal gradients. With ``"alone"`` this process shares no
+                window, although several processes are running. If you leave the
+                argument out then, a `GradAccumWarning` asks for it.
             norm_group: the `torch.distributed.ProcessGroup` of the stages of a
-                pipeline, each with an optimizer of its own. The norm, the clip and the
-                decision on overflow are those of all stages. The end of a window is
-                collective: a stage that ends one alone waits for the group's timeout,
-                and raises.
+                pipeline, each of which has its own optimizer. The norm, the clipping
+                and the decision on overflow cover all stages. The end of a window is
+                collective: if only one stage reaches it, that stage waits until the
+                group's timeout, and then raises.
 
         Raises:
-            ArgumentTypeError: `optimizer` is none, or is wrapped already; `module` is
-                no such module.
-            ArgumentValueError: `module` has other parameters; other workers gave other
-                options, or the parameters in another order; FSDP2 cannot wait with
-                these.
-            UsageError: ``.grad`` of a parameter holds numbers.
+            ArgumentTypeError: `optimizer` is not an optimizer, or is already wrapped;
+                or `module` is not a supported module.
+            ArgumentValueError: `module` has other parameters; other workers passed
+                other options, or the parameters in another order; or FSDP2 cannot defer
+                its reduction with these options.
+            UsageError: ``.grad`` of a parameter already contains a gradient.
         """
         if isinstance(optimizer, AccumulatingOptimizer):
             raise wrapped_twice_error(optimizer)
@@ -106,8 +108,8 @@ class TorchBackend:
         return AccumulatingOptimizer(optimizer, checked_options, workers)
 
     def is_scheduler(self, candidate: object) -> bool:
-        """True if `candidate` is a learning-rate scheduler, torch's or another
-        library's, gated or not.
+        """True if `candidate` is a learning-rate scheduler from torch or another
+        library, gated or not.
         """
         return is_scheduler(candidate)
 
@@ -115,7 +117,8 @@ class TorchBackend:
         """Gate a scheduler that was built on a wrapped optimizer.
 
         Raises:
-            ArgumentTypeError: its optimizer is not wrapped, or it is gated already.
+            ArgumentTypeError: the scheduler's optimizer is not wrapped, or the
+                scheduler is already gated.
         """
         if isinstance(scheduler, GatedScheduler):
             raise wrapped_twice_error(scheduler)
@@ -144,9 +147,7 @@ backend = TorchBackend()
 
 
 class TorchOptions(WrapOptions, total=False):
-    """The options of `wrap`: those of `gradaccum.wrap`, and those of
-    `TorchBackend.wrap`.
-    """
+    """The options of `gradaccum.wrap` and of `TorchBackend.wrap`."""
 
     loss_scale: float | LossScale | torch.amp.GradScaler | None
     separate_sums: bool
@@ -159,5 +160,5 @@ class TorchOptions(WrapOptions, total=False):
 def wrap(
     optimizer: torch.optim.Optimizer, steps: Steps, **options: Unpack[TorchOptions]
 ) -> AccumulatingOptimizer:
-    """Wrap a torch optimizer: `gradaccum.wrap`, typed."""
+    """Wrap a torch optimizer, as `gradaccum.wrap` does, with typed options."""
     return cast(AccumulatingOptimizer, wrap_with(backend, optimizer, steps, **options))

@@ -1,5 +1,5 @@
-"""The observers of a window, which do not change it: its loss, and the warnings of
-everyday mistakes. Any of them can be deleted without touching the window.
+"""The observers of a window, which do not change it: its loss, and the warnings about
+common mistakes. Any of them can be deleted without touching the window.
 """
 
 from __future__ import annotations
@@ -25,48 +25,50 @@ from gradaccum_torch.torch_private.names import (
 )
 
 LEFTOVER_LOOP = (
-    "gradaccum: each step() came after {passes} backward passes of its loop, which"
-    " count as one micro-batch. Most likely two lines of the old loop are left: `if (i"
-    " + 1) % {passes} == 0:` around step(), and `loss / {passes}`. Delete both, so that"
-    " step() follows each backward pass. Or a trainer accumulates too: leave its"
-    " gradient_accumulation_steps at 1."
+    "gradaccum: each step() came after {passes} backward passes, which count as one"
+    " micro-batch. Most likely two lines of the old loop are left: `if (i + 1) %"
+    " {passes} == 0:` around step(), and `loss / {passes}`. Delete both, so that each"
+    " backward pass is followed by a step(). Or a trainer accumulates as well: leave"
+    " its gradient_accumulation_steps at 1."
 )
 DIVIDED_LOSS = (
-    "gradaccum: the loss is divided by {steps}, and a window of {steps} micro-batches"
-    " is divided by itself. Most likely `loss / {steps}` is left of the old loop, and"
-    " each update is {steps} times too small: delete the division."
+    "gradaccum: the loss is divided by {steps}, but gradaccum already divides by the"
+    " window's {steps} micro-batches. Most likely `loss / {steps}` is left from the"
+    " old loop. Each update is {steps} times too small: delete the division."
 )
 NON_FINITE_LOSS = (
-    "gradaccum: a loss was not finite on rank {} of {}. Look at the data and the loss"
-    " there; opt.result.overflow says which windows all workers skip."
+    "gradaccum: a loss was not finite on rank {} of {}. Check the data and the loss"
+    " there. opt.result.overflow says which windows all workers skip."
 )
 WEIGHED_TWICE = (
-    "gradaccum: a second loss came with a weight before step(), so that both count as"
-    " one micro-batch of that weight. Each micro-batch needs a step() of its own. For"
-    " several losses of one micro-batch, call opt.weigh(n) once, and then"
+    "gradaccum: a second loss with a weight came before step(), so both count as one"
+    " micro-batch of that weight. Each micro-batch needs its own step(). If one"
+    " micro-batch has several losses, call opt.weigh(n) once, and then"
     " opt.backward(loss) for each."
 )
 
 
 class MicroBatch:
-    """The statements of the user about the micro-batch under way, until ``step`` counts
+    """What the user has passed for the current micro-batch, until ``step`` counts
     it.
     """
 
     def __init__(self) -> None:
         self.weight: float | None = None
         self.is_weighed = False
-        """The user has named the weight."""
+        """Whether the user has passed the weight."""
         self.has_loss = False
-        """A loss of it went through ``backward`` or ``scale``."""
+        """Whether a loss of this micro-batch has gone through ``backward`` or
+        ``scale``.
+        """
         self.is_scaled_by_hand = False
-        """A plain ``backward()`` of a loss that was scaled is expected."""
+        """Whether a plain ``backward()`` of an already scaled loss is expected."""
         self.losses: list[float | Tensor] = []
-        """The losses as the user gave them, not scaled."""
+        """The losses as the user passed them, not scaled."""
         self.is_first = False
-        """It opens the window."""
+        """Whether this micro-batch opens the window."""
         self.passes = 0
-        """Its backward passes."""
+        """The number of the micro-batch's backward passes."""
         self.window_size: Size = None
 
     def require_same_weight(self, weight: float) -> None:
@@ -79,32 +81,32 @@ class MicroBatch:
 
 
 class Extension:
-    """An observer of a window; each method is one event. It may not change the
+    """An observer of a window. Each method is one event, and may not change the
     window.
     """
 
     def loss_given(self, loss: Tensor) -> None:
-        """Observe a loss that the user has passed, which is not differentiated yet."""
+        """Observe a loss that the user has passed, before its backward pass."""
 
     def micro_batch_added(self, micro_batch: MicroBatch, weight: float) -> None:
-        """Observe a micro-batch that was counted with this weight; 0 if its gradient
-        does not count.
+        """Observe a micro-batch that was counted with this weight. The weight is 0 if
+        the micro-batch's gradient does not count.
         """
 
     def numbers(self) -> list[float]:
-        """Return the numbers of the open window that the workers are to add up."""
+        """Return the open window's numbers that are to be added up over the workers."""
         return []
 
     def reduced(self, numbers: list[float]) -> None:
-        """Observe the sums of the `numbers` of all workers."""
+        """Observe the sums of all workers' `numbers`."""
 
     def window_closed(self, state: Fields, options: Options) -> None:
-        """Observe that the window was closed; its sum was divided by `state` and
-        `options`.
+        """Observe that the window was closed, and that its sum was divided according to
+        `state` and `options`.
         """
 
     def window_discarded(self) -> None:
-        """Observe that the window was forgotten, or another one was loaded."""
+        """Observe that the window was discarded, or that another window was loaded."""
 
     def state_dict(self) -> dict[str, float]:
         """Return the entries for a checkpoint."""
@@ -118,8 +120,8 @@ class Extension:
 
 
 def as_number(loss: object) -> float | Tensor:
-    """Return a loss as it is kept: a number, or a scalar on its accelerator; NaN for
-    anything else.
+    """Return a loss in the form that is kept: a number, or a scalar tensor if it is on
+    an accelerator. Anything else gives NaN.
     """
     if not isinstance(loss, Tensor):
         if isinstance(loss, int | float) and not isinstance(loss, bool):
@@ -130,7 +132,7 @@ def as_number(loss: object) -> float | Tensor:
     scalar: Any = loss.detach()
     if is_sharded(scalar):
         scalar = scalar.full_tensor()
-    # A copy: a captured CUDA graph writes the next loss into the same memory.
+    # Copy it, because a captured CUDA graph writes the next loss into the same memory.
     if scalar.is_cpu:
         return float(scalar.item())
     copied_scalar: Tensor = scalar.reshape(()).clone()
@@ -138,8 +140,8 @@ def as_number(loss: object) -> float | Tensor:
 
 
 class WindowLoss(Extension):
-    """The loss of each window as one large batch; NaN unless all of its losses were
-    given. Reading it may wait for the device.
+    """The loss of each window as one large batch, or NaN unless all of its losses were
+    passed. Reading it may wait for the device.
     """
 
     def __init__(self, options: Options) -> None:
@@ -147,9 +149,9 @@ class WindowLoss(Extension):
         self._losses: list[tuple[float | Tensor, float]] = []
         """The losses of the open window that were not read yet, with their weights."""
         self.total = 0.0
-        """The sum of the losses that were read."""
+        """The sum of the losses that have been read."""
         self._misses_loss = False
-        """The user has not passed all losses of the open window."""
+        """Whether the user has left out a loss of the open window."""
         self._read_closed_loss: Callable[[], float] | None = None
         self._value = math.nan
 
@@ -159,7 +161,7 @@ class WindowLoss(Extension):
         if self._read_closed_loss is not None:
             self._value = self._read_closed_loss()
             self._read_closed_loss = None
-        # One object, so that equal results compare equal.
+        # Return the same NaN object each time, so that equal results compare equal.
         return math.nan if math.isnan(self._value) else self._value
 
     def micro_batch_added(self, micro_batch: MicroBatch, weight: float) -> None:
@@ -178,7 +180,7 @@ class WindowLoss(Extension):
         return total
 
     def read_open(self) -> float:
-        """Return the sum of the losses of the open window."""
+        """Return the sum of the open window's losses."""
         self.total = self._read(self.total, self._losses)
         self._losses = []
         return self.total
@@ -190,7 +192,7 @@ class WindowLoss(Extension):
         (self.total,) = numbers
 
     def has_non_finite_loss(self) -> bool:
-        """True if all losses of the open window are known, and not all are finite."""
+        """True if all losses of the open window are known, but not all are finite."""
         return not self._misses_loss and not math.isfinite(self.read_open())
 
     def window_closed(self, state: Fields, options: Options) -> None:
@@ -219,11 +221,11 @@ class WindowLoss(Extension):
         self._value = float(entries.get("window_loss", math.nan))
 
 
-# Warnings, each given once per optimizer.
+# Warnings, each issued once per optimizer.
 
 
 class Warnings:
-    """Gives each warning once, at the line of the user's that called."""
+    """Issues each warning once, at the line of the user's code that made the call."""
 
     def __init__(self) -> None:
         self._given_texts: set[str] = set()
@@ -235,7 +237,9 @@ class Warnings:
 
 
 def levels_to_user() -> int:
-    """Return the ``stacklevel`` at which a warning of the caller is the user's."""
+    """Return the ``stacklevel`` that attributes the caller's warning to the user's
+    line.
+    """
     level = 2
     frame = sys._getframe(level)
     while frame.f_back is not None and is_ours(frame):
@@ -250,7 +254,7 @@ def is_ours(frame: FrameType) -> bool:
 
 
 class ChangedRateWarning(Extension):
-    """Warns of a learning rate that moves inside a window, as a scheduler moves it that
+    """Warns if a learning rate changes inside a window, for example because a scheduler
     steps with each micro-batch.
     """
 
@@ -258,7 +262,9 @@ class ChangedRateWarning(Extension):
         self._optimizer = optimizer
         self._warn = warn
         self._rates: list[object] | None = None
-        """The rates with which the window began; None: the window may have any."""
+        """The learning rates at the beginning of the window; None if they may
+        change.
+        """
 
     def micro_batch_added(self, micro_batch: MicroBatch, weight: float) -> None:
         rates = [rate_mark(group.get("lr")) for group in self._optimizer.param_groups]
@@ -268,8 +274,8 @@ class ChangedRateWarning(Extension):
             self._warn(kit.RATE_MOVED)
 
     def allow_change(self) -> None:
-        """Let the open window have other rates: a gated scheduler has moved, or a group
-        was added.
+        """Allow other rates in the open window, because a gated scheduler has stepped
+        or a group was added.
         """
         self._rates = None
 
@@ -278,17 +284,19 @@ class ChangedRateWarning(Extension):
 
 
 def rate_mark(rate: object) -> object:
-    """Return what differs if a rate has moved; a rate in a tensor by its version,
-    without a wait.
+    """Return a value that differs if the rate has changed. For a rate in a tensor it
+    includes the tensor's version, which needs no wait for the device.
     """
     return (id(rate), version(rate)) if isinstance(rate, Tensor) else rate
 
 
 class LeftoverLoopWarning(Extension):
-    """Warns if the first two steps each came after as many backward passes as a window
-    has micro-batches: then the old loop's ``if`` is most likely left around ``step``.
+    """Warns if each of the first two steps came after as many backward passes as a
+    window has micro-batches, because then the old loop's ``if`` is most likely left
+    around ``step``.
 
-    Two passes are no sign: a GAN's discriminator has a real and a fake loss.
+    Two passes are not enough evidence: a GAN's discriminator has a real and a fake
+    loss.
     """
 
     def __init__(self, warn: Warnings) -> None:
@@ -307,7 +315,7 @@ class LeftoverLoopWarning(Extension):
 
 
 class NonFiniteLossWarning(Extension):
-    """Warns of a loss that is not finite, on the worker that has it."""
+    """Warns about a loss that is not finite, on the worker where it occurred."""
 
     def __init__(
         self, window_loss: WindowLoss, place: tuple[int, int], warn: Warnings
@@ -327,8 +335,8 @@ class NonFiniteLossWarning(Extension):
 
 
 def is_divided_by(division: Division | None, steps: int, reduction: str) -> bool:
-    """True if the last operation of a loss divides it by `steps`, and neither makes a
-    mean of sums nor a mean of as many terms.
+    """True if the last operation of a loss divides it by `steps`, and this division
+    makes a mean neither of sums nor of `steps` terms.
     """
     if division is None or not math.isclose(division.divisor, steps):
         return False
@@ -337,7 +345,7 @@ def is_divided_by(division: Division | None, steps: int, reduction: str) -> bool
 
 
 class DividedLossWarning(Extension):
-    """Warns if a loss of the first window is divided by the steps beforehand."""
+    """Warns if the user has already divided a loss of the first window by the steps."""
 
     def __init__(self, options: Options, warn: Warnings) -> None:
         size = known_window_size(options, 0)

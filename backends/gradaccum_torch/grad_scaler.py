@@ -1,9 +1,10 @@
-"""A user's own `torch.amp.GradScaler`, whose scale moves once per window.
+"""A user's own `torch.amp.GradScaler`, whose scale is updated once per window.
 
-In the loop ``opt.backward(loss); opt.step()`` the window's end writes the scale and the
-growth tracker that one ``scaler.update()`` would. In ``scaler.scale(loss).backward();
-scaler.step(opt); scaler.update()`` the scaler moves by itself: inside a window it is set
-back by the step that ``update`` will count, and sees no overflow.
+In the loop ``opt.backward(loss); opt.step()`` the end of the window sets the scale and
+the growth tracker as a single ``scaler.update()`` would. In
+``scaler.scale(loss).backward(); scaler.step(opt); scaler.update()`` the scaler updates
+its scale itself. Inside a window its growth tracker is therefore set back by one,
+because ``update`` will count a step, and it sees no overflow.
 """
 
 from __future__ import annotations
@@ -24,33 +25,33 @@ from gradaccum_torch.torch_private.names import (
 )
 
 SMALLEST = 2.0**-125
-"""`GradScaler` has no floor. Below this power of two a window could no longer be
-divided, and the scale could never grow again.
+"""`GradScaler` has no minimum scale. Below this power of two a window could no longer
+be divided, and the scale could never grow again.
 """
 
 
 SET_BACK: WeakKeyDictionary[torch.amp.GradScaler, tuple[Any, int]] = WeakKeyDictionary()
-"""By scaler whose tracker was set back: its pending update, which its ``update``
-replaces by another, and its true tracker.
+"""For each scaler whose growth tracker was set back: its pending update, which its
+``update`` replaces with another object, and its true tracker.
 """
 
 
 class ScalerLink:
-    """One scaler, as a window sees it."""
+    """The connection between one scaler and a window."""
 
     def __init__(self, scaler: torch.amp.GradScaler, device: torch.device) -> None:
         self.scaler = scaler
-        scaler.scale(torch.zeros((), device=device))  # Makes its tensors.
+        scaler.scale(torch.zeros((), device=device))  # Creates the scaler's tensors.
         self.stepping_optimizer: torch.optim.Optimizer | None = None
-        """The wrapped optimizer whose step ``scaler.step`` is making."""
+        """The wrapped optimizer that ``scaler.step`` is currently stepping."""
         self.probe = torch.zeros((), device=device)
         self.probe.grad = torch.zeros((), device=device)
 
     def with_scale(self, state: State) -> State:
-        """Return the state between two windows with the scaler's own scale."""
+        """Return the state between two windows, with the scaler's own scale."""
         pending = pending_update(self.scaler)
         if pending and self.stepping_optimizer is None:
-            # scaler.update() is still to come, and will give the scaler these values.
+            # scaler.update() is still to come, and will set the scaler to these values.
             return state
         scale, tracker = scale_and_tracker(self.scaler)
         awaited_update, true_tracker = SET_BACK.get(self.scaler, (None, 0))
@@ -59,18 +60,19 @@ class ScalerLink:
         return state._replace(loss_scale=scale, growth_tracker=int(tracker))
 
     def require_unmoved(self, state: State) -> None:
-        """Raise unless the scale is what it was as the window began."""
+        """Raise unless the scale is the same as when the window began."""
         if self.scaler.get_scale() != state.loss_scale:
             raise UsageError(
                 "scaler: expected one scale for all micro-batches of a window; got a"
-                " scale that moved inside it, such as by scaler.update(new_scale) or"
-                " another optimizer's overflow. Change it between two windows, and give"
-                " each optimizer a scaler of its own. The window cannot be mended: call"
-                " opt.discard()."
+                " scale that changed inside it, for example through"
+                " scaler.update(new_scale) or another optimizer's overflow. This"
+                " window cannot be recovered, so call opt.discard(). Change the scale"
+                " only between two windows, and use a separate scaler for each"
+                " optimizer."
             )
 
     def write(self, state: State) -> None:
-        """Give the scaler the scale and the growth tracker of a state."""
+        """Set the scaler's scale and growth tracker to the values in `state`."""
         entries = self.scaler.state_dict()
         entries["scale"] = state.loss_scale
         entries["_growth_tracker"] = state.growth_tracker
@@ -83,11 +85,11 @@ class ScalerLink:
             self.prepare_update(state, overflow)
 
     def prepare_update(self, state: State, overflow: bool) -> None:
-        """Make the ``scaler.update()`` that follows ``scaler.step`` end with the scale
-        of `state`.
+        """Prepare the ``scaler.update()`` that follows ``scaler.step`` so that it ends
+        with the scale of `state`.
         """
-        # `update` itself moves the scale, so that the user can compare it before and
-        # after. If the scale stays, `update` only counts.
+        # `update` itself changes the scale, so that the user can compare it before and
+        # after. If the scale stays the same, `update` only counts.
         moves = self.scaler.get_scale() != state.loss_scale
         assert self.stepping_optimizer is not None
         for found_inf in found_inf_of(self.scaler, self.stepping_optimizer):
@@ -99,7 +101,7 @@ class ScalerLink:
 
 
 def scaler_rule(scaler: torch.amp.GradScaler) -> ScaleRule:
-    """Return the rule by which the scale of `scaler` moves now."""
+    """Return the rule that `scaler` currently uses to update its scale."""
     if not scaler.is_enabled():
         return ScaleRule()
     return ScaleRule(
@@ -120,11 +122,12 @@ def link_scaler(options: Options, parameters: list[Tensor]) -> ScalerLink | None
 
 
 def groups_for_a_scaler(link: ScalerLink | None) -> list[dict[str, Any]] | None:
-    """Return what the caller's caller gets for groups if it is a scaler, else None: a
-    probe in place of the gradients, so that the scaler's check finds no overflow.
+    """Return the groups that a scaler gets if the caller's caller is one, otherwise
+    None. They contain a probe instead of the gradients, so that the scaler's check
+    finds no overflow.
 
     Raises:
-        UsageError: it is a scaler that was not given as ``loss_scale=``, or it is to
+        UsageError: the scaler was not passed as ``loss_scale=``, or it is about to
             unscale the gradients.
     """
     caller = unscaling_caller(3)
@@ -139,9 +142,9 @@ def groups_for_a_scaler(link: ScalerLink | None) -> list[dict[str, Any]] | None:
 
 def foreign_scaler_error() -> UsageError:
     return UsageError(
-        "scaler.step, scaler.unscale_: expected the scaler that gradaccum.wrap was"
-        " given, which moves only between windows; got a torch.amp.GradScaler that"
-        " would unscale at every micro-batch. Write gradaccum.wrap(optimizer, ...,"
-        " loss_scale=scaler); in place of scaler.unscale_(opt) and clip_grad_norm_"
-        " clip_norm=."
+        "scaler.step, scaler.unscale_: expected the scaler that was passed to"
+        " gradaccum.wrap, because its scale changes only between windows; got a"
+        " torch.amp.GradScaler that would unscale at every micro-batch. Write"
+        " gradaccum.wrap(optimizer, ..., loss_scale=scaler), and use clip_norm="
+        " instead of scaler.unscale_(opt) and clip_grad_norm_."
     )

@@ -1,8 +1,8 @@
-"""The places of the sum of a window's gradients: in ``.grad`` itself, where autograd
-adds anyway, or in buffers beside it.
+"""Where the sum of a window's gradients is kept: in ``.grad`` itself, to which autograd
+adds anyway, or in separate buffers.
 
-`Window` reads the sum at its end as a mapping from each parameter to a tensor, and does
-the rest with `gradaccum_torch.arithmetic`.
+At the end of a window `Window` reads the sum as a mapping from each parameter to a
+tensor. `gradaccum_torch.arithmetic` does the rest.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from gradaccum_torch.gradient_watch import GradientWatch, WatchedGradient
 from gradaccum_torch.torch_private.names import keep_own, untraced
 
 Gradients = dict[Tensor, Tensor]
-"""The gradient of each parameter that has one."""
+"""The gradients by parameter; a parameter without a gradient is left out."""
 GetParameters = Callable[[], list[Tensor]]
 
 
 class UpdateGuard(Protocol):
-    """The flag that is set before something writes into a sum."""
+    """Has the flag that is set before anything is written into a sum."""
 
     is_broken: bool
 
 
 class GradientSum:
-    """The sum of the open window's gradients, here in ``.grad`` itself: no second
-    buffer, and nothing to do per micro-batch.
+    """The sum of the open window's gradients, here in ``.grad`` itself: this needs no
+    second buffer and no work per micro-batch.
     """
 
     is_beside_grad = False
-    """``.grad`` holds the micro-batch alone until ``step``."""
+    """Whether ``.grad`` contains only the current micro-batch until ``step``."""
     expects_windows = False
-    """It wants to know how long the next window is, by `expect_window`."""
+    """Whether `expect_window` has to be called with the size of the next window."""
 
     def __init__(self, parameters: GetParameters, watch: GradientWatch) -> None:
         self.parameters = parameters
@@ -46,11 +46,12 @@ class GradientSum:
         watch.move_gradient = None
 
     def expect_window(self, size: object) -> None:
-        """Prepare for a next window of this size."""
+        """Prepare for a window of this size."""
 
     def follow_additions(self, gradient_added: Callable[[Tensor], None] | None) -> bool:
-        """Call a function with each parameter whose gradient autograd has just added to
-        the sum, or no longer; return False if it is `step` that adds.
+        """Call `gradient_added` with each parameter whose gradient autograd has just
+        added to the sum; None ends this. Return False if gradients are added only in
+        ``step``.
         """
         if gradient_added is None:
             self.watch.move_gradient = None
@@ -64,7 +65,9 @@ class GradientSum:
         return True
 
     def take(self, parameter: Tensor) -> Tensor | None:
-        """Return the sum of a parameter, if there is one, in memory of its own."""
+        """Return the sum of a parameter in memory of its own, or None if it has no
+        sum.
+        """
         keep_own(parameter)
         return parameter.grad
 
@@ -74,14 +77,14 @@ class GradientSum:
         self.watch.note(parameter)
 
     def add_micro_batch(self, guard: UpdateGuard) -> bool:
-        """Add the micro-batch to the sum; return False if it was dropped.
+        """Add the micro-batch to the sum. Return False if it was dropped.
 
-        - `guard`: is broken from the first write on.
+        - `guard`: is marked as broken before anything is written.
         """
         return True
 
     def gradients(self) -> Gradients:
-        """Return the sum; the tensors themselves."""
+        """Return the sum; the tensors are not copied."""
         return {
             parameter: parameter.grad
             for parameter in self.parameters()
@@ -89,28 +92,28 @@ class GradientSum:
         }
 
     def replace(self, gradients: Gradients) -> None:
-        """Take these tensors over as the sum, and the mapping with them."""
+        """Use these tensors, and the mapping itself, as the sum."""
         for parameter in self.parameters():
             parameter.grad = gradients.get(parameter)
         self.watch.reset()
 
     def prepare_update(self, gradients: Gradients) -> None:
-        """Make room in ``.grad`` for the window's gradients, and hold no other
+        """Make room in ``.grad`` for the window's gradients, and keep no other
         reference to them.
         """
 
     def clear(self) -> None:
-        """Forget the sum, and the micro-batch under way."""
+        """Clear the sum, and the current micro-batch."""
         for parameter in self.parameters():
             parameter.grad = None
         self.watch.reset()
 
 
 class SumInBuffers(GradientSum):
-    """The sum is in buffers, to which ``step`` moves each micro-batch.
+    """The sum in buffers, into which ``step`` moves each micro-batch.
 
-    So it can have another dtype, a micro-batch can be dropped, and ``.grad`` can be the
-    user's between two steps.
+    The sum can therefore have another dtype, a micro-batch can be dropped, and the user
+    may change ``.grad`` between two steps.
     """
 
     is_beside_grad = True
@@ -142,7 +145,7 @@ class SumInBuffers(GradientSum):
         is_finite = not self.drops_micro_batches or all_finite([*gradients.values()])
         new_buffers: Gradients = {}
         if is_finite:
-            # Memory may run out here, before anything was added.
+            # Memory may run out here, before anything has been added.
             new_buffers = {
                 parameter: self._copy(parameter, gradient)
                 for parameter, gradient in gradients.items()
@@ -182,14 +185,14 @@ class SumInBuffers(GradientSum):
             self.buffers[parameter] = add(total, gradient)
 
     def _copy(self, parameter: Tensor, gradient: Tensor) -> Tensor:
-        """Return a first term of the sum: a copy, as somebody else may write into the
-        memory of a gradient.
+        """Return the first term of a sum: a copy, because other code may write into the
+        gradient's memory.
         """
         dtype = sum_dtype(parameter, self.accumulate_dtype)
         return gradient.detach().to(dtype, copy=True)
 
     def gradients(self) -> Gradients:
-        # In the order of the parameters, so that a resumed window has the same norm.
+        # Keep the order of the parameters, so that a resumed window has the same norm.
         return {
             parameter: self.buffers[parameter]
             for parameter in self.parameters()
@@ -205,11 +208,11 @@ class SumInBuffers(GradientSum):
 
 
 class SumOnArrival(SumInBuffers):
-    """The sum is in wider buffers, to which each gradient moves as autograd delivers
-    it, so that only one gradient in half precision is alive.
+    """The sum in wider buffers. Each gradient is added as soon as autograd has
+    accumulated it, so that only one gradient in half precision is in memory at a time.
 
-    The smallest that has arrived stays in ``.grad`` until ``step``, so that a write
-    into ``.grad`` is noticed. In a window of one micro-batch all of them stay.
+    The smallest gradient of a micro-batch stays in ``.grad`` until ``step``, so that a
+    write into ``.grad`` is noticed. In a window of one micro-batch all gradients stay.
     """
 
     expects_windows = True
@@ -220,8 +223,8 @@ class SumOnArrival(SumInBuffers):
         super().__init__(parameters, watch, options)
         self._staying: WatchedGradient | None = None
         self.adds_at_once = False
-        """No gradient stays: several micro-batches are delivered one after the
-        other.
+        """Whether no gradient stays in ``.grad``, because several micro-batches run
+        their backward passes one after the other.
         """
         self._gradient_added: Callable[[Tensor], None] | None = None
 
@@ -248,7 +251,7 @@ class SumOnArrival(SumInBuffers):
         return moves
 
     def move(self, watched_gradient: WatchedGradient) -> None:
-        """Move the gradient that has arrived, or the one that stayed if that is
+        """Add the new gradient to its buffer, or the gradient that stayed if that is
         larger.
         """
         moved_gradient: WatchedGradient | None = watched_gradient
@@ -279,7 +282,7 @@ class SumOnArrival(SumInBuffers):
 def make_gradient_sum(
     parameters: GetParameters, watch: GradientWatch, options: Options
 ) -> GradientSum:
-    """Return the sum in ``.grad`` where possible, which needs no second buffer."""
+    """Return a sum in ``.grad`` if possible, because it needs no second buffer."""
     is_wider = any(
         sum_dtype(parameter, options.accumulate_dtype) != parameter.dtype
         for parameter in parameters()

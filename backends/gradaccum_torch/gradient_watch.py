@@ -1,12 +1,13 @@
-"""The watch over ``.grad``: what autograd delivers to it, and whether anything else
-changes it.
+"""The watch over ``.grad``: what autograd adds to it, and whether anything else changes
+it.
 
-A hook runs right after autograd has added to a gradient. It notes which tensor ``.grad``
-is, how often that was written into, and by what factor the loss was multiplied. So one
-comparison in ``step`` finds a clip, a ``model.zero_grad()``, an assignment, a reduction
-by another library, and a loss without its weight or its loss scale. Writes that torch
-does not count (through ``.data``, by NumPy) are not found; of a `DTensor` they are found
-in the first window, by norms.
+A hook runs right after autograd has added to a gradient. It notes the tensor in
+``.grad``, how often that tensor was written to, and the factor by which the loss was
+multiplied. A single comparison in ``step`` then finds clipping, a
+``model.zero_grad()``, an assignment, a reduction by another library, and a loss without
+its weight or its loss scale. Writes that torch does not count (through ``.data`` or
+NumPy) are not found. Writes into a `DTensor` are found in the first window, by
+comparing norms.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ from gradaccum_torch.torch_private.names import (
 )
 
 FACTORS = [1.0]
-"""The factor of the loss that is differentiated now, last; 1 for a plain
-``loss.backward()``.
+"""A stack whose last entry is the factor of the loss in the current backward pass; 1
+for a plain ``loss.backward()``.
 """
 PASSES = [0]
 """The number of backward passes that any wrapper has seen."""
 IN_PARTS = -2
-"""The version of a `DTensor`, whose parts are written into without being counted."""
+"""The version noted for a `DTensor`, because writes into its local part are not
+counted.
+"""
 
 
 class WatchedGradient:
@@ -50,12 +53,14 @@ class WatchedGradient:
         self.note()
 
     def note(self) -> None:
-        """Take ``.grad`` as it is now for autograd's."""
+        """Note the current ``.grad`` as autograd's."""
         gradient = self.parameter.grad
         self.gradient = gradient
         self.version = -1
         self.norm: Tensor | None = None
-        """Of the local part of a `DTensor`, which does not count a clip."""
+        """The norm of a `DTensor`'s local part, because its version does not count
+        clipping.
+        """
         if gradient is not None and is_sharded(gradient):
             self.version = IN_PARTS
             if self.watch.compares_norms:
@@ -68,7 +73,7 @@ class WatchedGradient:
         noted_gradient = self.gradient
         watch = self.watch
         if noted_gradient is not None and noted_gradient._version == self.version + 1:
-            # One addition in place, as nearly always.
+            # Nearly always it was one addition in place.
             self.version += 1
         else:
             if self.parameter.grad is not noted_gradient:
@@ -76,8 +81,8 @@ class WatchedGradient:
             if noted_gradient is not None and not self._was_added(noted_gradient):
                 watch.was_changed = True
                 if not watch.is_running:
-                    # Where the user has replaced .grad since, as netD.zero_grad() of a
-                    # GAN does, what was multiplied is gone.
+                    # If the user has replaced .grad since then, as netD.zero_grad() of
+                    # a GAN does, the earlier scaled gradients are gone.
                     watch.factors.clear()
             self.note()
         if not watch.is_running:
@@ -86,10 +91,11 @@ class WatchedGradient:
             watch.move_gradient(self)
 
     def _was_added(self, noted_gradient: Tensor) -> bool:
-        """True if one addition by autograd may have made this of the noted gradient.
+        """True if a single addition by autograd may have made the gradient from the
+        noted gradient.
 
-        Autograd adds out of place with ``create_graph=True``, and where dense meets
-        sparse. A `DTensor` may count several writes.
+        Autograd adds out of place with ``create_graph=True``, and when it adds a dense
+        to a sparse gradient. A `DTensor` may count several writes.
         """
         gradient = self.parameter.grad
         if gradient is noted_gradient:
@@ -119,35 +125,43 @@ class GradientWatch:
         ``step``.
         """
         self.was_changed = False
-        """Autograd has added to a gradient that something else had changed."""
+        """Whether autograd has added to a gradient that something else had changed."""
         self.has_plain_pass = False
-        """A gradient of a plain ``loss.backward()`` has arrived since the last
+        """Whether a plain ``loss.backward()`` has added a gradient since the last
         ``step``.
         """
         self.is_running = False
-        """A backward pass has begun and not ended. Outside of a pass: it raised."""
+        """Whether a backward pass has begun and not ended. Outside of a pass, True
+        means that the pass raised.
+        """
         self.new_gradients: dict[int, WatchedGradient] = {}
-        """The gradients that the pass under way has made, by the id of the parameter."""
+        """The gradients that the current pass has created, by the id of the
+        parameter.
+        """
         self.passes = 0
-        """The user's backward passes since the last ``step``."""
+        """The number of the user's backward passes since the last ``step``."""
         self.engine_passes = 0
-        """The same with the passes of a reentrant checkpoint, inside the user's."""
+        """The same number, including the passes of reentrant checkpoints inside
+        them.
+        """
         self.move_gradient: Callable[[WatchedGradient], None] | None = None
-        """Moves a gradient that has arrived out of ``.grad``."""
+        """The function that moves a new gradient out of ``.grad``, if any."""
         self.compares_norms = True
-        """In the first window, the norms of sharded gradients are compared: a training
-        loop does to every window what it did to its first.
+        """Whether the norms of sharded gradients are compared. They are in the first
+        window only, because a training loop treats every window as it treats the first.
         """
         self._first_parameter = 0
-        """The id of the parameter with which the micro-batch's first pass began."""
+        """The id of the first parameter that the micro-batch's first pass reached."""
         self._watched_gradients: dict[int, WatchedGradient] = {}
-        """Keyed by id(): the same identity as hash(tensor), ten times faster."""
+        """By ``id(parameter)``, which identifies like ``hash(parameter)`` and is ten
+        times faster.
+        """
         self._handles: dict[int, RemovableHandle] = {}
         WATCHES.add(self)
 
     def end_with(self, owner: object) -> None:
-        """Stop to watch when `owner` is freed: torch keeps a hook on its parameter, and
-        the hook keeps what it refers to.
+        """Stop watching when `owner` is freed: torch keeps the hook on its parameter,
+        and the hook keeps everything that it refers to.
         """
         weakref.finalize(owner, remove, self._handles).atexit = False
 
@@ -155,7 +169,7 @@ class GradientWatch:
         return id(parameter) in self._handles
 
     def follow(self, parameters: Iterable[Tensor]) -> None:
-        """Watch these parameters, as far as they are trained, and no others."""
+        """Watch exactly those of these parameters that are trained."""
         trained_parameters = {
             id(parameter): parameter
             for parameter in parameters
@@ -173,11 +187,11 @@ class GradientWatch:
             self._handles[key] = cast(RemovableHandle, handle)
 
     def pass_began(self, key: int) -> None:
-        """Note the factor of the backward pass, and wait for its end."""
+        """Note the factor of the backward pass, and arrange for a call at its end."""
         if not self.factors:
             self._first_parameter = key
-        # A reentrant checkpoint runs a pass for each of its segments inside the user's,
-        # which is over when its first parameter comes again.
+        # A reentrant checkpoint runs a pass for each of its segments inside the user's
+        # pass. The user's next pass has begun when the first parameter comes again.
         if key == self._first_parameter:
             self.passes += 1
         self.engine_passes += 1
@@ -195,8 +209,9 @@ class GradientWatch:
             self._keep_new_gradients()
 
     def _keep_new_gradients(self) -> None:
-        """Copy each new gradient into whose memory somebody else may write; during the
-        pass autograd itself holds it.
+        """Copy each new gradient whose memory other code may write into. This waits
+        until the pass has ended, because during the pass autograd itself refers to the
+        gradient.
         """
         for watched_gradient in self.new_gradients.values():
             gradient = watched_gradient.parameter.grad
@@ -208,7 +223,7 @@ class GradientWatch:
         self.new_gradients.clear()
 
     def note(self, parameter: Tensor) -> None:
-        """Take the ``.grad`` of one parameter as it is now for autograd's."""
+        """Note the current ``.grad`` of one parameter as autograd's."""
         watched_gradient = self._watched_gradients.get(id(parameter))
         self.new_gradients.pop(id(parameter), None)
         if watched_gradient is not None:
@@ -231,8 +246,8 @@ class GradientWatch:
     def holds_other_gradients(
         self, parameters: Iterable[Tensor], *, is_separate: bool
     ) -> bool:
-        """True if ``.grad`` holds what no backward pass brought; `is_separate`: it
-        holds no part of the sum. May wait for the device.
+        """True if ``.grad`` contains anything that no backward pass has added. With
+        `is_separate`, ``.grad`` contains no part of the sum. May wait for the device.
         """
         for parameter in parameters:
             gradient = parameter.grad
@@ -246,7 +261,7 @@ class GradientWatch:
         return False
 
     def micro_batch_ended(self) -> None:
-        """Forget what the micro-batch brought; its gradients stay noted."""
+        """Forget the passes of the micro-batch; its gradients stay noted."""
         self.factors.clear()
         self.passes = 0
         self.engine_passes = 0
@@ -260,7 +275,7 @@ class GradientWatch:
         return bool(self.factors) or self.is_running or self.was_changed
 
     def reset(self) -> None:
-        """Take every ``.grad`` as it is now for autograd's."""
+        """Note every current ``.grad`` as autograd's."""
         self.micro_batch_ended()
         self.was_changed = False
         self.is_running = False
@@ -270,7 +285,7 @@ class GradientWatch:
 
 
 WATCHES: weakref.WeakSet[GradientWatch] = weakref.WeakSet()
-"""The watches of all living wrappers."""
+"""The watches of all live wrappers."""
 
 
 def is_watched(parameter: Tensor) -> bool:
@@ -294,8 +309,8 @@ for _hook in (
 
 @contextmanager
 def delivering_zeros(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """Turn whatever a backward pass brings to `leaves` inside the block into zeros, NaN
-    too.
+    """Turn every gradient that a backward pass computes for `leaves` inside the block
+    into zeros, even NaN.
     """
     handles = [
         leaf.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]

@@ -1,9 +1,10 @@
-"""``gradaccum_torch.layered_backward``: a window that runs backwards layer by layer,
-all micro-batches through one layer before the next.
+"""``gradaccum_torch.layered_backward``: a window whose backward pass runs layer by
+layer, with all micro-batches passing through one layer before the next.
 
 A layer's update is made, and its gradient freed, when the last micro-batch has passed
-it: one layer's gradients are alive at a time. Between the layers stand the borders: the
-activations that one layer returned and the next one takes, and later their gradients.
+the layer, so that only one layer's gradients are in memory at a time. Between two
+layers there is a border: the activations that one layer returned and that the next
+layer gets, and later their gradients.
 """
 
 from __future__ import annotations
@@ -65,47 +66,49 @@ def layered_backward(
     """Add the large batch's gradient to ``.grad``, or make its update, one layer at a
     time, and return its loss.
 
-    The result is that of `gradaccum_torch.backward` with
-    ``loss_fn(layers(inputs), targets)``, to the last bit where no parameter is in two
+    The result is the same as from `gradaccum_torch.backward` with
+    ``loss_fn(layers(inputs), targets)``, to the last bit if no parameter is in two
     layers. Dropout draws the same numbers, and a batch norm sees each micro-batch once,
     in order.
 
-    With an `optimizer` that needs no norm of the whole window, as
+    If the `optimizer` needs no norm of the whole window, for example after
     ``gradaccum.wrap(optimizer, steps=None, on_overflow="ignore")``, each layer's update
-    is made as soon as its sum is complete, by a ``step`` of the inner optimizer that
-    finds no other gradients, and its gradient is freed. A parameter of several layers
-    waits for the first of them. With ``clip_norm``, ``skip_norm`` or an overflow that
-    skips, the sums of all layers are kept until the end, where one step is made; only
-    there may the optimizer have step hooks, or an inner optimizer that counts its steps
-    in its groups.
+    is made as soon as its sum is complete. The inner optimizer then makes a ``step`` in
+    which only this layer has gradients, and the gradients are freed. A parameter of
+    several layers is updated with the first of them. With ``clip_norm``, ``skip_norm``
+    or skipping on overflow, the sums of all layers are kept until the end, and a single
+    step is made there. Only then may the optimizer have step hooks, or the inner
+    optimizer count its steps in its parameter groups.
 
-    If something raises, everything is as it was before the call, except that the
-    updates of layers cannot be undone: a note on the error names these layers, and the
-    optimizer refuses to go on until ``load_state_dict``.
+    If something raises, everything is as it was before the call, except that layers
+    that were already updated stay updated. A note on the error names these layers, and
+    the optimizer cannot be used until ``load_state_dict``.
 
     Args:
         layers: an `nn.Sequential`, whose own forward hooks do not run, or a sequence of
-            functions and modules of one argument, any nest, which the layer before has
-            returned. Layers of FSDP2 are refused.
+            functions and modules. Each has one argument, any nest, which is what the
+            layer before it returned. Layers of FSDP2 are rejected.
         loss_fn: ``loss_fn(outputs, targets)`` returns a loss, a tensor of shape ``()``,
             or ``(loss, aux)`` if `has_aux`.
-        inputs: the first layer's argument for the large batch, any nest, cut as by
+        inputs: the first layer's argument for the large batch, any nest, split as in
             `gradaccum_torch.backward`.
-        targets: the second argument of `loss_fn` for it, any nest.
-        steps: at most so many micro-batches, of ceil(items / steps) items.
-        micro_batch_size: the items of a micro-batch, in place of `steps`.
+        targets: the second argument of `loss_fn` for the large batch, any nest.
+        steps: the maximum number of micro-batches, each of ceil(items / steps) items.
+        micro_batch_size: the number of items in a micro-batch, instead of `steps`.
         reduction: as for `gradaccum_torch.backward`.
         weight: a function, ``weight(inputs, targets)``, or one number per item, shape
             ``(items,)``.
-        axes: the batch axis of each leaf, a prefix nest of ``(inputs, targets)``; None
-            for what is passed whole.
+        axes: the batch axis of each leaf, a prefix nest of ``(inputs, targets)``. None
+            means that the leaf is passed whole.
         has_aux: as for `gradaccum_torch.backward`.
-        merge_aux: as there.
-        optimizer: wrapped with ``steps=None``; the call is its window, and closes it.
-        borders: ``"keep"`` the activations between layers, or move them to the
-            ``"host"``, if layers recompute.
-        within: the activations inside of a layer: ``"recompute"`` them from its border,
-            or ``"keep"`` those of the large batch, without a second forward pass.
+        merge_aux: as for `gradaccum_torch.backward`.
+        optimizer: an optimizer wrapped with ``steps=None``. The call is one window of
+            it, and closes the window.
+        borders: ``"keep"`` the activations between layers on the device, or move them
+            to the ``"host"`` if layers recompute.
+        within: ``"recompute"`` the activations inside each layer from the layer's
+            input, or ``"keep"`` them for the large batch, without a second forward
+            pass.
 
     Returns:
         The loss, detached, shape ``()``; or ``(loss, aux)``.
@@ -113,8 +116,8 @@ def layered_backward(
     Raises:
         ArgumentTypeError, ArgumentValueError: an argument is wrong, or a function
             returns something else.
-        UsageError: something writes into what a layer takes; `optimizer` cannot take a
-            window in this order; or its inner optimizer's step moves what all
+        UsageError: something writes into the input of a layer; `optimizer` cannot be
+            used layer by layer; or a step of its inner optimizer changes state that all
             parameters share, or parameters without a gradient.
 
     Examples:
@@ -169,9 +172,9 @@ class Border:
     def __init__(self, nest: Any) -> None:
         tensors = tensors_of(nest)
         self.roots = [tensor for tensor in tensors if tensor.requires_grad]
-        """The activations with the graph that made them, as long as it is kept."""
+        """The activations with their graph, for as long as it is kept."""
         self.gradients: list[Tensor | None] = [None] * len(self.roots)
-        """None where the next layer did not use a root."""
+        """An entry is None if the next layer did not use the root."""
         self._devices = [tensor.device for tensor in tensors]
         self._requires_grad = [tensor.requires_grad for tensor in tensors]
         self.nest: Any = None
@@ -193,7 +196,7 @@ class Border:
         self.gradients = []
 
     def enter(self, anchor: Tensor) -> Any:
-        """Return the activations as the begin of a graph whose backward pass leaves
+        """Return the activations as the beginning of a graph whose backward pass stores
         their gradients in `gradients`.
         """
         tensors = []
@@ -215,12 +218,12 @@ class Border:
         versions = [version(tensor) for tensor in tensors_of(self.nest)]
         if versions != self._versions:
             raise UsageError(
-                f"layers[{index}]: expected an input that stays as it is; got one that"
-                " something wrote into. Give its first operation inplace=False, or"
-                " join it with the layer before: nn.Sequential(nn.Conv2d(...),"
-                " nn.ReLU(inplace=True)). If another layer or loss_fn writes into the"
-                " same memory, as into a buffer that a layer returned, return a"
-                " clone()."
+                f"layers[{index}]: expected an input that is not modified; got an input"
+                " that something wrote into. Set inplace=False in the layer's first"
+                " operation, or join the layer with the one before it:"
+                " nn.Sequential(nn.Conv2d(...), nn.ReLU(inplace=True)). If another"
+                " layer or loss_fn writes into the same memory, for example into a"
+                " buffer that a layer returned, return a clone()."
             )
 
 
@@ -229,8 +232,8 @@ def without_graph(leaf: object) -> object:
 
 
 class Enter(torch.autograd.Function):
-    """The begin of a layer's graph, whose backward pass leaves the gradient in a list:
-    no leaf keeps the activations.
+    """The beginning of a layer's graph, whose backward pass stores the gradient in a
+    list. No leaf keeps the activations alive.
     """
 
     @staticmethod
@@ -254,14 +257,14 @@ class Pass(NamedTuple):
     outputs: Border
     random_state: RandomState
     buffers: Buffers
-    """The random state and the buffers before it."""
+    """The random state and the buffers from before the pass."""
 
 
 class LayeredRun:
-    """The passes of one call.
+    """The forward and backward passes of one call.
 
-    One micro-batch follows the other in the forward passes, so that all draw the random
-    numbers, and find the buffers, that they do without layers.
+    In the forward pass the micro-batches run one after the other, so that each draws
+    the same random numbers, and finds the same buffers, as without layers.
     """
 
     def __init__(
@@ -277,7 +280,9 @@ class LayeredRun:
         self._destination = destination
         self._window: Any = destination.window
         self._updates_layers = False
-        """Nothing needs a norm of the whole window."""
+        """Whether each layer is updated by itself, because no norm of the window is
+        needed.
+        """
         if destination.window is not None:
             self._updates_layers = not measures(destination.window.options)
         self._before = before
@@ -289,12 +294,12 @@ class LayeredRun:
         self._passes: list[list[Pass]] = [[] for _ in layers]
         self._leaf_nodes: list[set[Node]] = [set() for _ in layers]
         self._first_layers: dict[int, int] = {}
-        """The first layer that uses a leaf, by the leaf's id: there its sum is
-        complete.
+        """For each leaf, by its id, the first layer that uses it. The leaf's sum is
+        complete after that layer's backward pass.
         """
 
     def forward(self, inputs: Any) -> Any:
-        """Take a micro-batch through all layers; return the loss function's input."""
+        """Run a micro-batch through all layers; return the loss function's input."""
         border = Border(inputs)
         self._inputs.append(border)
         self._reach(0, border.roots)
@@ -329,7 +334,7 @@ class LayeredRun:
         return Border(self._layers[index](inputs.enter(self._anchor)))
 
     def backward(self, factors: Sequence[float]) -> None:
-        """Take all micro-batches back through one layer after the other."""
+        """Run the backward passes of all micro-batches, one layer after the other."""
         random_state_after = self._before.random_state()
         buffers_after = Buffers(self._before.buffers.modules.values())
         with nullcontext() if self._window is None else self._window.adding():
@@ -371,8 +376,8 @@ class LayeredRun:
             self._destination.backward(*zip(*pairs, strict=True))
 
     def _update(self, index: int) -> None:
-        """Update the parameters of a layer that no earlier layer uses; those of the
-        first layer are updated at the end.
+        """Update the parameters of a layer that no earlier layer uses. The first
+        layer's parameters are updated at the end.
         """
         is_trained = index in self._first_layers.values()
         if index and is_trained and self._updates_layers:
@@ -404,8 +409,8 @@ def require_plain_layers(layers: object, modules: Sequence[nn.Module]) -> None:
 
 
 def require_layered_optimizer(optimizer: AccumulatingOptimizer) -> None:
-    """Raise unless `optimizer` can take a window whose micro-batches are complete
-    together, and its layers one after the other.
+    """Raise unless `optimizer` can be used when each layer processes all micro-batches
+    at once, one layer after the other.
     """
     options = optimizer.whole_window().options
     problem = ""
@@ -416,6 +421,7 @@ def require_layered_optimizer(optimizer: AccumulatingOptimizer) -> None:
         problem = "a step hook"
     if problem:
         raise UsageError(
-            "optimizer: expected one that takes all micro-batches of a layer at once;"
-            f" got one with {problem}. Leave it out, or call gradaccum_torch.backward."
+            "optimizer: expected an optimizer that can be used when each layer"
+            f" processes all micro-batches at once; got an optimizer with {problem}."
+            " Leave it out, or call gradaccum_torch.backward."
         )

@@ -1,8 +1,8 @@
-"""The model's parameters, and float32 masters of those in half precision.
+"""The model's parameters, and float32 masters of the half-precision parameters.
 
-The inner optimizer's groups hold the masters only while it makes an update. After it the
-model gets the rounded copy. Before it a master takes over what something else wrote into
-its parameter.
+The inner optimizer's groups contain the masters only during an update. After the update
+the rounded masters are copied into the model. Before it, a master takes over any value
+that something else wrote into its parameter.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from gradaccum_torch.arithmetic import HALF
 from gradaccum_torch.torch_private.names import parameters_of
 
 Group = dict[str, Any]
-"""A parameter group, as torch has it."""
+"""A parameter group in torch's format."""
 
 
 class MasterWeights:
     """The parameters of an inner optimizer, in the order of its groups, and the masters
-    of those in half precision.
+    of the half-precision parameters.
     """
 
     def __init__(
@@ -35,14 +35,14 @@ class MasterWeights:
         self.inner = inner
         self.is_wanted = is_wanted
         self.masters: dict[Tensor, Tensor] = {}
-        """The masters by their half-precision parameter."""
+        """The masters by half-precision parameter."""
         parameters = self.parameters()
         for index, master in (masters or {}).items():
             self.masters[parameters[index]] = master
         self.groups_changed()
 
     def parameters(self) -> list[Tensor]:
-        """Return the model's parameters, each once."""
+        """Return the model's parameters, each of them once."""
         parameters = parameters_of(self.inner)
         if self.masters and self.are_in_place:
             models = {master: parameter for parameter, master in self.masters.items()}
@@ -50,7 +50,7 @@ class MasterWeights:
         return parameters
 
     def groups(self) -> list[Group]:
-        """Return copies of the groups, with the model's parameters."""
+        """Return copies of the groups, which contain the model's parameters."""
         parameters = iter(self.parameters())
         return [
             {**group, "params": [next(parameters) for _ in group["params"]]}
@@ -58,7 +58,9 @@ class MasterWeights:
         ]
 
     def worked_on(self, parameter: Tensor) -> Tensor:
-        """Return the parameter's master, or the parameter itself."""
+        """Return the parameter's master, or the parameter itself if it has no
+        master.
+        """
         return self.masters.get(parameter, parameter) if self.masters else parameter
 
     def by_index(self) -> dict[int, Tensor]:
@@ -69,8 +71,8 @@ class MasterWeights:
         }
 
     def groups_changed(self) -> None:
-        """Make the masters that are missing, with the optimizer's state for them, and
-        forget those of parameters that were replaced or cast.
+        """Create the masters that are missing and widen the optimizer's state for them.
+        Drop the masters of parameters that were replaced or cast.
         """
         half_parameters = [
             parameter
@@ -95,14 +97,14 @@ class MasterWeights:
 
     @torch.no_grad()
     def load(self, masters: Mapping[int, Tensor]) -> None:
-        """Load the masters by the index of their parameter; the model's values still
-        win where they differ.
+        """Load the masters by the index of their parameter. If a model's value differs
+        from its master, the model's value still takes precedence.
         """
         for index, parameter in enumerate(self.parameters()):
             if index in masters:
                 self.masters[parameter].copy_(masters[index])
 
-    # The inner optimizer works on the masters.
+    # The inner optimizer updates the masters.
 
     @property
     def are_in_place(self) -> bool:
@@ -113,7 +115,7 @@ class MasterWeights:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Let the inner optimizer's groups hold the masters inside the block."""
+        """Put the masters into the inner optimizer's groups inside the block."""
         if not self.masters or self.are_in_place:
             yield
             return
@@ -126,7 +128,7 @@ class MasterWeights:
 
     def _swap(self, replacements: Mapping[Tensor, Tensor]) -> None:
         for group in self.inner.param_groups:
-            # In the list itself, which an optimizer may keep.
+            # Modify the list in place, because an optimizer may hold a reference to it.
             group["params"][:] = [
                 replacements.get(each, each) for each in group["params"]
             ]
@@ -137,8 +139,8 @@ class MasterWeights:
 
     @contextmanager
     def work_on_masters(self) -> Iterator[None]:
-        """Let a method of the inner optimizer work on the masters inside the block,
-        then round them.
+        """Run a method of the inner optimizer on the masters inside the block, then
+        round them.
         """
         if not self.are_in_place:
             self.copy_model_into_masters()
@@ -150,7 +152,7 @@ class MasterWeights:
 
     @contextmanager
     def only(self, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Leave the masters of other parameters alone inside the block."""
+        """Hide the masters of all other parameters inside the block."""
         every_master = dict(self.masters)
         ids = set(map(id, parameters))
         try:
@@ -165,7 +167,7 @@ class MasterWeights:
     # Between the model and the masters.
 
     def copy_model_into_masters(self) -> None:
-        """Let each master take over what something else wrote into its parameter."""
+        """Copy every value that something else wrote into a parameter to its master."""
         if not self.masters:
             return
         with torch.no_grad():
@@ -174,7 +176,7 @@ class MasterWeights:
                 master.copy_(torch.where(is_same, master, parameter))
 
     def round(self) -> None:
-        """Write the rounded masters into the model, where they differ."""
+        """Write the rounded masters into the model wherever they differ."""
         if not self.masters:
             return
         with torch.no_grad():
@@ -187,8 +189,8 @@ class MasterWeights:
 
 
 def through(action: Callable[[], None]) -> None:
-    """Run `action`, which can be run twice; raise an interrupt only when it has run to
-    its end.
+    """Run `action` to its end, even if an interrupt comes; raise the interrupt
+    afterwards. It must be safe to run `action` twice.
     """
     try:
         action()

@@ -1,8 +1,8 @@
-"""The wrapped optimizer: a `torch.optim.Optimizer` that runs the inner one once per
-window of micro-batches.
+"""The wrapped optimizer: a `torch.optim.Optimizer` that runs the inner optimizer once
+per window of micro-batches.
 
-`Window` counts and closes. Groups, state and defaults are the inner optimizer's own
-objects; the hooks are this one's.
+`Window` counts the micro-batches and closes the window. The groups, the state and the
+defaults are the inner optimizer's own objects; the hooks belong to the wrapper.
 """
 
 from __future__ import annotations
@@ -44,19 +44,21 @@ M = TypeVar("M")
 
 @final
 class AccumulatingOptimizer(torch.optim.Optimizer):
-    """The optimizer that `gradaccum.wrap` returns, for the place of the one it wraps.
+    """The optimizer that `gradaccum.wrap` returns. Use it instead of the optimizer that
+    you passed to it.
 
     ``loss.backward(); opt.step(); opt.zero_grad()`` stays as it was, in either order.
-    In mid-window ``zero_grad`` keeps the partial sum, and ``step`` counts; the last
-    ``step`` divides, clips, runs the inner optimizer and frees ``.grad``.
+    In mid-window ``zero_grad`` keeps the partial sum, and ``step`` counts the
+    micro-batch. The last ``step`` of a window divides and clips the sum, runs the inner
+    optimizer and frees ``.grad``.
 
     Args:
         inner: the optimizer to run once per window.
-        options: those of `gradaccum.wrap`, with ``accumulate_dtype`` as a torch dtype
-            or None.
+        options: the options of `gradaccum.wrap`, with ``accumulate_dtype`` as a torch
+            dtype or None.
         workers: the workers that share a window.
-        masters: the master weights by index, of a copied inner optimizer that has
-            worked on them already.
+        masters: the existing master weights by index, if the inner optimizer is a copy
+            that has already used them.
     """
 
     def __init__(
@@ -70,8 +72,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         if masters is None:
             for group in inner.param_groups:
                 require_no_gradients(group["params"])
-        # The base class would build groups and state of its own; of its attributes only
-        # the tables of hooks are needed.
+        # The base class would build its own groups and state. Only its tables of hooks
+        # are needed here.
         self.__dict__.update(hook_tables())
         self._inner = inner
         self._options = options
@@ -86,51 +88,52 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     def backward(
         self, loss: Tensor, weight: float | None = None, **kwargs: Any
     ) -> None:
-        """Run ``loss.backward(**kwargs)`` with the weight and the loss scale multiplied
-        in.
+        """Run ``loss.backward(**kwargs)``, with the gradient multiplied by the weight
+        and the loss scale.
 
-        Several losses of one micro-batch: call `weigh` once, and then this for each,
-        without a weight. A `GradAccumWarning` tells, once, of a second weight.
+        If a micro-batch has several losses, call `weigh` once, and then call this
+        method for each loss, without a weight. A `GradAccumWarning` is issued once if a
+        second loss comes with a weight.
 
         Args:
             loss: scalar tensor, shape ``()``. It is not changed.
-            weight: the micro-batch's number of items, >= 0; by default that of `weigh`,
-                else 1. With 0 the micro-batch is counted and contributes nothing, not
-                even NaN: there is no backward pass, or one of zeros where other workers
-                wait for it.
-            kwargs: those of `torch.Tensor.backward`.
+            weight: the micro-batch's number of items, >= 0; by default the weight
+                passed to `weigh`, otherwise 1. With 0 the micro-batch is counted and
+                contributes nothing, not even NaN: there is no backward pass, or a
+                backward pass of zeros if other workers wait for it.
+            kwargs: the arguments of `torch.Tensor.backward`.
 
         Raises:
-            ArgumentTypeError, ArgumentValueError: `weight` is no such number.
-            UsageError: another loss of the same micro-batch had another weight; or
-                workers reduce the gradients of the window already.
+            ArgumentTypeError, ArgumentValueError: `weight` is not a number >= 0.
+            UsageError: another loss of the same micro-batch had another weight; or the
+                workers are already reducing the window's gradients.
         """
         if weight is not None:
             weight = require_weight(weight)
         self._window.backward(loss, weight, kwargs)
 
     def weigh(self, weight: float) -> None:
-        """Give the micro-batch that the next ``step`` counts its weight, whoever runs
-        the backward pass.
+        """Set the weight of the micro-batch that the next ``step`` counts, no matter
+        who runs the backward pass.
 
-        So one ``loss.backward()`` of a summed loss serves several optimizers with
-        ``reduction="sum_per_item"``: each divides by its own items.
+        With ``reduction="sum_per_item"``, a single ``loss.backward()`` of a summed loss
+        can thus serve several optimizers: each divides by its own number of items.
 
         Args:
             weight: the number of items, >= 0.
 
         Raises:
-            ArgumentTypeError, ArgumentValueError: `weight` is no such number.
+            ArgumentTypeError, ArgumentValueError: `weight` is not a number >= 0.
             UsageError: a loss of the same micro-batch had another weight.
         """
         self._window.weigh(require_weight(weight))
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return `loss` times the loss scale, for ``opt.scale(loss).backward()``; the
-        weight is that of `weigh`, else 1.
+        """Return `loss` times the loss scale, for ``opt.scale(loss).backward()``. The
+        weight is the weight passed to `weigh`, otherwise 1.
 
         Args:
-            loss: tensor of any shape, float dtype kept.
+            loss: tensor of any shape; its float dtype is kept.
 
         Raises:
             UsageError: another loss of the same micro-batch had another weight.
@@ -138,22 +141,22 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         return self._window.scale(loss)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Count the micro-batch whose gradient is in ``.grad``, and at the end of the
-        window make the update.
+        """Count the micro-batch whose gradient is in ``.grad``, and make the update at
+        the end of the window.
 
         Args:
-            closure: computes the loss of the micro-batch and its gradient, and is run
+            closure: computes the loss of the micro-batch and its gradient. It is run
                 once.
 
         Returns:
-            What the closure returns, or None.
+            The return value of the closure, or None.
 
         Raises:
             UsageError: there was no backward pass since the last ``step``; something
-                changed ``.grad``; or a plain ``backward()`` was used where weight or
-                loss scale are needed. The window is as it was before the call.
-            ArgumentTypeError: ``reduction="sum_per_item"``, and nothing gave the
-                micro-batch its weight.
+                changed ``.grad``; or a plain ``backward()`` was used although a weight
+                or a loss scale is needed. The window is as it was before the call.
+            ArgumentTypeError: with ``reduction="sum_per_item"``, no weight was passed
+                for the micro-batch.
         """
         window = self._window
         loss = None
@@ -166,7 +169,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step_for_scaler(self) -> None:
-        """Make the step that ``scaler.step(opt)`` asks for, and leave the scale to the
+        """Make the step for ``scaler.step(opt)``, and leave the scale to the
         ``scaler.update()`` that follows.
         """
         window = self._window
@@ -180,8 +183,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             else:
                 scaler.prepare_update(window.state, overflow=False)
         except BaseException:
-            # scaler.step would delete them after this, but does not get there, and the
-            # next step may be the user's own.
+            # scaler.step would delete these attributes later, but does not get that
+            # far, and the next step may be the user's own.
             vars(self).pop("grad_scale", None)
             vars(self).pop("found_inf", None)
             if not window.state.micro_step:
@@ -192,17 +195,17 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """The flag by which ``scaler.step`` calls ``step`` at once, without unscaling
-        and without waiting for the device.
+        """True if ``scaler.step`` should call ``step`` at once, without unscaling and
+        without waiting for the device.
         """
         return self._scaler is not None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear ``.grad`` between two windows; in mid-window keep the partial sum.
+        """Clear ``.grad`` between two windows. In mid-window, keep the partial sum.
 
         Raises:
-            UsageError: it comes between ``backward`` and ``step`` in mid-window, where
-                the micro-batch is part of the sum already.
+            UsageError: the call comes between ``backward`` and ``step`` in mid-window,
+                when the micro-batch is already part of the sum.
         """
         self._window.zero_grad(set_to_none)
 
@@ -212,35 +215,35 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     def result(self) -> StepResult:
         """The result of the last ``step``, ``flush`` or ``discard``, in Python numbers.
 
-        Its ``loss`` is known if each micro-batch went through ``opt.backward``,
-        ``opt.scale`` or a closure that returns it. With losses on an accelerator this
-        waits for the device.
+        The ``loss`` is known if each micro-batch went through ``opt.backward``,
+        ``opt.scale`` or a closure that returns the loss. If the losses are on an
+        accelerator, this waits for the device.
         """
         return self._window.result
 
     def flush(self, *, denominator: float | None = None) -> None:
-        """Close the open window now, dividing by what it holds; an empty one stays as
-        it is.
+        """Close the open window now, and divide its sum by the weight it has so far. If
+        no window is open, nothing changes.
 
         With ``module=`` or ``process_group=`` this is collective: this worker takes
-        part in the windows of the others until they flush.
+        part in the windows of the other workers until they flush too.
 
         Args:
-            denominator: with ``steps=None``: divide the sum by this number, > 0, in
-                place of the window's weight.
+            denominator: with ``steps=None``, the number, > 0, by which the sum is
+                divided instead of the window's weight.
 
         Raises:
-            ArgumentTypeError, ArgumentValueError: `denominator` is no such number, or
+            ArgumentTypeError, ArgumentValueError: `denominator` is not a number > 0, or
                 windows close by themselves.
-            UsageError: a micro-batch is under way (``backward`` without ``step``);
-                something changed ``.grad``; another worker did not come in time; or
-                `denominator` where several workers share the window.
+            UsageError: a micro-batch is not finished (``backward`` without ``step``);
+                something changed ``.grad``; another worker did not arrive in time; or
+                `denominator` was passed although several workers share the window.
         """
         self._window.call_listeners_after(partial(self._window.flush, denominator))
 
     def discard(self) -> None:
-        """Forget the open window and the micro-batch under way: no update, nothing
-        counted, the loss scale as it was.
+        """Discard the open window and the current micro-batch. No update is made,
+        nothing is counted, and the loss scale stays as it was.
         """
         self._window.discard()
 
@@ -248,64 +251,65 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         """Call `listener` after each window that closes, applied or skipped; return a
         handle with ``remove()``.
 
-        It is called when the ``step`` or ``flush`` that closed the window is through,
-        or closes another one, and never for ``discard``. That call raises what the
-        listener raises, at its end. Listeners are not part of a state, pickle or copy.
+        The call comes at the end of the ``step`` or ``flush`` that closed the window,
+        or before a ``flush`` closes another window. It never comes for ``discard``. If
+        the listener raises, that ``step`` or ``flush`` raises the same error at its
+        end. Listeners are not saved in a state, pickle or copy.
 
         Args:
             listener: a function of one `gradaccum.watching.ClosedWindow`.
 
         Raises:
-            ArgumentTypeError: `listener` cannot be called.
+            ArgumentTypeError: `listener` is not callable.
         """
         return self._window.listeners.add(listener)
 
     def on_update(self, function: Callable[[], object]) -> Handle:
         """Call `function`, without arguments, after each update that is made.
 
-        An average of the weights, a codebook, an own schedule: what moves once per
-        update belongs here, as a window may also close inside ``flush``, and one
-        ``flush`` may close several where workers hold different numbers of
-        micro-batches. It is not called for a skipped window.
+        Use it for whatever changes once per update: an average of the weights, a
+        codebook, a schedule of your own. A window may also close inside ``flush``, and
+        a single ``flush`` may close several windows if the workers have different
+        numbers of micro-batches. `function` is not called for a skipped window.
 
         Args:
             function: for example ``lambda: ema.update_parameters(model)``.
 
         Returns:
-            A handle, whose ``remove()`` takes the function off.
+            A handle, whose ``remove()`` ends the calls.
 
         Raises:
-            ArgumentTypeError: `function` cannot be called.
+            ArgumentTypeError: `function` is not callable.
         """
         return self._window.listeners.on_update(function)
 
     def epoch(
         self, loader: Iterable[M], *, carry: bool = False, progress: bool = False
     ) -> Epoch[M]:
-        """Iterate over the micro-batches of a loader, and flush when it ends; ``break``
-        or an error leaves the window open.
+        """Iterate over the micro-batches of a loader, and flush when it ends. A
+        ``break`` or an error leaves the window open.
 
-        A `GradAccumWarning` tells, once, of micro-batches of unequal size that have no
+        A `GradAccumWarning` is issued once if micro-batches have unequal sizes and no
         weight.
 
         Args:
             loader: yields the micro-batches.
-            carry: leave the last window open for the next pass.
+            carry: leave the last window open for the next epoch.
             progress: show a progress bar; needs rich.
 
         Raises:
-            ArgumentTypeError: `loader` is no iterable, or a flag no bool.
+            ArgumentTypeError: `loader` is not iterable, or a flag is not a bool.
             ModuleNotFoundError: `progress` without rich.
         """
         see = self._window.sizes.see
         return epoch(loader, self.flush, carry=carry, progress=progress, see=see)
 
     def updates_in(self, loader: Sized | int, epochs: int = 1) -> int:
-        """Return the number of updates in `epochs` passes of `epoch` over a loader from
-        here on: the length of a scheduler.
+        """Return the number of updates that `epochs` passes of `epoch` over a loader
+        will make from here on, for example as the length of a scheduler.
 
         Args:
-            loader: has a length, or is its number of micro-batches, an int >= 0.
+            loader: a loader with a length, or its number of micro-batches, an int >= 0.
             epochs: the number of passes, an int >= 0.
 
         Raises:
@@ -322,7 +326,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         )
 
     def whole_window(self) -> WholeWindow:
-        """Return the next window for one call to fill, such as
+        """Return the next window as an object that a single call fills, such as
         `gradaccum_torch.backward`.
         """
         return WholeWindow(self._window)
@@ -331,15 +335,15 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The inner optimizer. Its own ``step`` raises for as long as this one
-        lives.
+        """The inner optimizer. Its own ``step`` raises as long as the wrapper is
+        alive.
         """
         return self._inner
 
     @property
     def master_weights(self) -> dict[int, Tensor]:
-        """The float32 master of each half-precision parameter by its index, with
-        ``master_weights=True``; the tensors themselves.
+        """With ``master_weights=True``, the float32 master of each half-precision
+        parameter, by the parameter's index. The tensors are not copied.
         """
         return self._window.masters.by_index()
 
@@ -348,8 +352,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         """The inner optimizer's groups, the same list.
 
         Raises:
-            UsageError: to a `torch.amp.GradScaler` that was not given as
-                ``loss_scale=``, before it touches a gradient.
+            UsageError: the caller is a `torch.amp.GradScaler` that was not passed as
+                ``loss_scale=``. The error comes before the scaler touches a gradient.
         """
         groups = groups_for_a_scaler(self._scaler)
         return self._inner.param_groups if groups is None else groups
@@ -363,8 +367,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         """The inner optimizer's state by parameter, the same mapping.
 
         Raises:
-            UsageError: to `torch.distributed.checkpoint.state_dict`, which would leave
-                the window out.
+            UsageError: the caller is `torch.distributed.checkpoint.state_dict`, which
+                would not save the window.
         """
         if is_called_by_model_state():
             raise checks.model_state_error()
@@ -383,11 +387,11 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     def defaults(self, defaults: dict[str, Any]) -> None:
         self._inner.defaults = defaults
 
-    if not TYPE_CHECKING:  # A type checker shall know a misspelt name.
+    if not TYPE_CHECKING:  # A type checker should find a misspelt name.
 
         def __getattr__(self, name: str) -> Any:
-            # Underscored names belong to one object: the inner one's would describe the
-            # wrong optimizer.
+            # Underscored names belong to a single object: the inner optimizer's value
+            # would describe the wrong optimizer.
             if name.startswith("_"):
                 raise AttributeError(name)
             value = getattr(self._inner, name)
@@ -396,12 +400,13 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             return on_masters(value, masters) if is_method else value
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group, also in mid-window; see `torch.optim.Optimizer.add_param_group`.
+        """Add a group, even in mid-window; see `torch.optim.Optimizer.add_param_group`.
 
         Raises:
-            ArgumentValueError: workers share the window, and they do not train a
-                parameter of the group together.
-            UsageError: ``.grad`` of a parameter of the group holds numbers.
+            ArgumentValueError: workers share the window, and do not all train a
+                parameter of the group.
+            UsageError: ``.grad`` of a parameter of the group already contains a
+                gradient.
         """
         self._inner.add_param_group(param_group)
         parameters = self._inner.param_groups[-1]["params"]
@@ -424,7 +429,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         training resumes.
 
         Raises:
-            UsageError: a micro-batch is under way, or something changed ``.grad``.
+            UsageError: a micro-batch is not finished, or something changed ``.grad``.
         """
         for hook in hooks_of(self, "state_dict_pre"):
             hook(self)
@@ -435,15 +440,15 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Restore a state from `state_dict`, mid-window included; a bare optimizer's
-        state is an empty window.
+        """Restore a state from `state_dict`, mid-window included. The state of an
+        optimizer that is not wrapped counts as an empty window.
 
-        Between two windows the saved loss scale is kept only if it is dynamic in both
-        optimizers.
+        Between two windows the saved loss scale is kept only if both optimizers use a
+        dynamic loss scale.
 
         Raises:
-            CheckpointError: the state is of other parameters, or of an open window
-                under other options; nothing was changed.
+            CheckpointError: the saved state belongs to different parameters, or has an
+                open window with other options. Nothing was changed.
         """
         state_dict = dict(state_dict)
         for hook in hooks_of(self, "load_state_dict_pre"):
@@ -473,8 +478,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         self._window.restore(saving.state_in(entry), entry["sums"], entry)
 
     def __repr__(self) -> str:
-        # The class and the options; ``print(opt.optimizer)`` shows the groups. A
-        # GradScaler has the scale on its device: this waits for it.
+        # Describe the class and the options; ``print(opt.optimizer)`` shows the groups.
+        # The scale of a GradScaler is on its device, so this waits for the device.
         window = self._window
         state = window.current_state()
         size = window.size
@@ -485,9 +490,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
 
 def on_masters(method: Callable[..., Any], masters: MasterWeights) -> Any:
-    """Return a `method` of the inner optimizer that works on the master weights, after
-    which the model gets the rounded result: schedulefree's ``eval`` and ``train``
-    switch the weights.
+    """Return a wrapper of the inner optimizer's `method` that runs on the master
+    weights and then writes the rounded result into the model. For example,
+    schedulefree's ``eval`` and ``train`` switch the weights.
     """
     if not masters.masters:
         return method
@@ -501,7 +506,9 @@ def on_masters(method: Callable[..., Any], masters: MasterWeights) -> Any:
 
 
 def require_no_gradients(parameters: Iterable[Tensor]) -> None:
-    """Raise unless ``.grad`` is free of what would be a part of the next update."""
+    """Raise if ``.grad`` contains anything that would become part of the next
+    update.
+    """
     for parameter in parameters:
         if parameter.grad is not None and not is_zero(parameter.grad):
             raise checks.new_parameters_error()

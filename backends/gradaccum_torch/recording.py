@@ -1,4 +1,6 @@
-"""Record what a torch optimizer is handed while a loop runs, for the loop check."""
+"""Record the gradients that a torch optimizer gets while a loop runs, for the loop
+check.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,13 @@ from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.torch_private.names import parameters_of, processes
 
 ELEMENTS = 1 << 20
-"""Elements of a gradient that are recorded at most, evenly spread: least squares needs a
-few times the number of micro-batches.
+"""The maximum number of elements of a gradient that are recorded, evenly spread. Least
+squares needs a few times the number of micro-batches.
 """
 
 
 class LoopRecord:
-    """The gradients that an optimizer was handed, one vector per update."""
+    """The gradients that an optimizer got, as one vector per update."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: Any) -> None:
         self._optimizer = optimizer
@@ -32,9 +34,9 @@ class LoopRecord:
         elements = sum(parameter.numel() for parameter in self._parameters)
         self._stride = max(1, elements // ELEMENTS)
         self._before: list[Tensor] = []
-        """The parameters' values before the step under way."""
+        """The parameters' values before the current step."""
         self._steps_under_way = 0
-        """More than one where an optimizer's step calls that of its base class."""
+        """More than one if an optimizer's step calls the step of its base class."""
         self._updates: list[Tensor] = []
         self._norms: list[float] = []
         self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
@@ -42,13 +44,14 @@ class LoopRecord:
     def before_step(
         self, _: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Keep what the optimizer is about to use; with a closure, after its first run,
-        because Lightning runs the last micro-batch in it.
+        """Record the gradients that the optimizer is about to use. If there is a
+        closure, record them after its first run, because Lightning runs the last
+        micro-batch in it.
         """
         self._steps_under_way += 1
         if self._steps_under_way > 1:
             return None
-        # During a step of a wrapped optimizer the groups hold its master weights.
+        # During a step of a wrapped optimizer the groups contain its master weights.
         parameters = parameters_of(self._optimizer)
         self._before = [parameter.detach().clone() for parameter in parameters]
         updates_before = len(self._updates)
@@ -67,7 +70,7 @@ class LoopRecord:
 
     def _note_gradients(self, parameters: Sequence[Tensor]) -> None:
         gradients = self._dense([parameter.grad for parameter in parameters])
-        # A fused kernel divides by the loss scale that it finds at the optimizer.
+        # A fused kernel divides by the loss scale that is stored on the optimizer.
         scale = float(getattr(self._optimizer, "grad_scale", None) or 1.0)
         self._updates.append(self._vector(gradients) / scale)
         norms = [float(torch.linalg.vector_norm(each.double())) for each in gradients]
@@ -75,7 +78,7 @@ class LoopRecord:
 
     @torch.no_grad()
     def restore_parameters(self, *_: Any) -> None:
-        """Undo the update, so that all gradients are those of one point."""
+        """Undo the update, so that all gradients are taken at the same parameters."""
         self._steps_under_way -= 1
         if self._steps_under_way:
             return
@@ -86,9 +89,9 @@ class LoopRecord:
     def note_call(
         self, _: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any
     ) -> None:
-        """Keep the arguments of a call of the model that returned a loss."""
+        """Record the arguments of a model call that returned a loss."""
         if torch.is_grad_enabled() and _loss_of(output) is not None:
-            # The trainer's own divisor is no part of the micro-batch's loss.
+            # The trainer's own divisor is not part of the micro-batch's loss.
             kept_keywords = {
                 k: v for k, v in keywords.items() if k != "num_items_in_batch"
             }
@@ -102,14 +105,15 @@ class LoopRecord:
         weight: Callable[..., float] | None = None,
         **options: Any,
     ) -> kit.LoopReport:
-        """Say which micro-batches each update held, and with what weight; collective
-        where several processes are up.
+        """Report which micro-batches each update contained, and with what weight.
+        Collective if several processes are running.
 
         Args:
-            loss_fn: ``loss_fn(*micro_batch)``, before anything divides or weighs it.
-                Default: the loss that `model` returned.
-            micro_batches: this worker's, in the order of the loop. Default: the calls
-                of `model`, with whose arguments `loss_fn` and `weight` are called.
+            loss_fn: ``loss_fn(*micro_batch)`` returns the loss before anything divides
+                or weights it. Default: the loss that `model` returned.
+            micro_batches: this worker's micro-batches, in the order of the loop.
+                Default: the calls of `model`; `loss_fn` and `weight` are then called
+                with the arguments of these calls.
             weight: ``weight(*micro_batch)``. Default: the number of items.
             options: ``reduction``, ``steps`` and ``clip_norm``, as in
                 `gradaccum.check_loop`.
@@ -158,7 +162,9 @@ class LoopRecord:
         return self._vector(self._dense(in_order))
 
     def _dense(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return each gradient in full; zeros for None."""
+        """Return each gradient as a dense, complete tensor; a missing gradient is
+        zeros.
+        """
         dense = []
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             full = torch.zeros_like(parameter) if gradient is None else gradient
@@ -191,14 +197,14 @@ def _items_of(*arguments: Any, **keywords: Any) -> float:
 def _gathered(
     gradients: Tensor, weights: list[float], workers: int
 ) -> tuple[Tensor, list[float]]:
-    """Return the rows and the weights of all workers, those of worker 0 first."""
+    """Return the rows and the weights of all workers, in the order of the ranks."""
     parts: list[Any] = [None] * workers
     dist.all_gather_object(parts, (gradients, weights))
     lengths = [len(rows) for rows, _ in parts]
     if len(set(lengths)) > 1:
         raise UsageError(
-            f"micro_batches: expected as many on each worker; got {lengths}. Check a"
-            " loop in which the workers have equally many."
+            f"micro_batches: expected the same number on each worker; got {lengths}."
+            " Check a loop in which all workers have equally many micro-batches."
         )
     all_weights = [weight for _, part in parts for weight in part]
     return torch.cat([rows for rows, _ in parts]), all_weights

@@ -1,20 +1,22 @@
-"""Saving and loading, in mid-window too: the resumed run is bitwise the uninterrupted
-one.
+"""Saving and loading, in mid-window too: a resumed run gives the same bits as a run
+without interruption.
 
-The wrapper's entry sits under one key beside the inner optimizer's own, and torch
-ignores it when a bare optimizer loads the state. It has plain numbers, lists and tensors
-only, so that ``torch.load(weights_only=True)`` reads it:
+The wrapper's entry has its own key next to the inner optimizer's keys. torch ignores it
+when an optimizer that is not wrapped loads the state. The entry contains only plain
+numbers, lists and tensors, so that ``torch.load(weights_only=True)`` reads it:
 
-- ``format``: `gradaccum.kit.FORMAT`, the number of what these entries mean;
+- ``format``: `gradaccum.kit.FORMAT`, the version of this format;
 - the seven fields of `gradaccum.kit.State`, and ``grad_norm``;
 - ``terms``: `gradaccum.kit.Terms` as a mapping, the options that an open window depends
-  on; a size by weight is a negative number;
-- ``worker``: the rank that saved it and the number of workers, as the sum of each is a
-  part of that of all;
-- ``parameters``: shape and dtype of each, to refuse another model's state;
-- ``sums``: the partial sum by the index of its parameter, only while a window is open;
-- ``loss`` and ``window_loss``: what the open window's losses add up to, and the loss of
-  the last closed one;
+  on; a window size given as a weight is stored as a negative number;
+- ``worker``: the rank that saved the entry and the number of workers, because each
+  worker's sum is only a part of the sum of all workers;
+- ``parameters``: the shape and dtype of each parameter, to reject another model's
+  state;
+- ``sums``: the partial sums by the index of their parameter, only while a window is
+  open;
+- ``loss`` and ``window_loss``: the sum of the open window's losses, and the loss of the
+  last closed window;
 - ``masters``: the float32 master of each half-precision parameter by its index.
 """
 
@@ -34,16 +36,16 @@ from gradaccum_torch.torch_private.names import is_sharded
 from gradaccum_torch.window import Window
 
 StateDict = dict[str, Any]
-"""A saved state as torch has it: ``"state"`` by the index of a parameter,
-``"param_groups"`` and what an optimizer adds to them.
+"""A saved state in torch's format: ``"state"`` by the index of a parameter,
+``"param_groups"``, and the entries that an optimizer adds to them.
 """
 Entry = dict[str, Any]
 """The wrapper's part of a ``state_dict``, under `KEY`."""
 
 KEY = "gradaccum"
 FIX = (
-    "Load a state that was saved from this model, with accumulate_dtype= and"
-    " master_weights= as they are now."
+    "Load a state that was saved from this model, with the same accumulate_dtype= and"
+    " master_weights= as now."
 )
 
 
@@ -57,7 +59,8 @@ def save(window: Window) -> StateDict:
 
 def entry_of(window: Window) -> Entry:
     state = window.current_state()
-    # Between two windows the schedule, which may have come to its end, is not asked.
+    # Between two windows the schedule of sizes is not called, because it may have
+    # ended.
     size = window.size if state.micro_step else None
     terms = kit.terms_of(window.options._replace(steps=size), state.optimizer_step)
     masters = window.masters.by_index()
@@ -72,7 +75,7 @@ def entry_of(window: Window) -> Entry:
         "masters": {index: master.detach() for index, master in masters.items()},
     }
     for index, total in entry["sums"].items():
-        # A part of a sharded buffer is copied without storage, which `torch.save`
+        # A copy of a part of a sharded buffer would lack the storage that `torch.save`
         # needs.
         if is_sharded(total) and total.storage_offset():
             entry["sums"][index] = total.clone()
@@ -82,11 +85,12 @@ def entry_of(window: Window) -> Entry:
 
 
 def load(window: Window, state_dict: StateDict) -> None:
-    """Restore what `save` returned; a bare optimizer's state is an empty window.
+    """Restore what `save` returned. The state of an optimizer that is not wrapped
+    counts as an empty window.
 
     Raises:
-        CheckpointError: the state is of other parameters, or of an open window under
-            other options; nothing was changed.
+        CheckpointError: the saved state belongs to different parameters, or has an open
+            window with other options. Nothing was changed.
     """
     if KEY not in state_dict:
         state = kit.initial_state(window.options.scale_rule.init_scale)
@@ -98,10 +102,11 @@ def load(window: Window, state_dict: StateDict) -> None:
         state = resumed_state(entry, window)
     has_dynamic_scale = bool(entry) and entry["terms"]["scale"] == "dynamic"
     if window.scaler is not None and not (state.micro_step or has_dynamic_scale):
-        # The scaler is the user's, and may have been loaded from a file of its own.
+        # The scaler belongs to the user, who may have loaded it from its own file.
         state = window.scaler.with_scale(state)
     bare_state = {name: value for name, value in state_dict.items() if name != KEY}
-    # torch casts what it loads to the dtype of the parameter in the groups.
+    # torch casts the tensors that it loads to the dtype of the parameters in the
+    # groups.
     with window.masters.in_place():
         window.masters.inner.load_state_dict(bare_state)
     window.masters.load(entry.get("masters", {}))
@@ -113,26 +118,27 @@ def state_in(entry: Entry) -> State:
 
 
 def resumed_state(entry: Entry, window: Window) -> State:
-    """Return the state to resume with; refuse an open window of other options or of
-    another worker.
+    """Return the state to resume with; raise if an open window has other options or
+    belongs to another worker.
     """
     state = state_in(entry)
     place = window.workers.place
     saved_place = entry.get("worker")
-    # The sum of an open window is a part of that of all workers.
+    # The sum of an open window is only a part of the sum of all workers.
     if state.micro_step and saved_place and tuple(saved_place) != place:
         raise checkpoint_error(
             "worker",
             "the open window of rank {} of {}".format(*place),
-            "that of rank {} of {}".format(*saved_place),
-            "Load what this rank saved, or gradaccum_torch.redistributed(state_dicts,"
-            " workers)[rank] from what all ranks saved.",
+            "the open window of rank {} of {}".format(*saved_place),
+            "Load the state that this rank saved, or"
+            " gradaccum_torch.redistributed(state_dicts, workers)[rank] with the"
+            " states that all ranks saved.",
         )
     return kit.resumed(state, decode_terms(entry["terms"]), window.options)
 
 
 def encode_size(steps: Any) -> int | None:
-    """Return a window's size as a number; a weight that ends it is negative."""
+    """Return a window's size as a number; a size given as a weight becomes negative."""
     size: Any = kit.code_of(steps) if isinstance(steps, UntilWeight) else steps
     return None if size is None else int(size)
 
@@ -159,8 +165,8 @@ def checkpoint_error(
 
 
 def require_same_model(entry: Entry, window: Window) -> None:
-    """Raise unless the entry is of the same parameters, dtypes of sums and masters."""
-    # Some checkpoints have the name of each parameter, too.
+    """Raise unless the entry has the same parameters, dtypes of sums, and masters."""
+    # Some checkpoints also contain the name of each parameter.
     for parameter, saved_parameter in zip_longest(
         describe(window.masters), entry["parameters"], fillvalue=list[Any]()
     ):
@@ -176,31 +182,31 @@ def require_same_model(entry: Entry, window: Window) -> None:
         raise checkpoint_error("master_weights", f"{masters}", f"{saved_masters}")
 
 
-# An open window that some workers saved, resumed by another number of workers: the
-# window's end adds up the sums of all workers, so any split of their total gives the
-# same window. The first worker gets it all.
+# Resuming an open window with another number of workers: the end of the window adds up
+# the sums of all workers, so any split of their total gives the same window. The first
+# worker gets the whole total.
 
 
 def redistributed(state_dicts: Sequence[StateDict], workers: int) -> list[StateDict]:
-    """Return the state dicts with which `workers` workers resume what others saved, in
-    mid-window too; tensors are shared.
+    """Return the state dicts with which `workers` workers resume what other workers
+    saved, in mid-window too. The tensors are shared.
 
-    The first worker gets the sum of the sums, in their dtype, and the weight of all;
-    the others hold nothing of the window. All have the micro-batches of the worker that
-    had most, so that their windows end together.
+    The first worker gets the total of the sums, in their dtype, and the total weight.
+    The open window's sum is empty on all other workers. All workers get the micro-batch
+    count of the worker that had the most, so that their windows end together.
 
-    Each worker loads its own:
+    Each worker loads its own state dict:
     ``opt.load_state_dict(gradaccum_torch.redistributed(state_dicts,
     world_size)[rank])``.
 
     Args:
-        state_dicts: what ``opt.state_dict()`` returned on every worker, by rank, from
+        state_dicts: the results of ``opt.state_dict()`` on every worker, by rank, from
             optimizers wrapped with ``module=``.
         workers: the number of workers that resume, >= 1.
 
     Raises:
-        CheckpointError: they are not of one moment, or not those of all ranks, or the
-            sums are sharded.
+        CheckpointError: the states were not saved at the same moment, or are not the
+            states of all ranks; or the sums are sharded.
     """
     entries = [state_dict[KEY] for state_dict in state_dicts]
     for entry in entries:
@@ -210,11 +216,11 @@ def redistributed(state_dicts: Sequence[StateDict], workers: int) -> list[StateD
                 "sums",
                 "the complete sums of each worker",
                 "sharded sums",
-                "Save between two windows by torch.distributed.checkpoint, which"
+                "Save between two windows with torch.distributed.checkpoint, which"
                 " reshards the state.",
             )
     states = kit.redistributed([state_in(entry) for entry in entries], workers)
-    # An empty window has no size of its own.
+    # An empty window has no size.
     open_entries = [entry for entry in entries if entry["micro_step"]]
     terms = (open_entries or entries)[0]["terms"]
     if open_entries:
@@ -234,10 +240,10 @@ def require_all_ranks(places: Sequence[list[int]]) -> None:
     if sorted(places) != [[rank, len(places)] for rank in range(len(places))]:
         raise checkpoint_error(
             "state_dicts",
-            f"those of all {places[0][1]} ranks, once each",
-            f"those of the ranks {[rank for rank, _ in places]}",
-            "Save opt.state_dict() on every worker of an optimizer that was wrapped"
-            " with module=, in a file of its own.",
+            f"the states of all {places[0][1]} ranks, each once",
+            f"the states of ranks {[rank for rank, _ in places]}",
+            "Wrap with module=, and save opt.state_dict() on every worker, each in"
+            " its own file.",
         )
 
 

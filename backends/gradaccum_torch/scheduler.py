@@ -1,9 +1,9 @@
-"""A gate for learning-rate schedulers: ``scheduler.step()`` after every micro-batch
-moves the scheduler once per update.
+"""A gate for learning-rate schedulers: you call ``scheduler.step()`` after every
+micro-batch, and the scheduler steps once per update.
 
-Where one ``flush()`` closes several windows, the gate moves the scheduler between
-these. A scheduler of timm gets the number of updates in its ``step_update``; its
-``step``, which takes an epoch, is left alone.
+If a ``flush()`` closes several windows, the gate steps the scheduler between them. A
+timm scheduler gets the number of updates through its ``step_update``; its ``step``,
+whose argument is an epoch, is left as it is.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.torch_private.names import note_step_called
 
 Scheduler = Any
-"""An object with a ``step`` or timm's ``step_update``, and the optimizer that it
-schedules as ``optimizer``.
+"""An object with a ``step``, or with timm's ``step_update``, whose ``optimizer``
+attribute is the optimizer that it schedules.
 """
 
 _GATE_NAMES = frozenset({"_scheduler", "_updates", "_has_loaded"})
 _ANY = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
 _STEPPED_AT = "gradaccum_optimizer_step"
 _REPLAYED = (
-    "gradaccum: scheduler.step() moved nothing, as no update was made since"
-    " optimizer.load_state_dict(), and the scheduler is at its beginning. To resume it,"
-    " save scheduler.state_dict() too, and call scheduler.load_state_dict(saved)."
+    "gradaccum: scheduler.step() did nothing, because no update was made since"
+    " optimizer.load_state_dict(), and the scheduler is still at its beginning. To"
+    " resume it, save scheduler.state_dict() too, and call"
+    " scheduler.load_state_dict(saved)."
 )
 
 
 def is_scheduler(candidate: object) -> bool:
     """True if `candidate` is one of torch's schedulers, or has an optimizer and a
-    ``step`` and is no optimizer.
+    ``step`` and is not itself an optimizer.
     """
     if isinstance(candidate, torch.optim.lr_scheduler.LRScheduler):
         return True
@@ -46,22 +47,22 @@ def is_scheduler(candidate: object) -> bool:
 
 
 class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
-    """A scheduler that moves only when an update was applied since its last step.
+    """A scheduler that steps only when an update was applied since its last step.
 
     Args:
-        scheduler: built on a wrapped optimizer; it has the ``step`` of an
-            `LRScheduler`, or timm's ``step_update``.
+        scheduler: a scheduler built on a wrapped optimizer, with the ``step`` of an
+            `LRScheduler` or with timm's ``step_update``.
 
     Raises:
-        ArgumentTypeError: its optimizer is not wrapped.
+        ArgumentTypeError: the scheduler's optimizer is not wrapped.
     """
 
     _scheduler: Scheduler
     _updates: int
-    """The updates at which the scheduler last moved."""
+    """The number of updates when the scheduler last stepped."""
     _has_loaded: bool
-    """The gate itself has loaded a state. The optimizer's, if it is loaded after that,
-    belongs to it.
+    """Whether the gate itself has loaded a state. If the optimizer loads its state
+    after that, the two states belong together.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -86,7 +87,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         window = self._scheduler.optimizer._window
         if hasattr(self._scheduler, "step_update") or updates > self._updates:
             # torch warns if it has not seen the optimizer's step, and it cannot have
-            # seen an update that was made before a checkpoint.
+            # seen an update from before a checkpoint.
             note_step_called(self._scheduler.optimizer)
             self._scheduler.step(*args, **kwargs)
             window.changed_rate_warning.allow_change()
@@ -96,7 +97,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         self._has_loaded = False
 
     def follow(self) -> None:
-        """Move as `step` does, unless ``scheduler.step`` needs an argument, such as a
+        """Step as `step` does, unless ``scheduler.step`` needs an argument, such as a
         loss.
         """
         if hasattr(self._scheduler, "step_update"):
@@ -109,14 +110,14 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
             self.step()
 
     def optimizer_loaded(self) -> None:
-        """Count the updates of a state that the optimizer alone has loaded as moves."""
+        """Treat the updates as followed if only the optimizer has loaded a state."""
         if not self._has_loaded:
             self._updates = self._optimizer_updates()
 
     def _step_update(
         self, num_updates: int | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """Call the scheduler's ``step_update`` with the number of updates applied."""
+        """Call the scheduler's ``step_update`` with the number of applied updates."""
         updates = self._optimizer_updates()
         self._scheduler.optimizer._window.changed_rate_warning.allow_change()
         if updates:
@@ -130,14 +131,14 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         return list(self._scheduler.get_lr())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scheduler's ``state_dict``, and the update at which it last
-        moved.
+        """Return the scheduler's ``state_dict``, with the number of updates when it
+        last stepped.
         """
         return {**self._scheduler.state_dict(), _STEPPED_AT: self._updates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a saved state; a bare scheduler's state counts as having moved at the
-        last update.
+        """Restore a saved state. The state of a scheduler that is not gated is taken to
+        be up to date with the last update.
         """
         state_dict = dict(state_dict)
         self._updates = state_dict.pop(_STEPPED_AT, self._optimizer_updates())

@@ -1,4 +1,4 @@
-"""The inner optimizer's one call per window, and the guard against any other call."""
+"""Calls the inner optimizer once per window, and guards against any other call."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from gradaccum_torch.gradient_sum import Gradients
 from gradaccum_torch.master_weights import MasterWeights, through
 
 Hooks = OrderedDict[int, Callable[..., Any]]
-"""An optimizer's hooks by number."""
+"""An optimizer's hooks by their id."""
 
 
 class Update:
     """The updates of one wrapped optimizer."""
 
     def __init__(self, wrapper: torch.optim.Optimizer, masters: MasterWeights) -> None:
-        # The wrapper owns this object.
+        # Keep a weak reference, because the wrapper owns this object.
         self.wrapper = weakref.ref(wrapper)
         self.masters = masters
         self.is_running = False
         self.is_broken = False
-        """An exception came in the midst of an addition or of an update, and may have
-        left a part of it.
+        """Whether an exception came in the middle of an addition or of an update, which
+        may be incomplete.
         """
         self.is_made = False
-        """The inner optimizer has made the update, even if something raises after
-        it.
+        """Whether the inner optimizer has made the update, even if something raised
+        after it.
         """
         self.updated_parameters: list[Tensor] = []
         """The parameters that had a gradient in the last update."""
@@ -71,22 +71,25 @@ class Update:
             hook(wrapper, args, kwargs)
 
     def _hand_over(self, sums: Gradients, divisor: float) -> None:
-        """Put the divided sum into the ``.grad`` that the inner optimizer reads."""
+        """Put the divided sum into the ``.grad`` attributes that the inner optimizer
+        reads.
+        """
         same_dtype: list[Tensor] = []
-        # Not list(sums.items()), which would hold every sum until the loop ends.
+        # Do not use list(sums.items()): it would keep every sum until the loop ends.
         for parameter in list(sums):
             total = sums[parameter]
             target = self.masters.worked_on(parameter)
             dtype = gradient_dtype(target)
             if total.requires_grad and divisor != 1:
-                # An optimizer that differentiates it again raises, as it must: the
-                # graph is that of the undivided sum.
+                # If an optimizer then differentiates this gradient again, it raises.
+                # That is right, because the graph belongs to the undivided sum.
                 total = total.detach()
                 sums[parameter] = total
             if total.dtype == dtype:
                 same_dtype.append(total)
             else:
-                # One by one, each frees the sum that it came from.
+                # Cast them one by one, so that each cast frees the sum that it came
+                # from.
                 sums[parameter] = narrowed(total, divisor, dtype)
         divide(same_dtype, divisor)
         for parameter, total in sums.items():
@@ -94,15 +97,15 @@ class Update:
 
 
 def hooks_of(wrapper: torch.optim.Optimizer, kind: str) -> list[Callable[..., Any]]:
-    """Return a wrapper's hooks; `kind` is such as ``"step_pre"``. Lightning's proxy of
-    the wrapper has no tables of its own.
+    """Return a wrapper's hooks of one `kind`, such as ``"step_pre"``. Lightning's proxy
+    of the wrapper has no tables of hooks.
     """
     hooks: Hooks = vars(wrapper).get(f"_optimizer_{kind}_hooks", OrderedDict())
     return list(hooks.values())
 
 
 def hook_tables() -> dict[str, Hooks]:
-    """Return the empty tables of hooks of a new optimizer."""
+    """Return the empty tables of hooks that a new optimizer has."""
     optimizer = torch.optim.SGD([torch.empty(0, device="cpu")])
     return {
         name: table
@@ -111,21 +114,21 @@ def hook_tables() -> dict[str, Hooks]:
     }
 
 
-# One wrapper for each inner optimizer, which makes all its steps for as long as the
-# wrapper lives.
+# Each inner optimizer has at most one wrapper, which makes all its steps while it is
+# alive.
 
 
 UPDATES: WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Update]] = (
     WeakKeyDictionary()
 )
-"""The wrapper's updates by the inner optimizer."""
+"""The `Update` of an inner optimizer's wrapper, by inner optimizer."""
 
 
 def refuse_bypass(inner: torch.optim.Optimizer, *_: object) -> None:
-    """Raise for a step of `inner` that its living wrapper does not make.
+    """Raise if `inner` makes a step that does not come from its live wrapper.
 
-    With learning rates of 0 it makes no update: so torch's checkpoints have it make the
-    state of its parameters.
+    A step with learning rates of 0 is allowed, because it makes no update: torch's
+    checkpoints use it to create the state of the parameters.
     """
     reference = UPDATES.get(inner)
     update = None if reference is None else reference()
@@ -143,10 +146,10 @@ def guard(update: Update, inner: torch.optim.Optimizer) -> None:
 
 
 def require_unwrapped(inner: torch.optim.Optimizer) -> None:
-    """Raise unless no living wrapper has `inner`."""
+    """Raise if `inner` has a live wrapper."""
     reference = UPDATES.get(inner)
     if reference is None or reference() is None:
         return
-    gc.collect()  # An error that was caught may keep a wrapper in a cycle.
+    gc.collect()  # A caught error may keep the wrapper alive in a reference cycle.
     if reference() is not None:
         raise checks.second_wrapper_error(type(inner).__name__)

@@ -1,5 +1,5 @@
-"""A window that one call fills and closes, as `gradaccum_torch.backward` does: the
-public face of a window for large batches and layers.
+"""A window that a single call fills and closes, as `gradaccum_torch.backward` does: the
+public interface to a window for large batches and layers.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from gradaccum_torch.window import Window
 
 
 class WholeWindow:
-    """A window that one call fills and closes: inside its ``with`` block the
-    micro-batches of the call are counted.
+    """A window that a single call fills and closes: inside its ``with`` block the
+    call's micro-batches are counted.
 
-    If the block raises, the window is forgotten, and every ``.grad`` holds what it held
-    before.
+    If the block raises, the window is discarded, and every ``.grad`` has its earlier
+    value again.
     """
 
     def __init__(self, window: Window) -> None:
@@ -34,27 +34,28 @@ class WholeWindow:
         self.options = window.options
         self._gradients_before: dict[Tensor, Tensor] = {}
         self._updated_parts: list[int] = []
-        """Their updates cannot be undone."""
+        """The layers whose updates were made and cannot be undone."""
 
     def __enter__(self) -> WholeWindow:
         self._window.update.require_usable()
         if self._window.is_under_way():
             raise UsageError(
-                "optimizer: expected one between two windows; got one with an open"
-                " window. Call opt.flush() or opt.discard() first: this call makes a"
-                " window of its own."
+                "optimizer: expected an optimizer between two windows; got an"
+                " optimizer with an open window. Call opt.flush() or opt.discard()"
+                " first, because this call makes its own window."
             )
         self._gradients_before = {
             parameter: parameter.grad
             for parameter in self._parameters()
             if parameter.grad is not None
         }
-        # zero_grad(set_to_none=False) leaves zeros, into which autograd adds; anything
-        # else would count as a part of the window.
+        # zero_grad(set_to_none=False) leaves zeros, to which autograd adds. Any other
+        # value would count as a part of the window.
         if not all(map(is_zero, self._gradients_before.values())):
             raise UsageError(
-                ".grad: expected no gradients from before; got gradients. Call"
-                " opt.zero_grad() first: the window is this call's batch alone."
+                ".grad: expected no gradients before the call; got gradients. Call"
+                " opt.zero_grad() first, because the window contains only this call's"
+                " batch."
             )
         self._window.watch.reset()
         return self
@@ -76,12 +77,12 @@ class WholeWindow:
             self._window.update.is_broken = True
             error.add_note(
                 f"gradaccum: layers {self._updated_parts} were updated before this"
-                " error, the last one perhaps in part, and cannot be undone; the other"
-                " layers were not. Load the last checkpoint of the model and of the"
-                " optimizer."
+                " error, the last of them perhaps only partially, and these updates"
+                " cannot be undone. The other layers were not updated. Load the last"
+                " checkpoint of the model and of the optimizer."
             )
 
-    # What the window is like.
+    # The properties of the window.
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -93,13 +94,13 @@ class WholeWindow:
 
     @property
     def has_new_gradient(self) -> bool:
-        """True if autograd has delivered something since the last micro-batch was
+        """True if autograd has added a gradient since the last micro-batch was
         counted.
         """
         return self._window.has_new_gradient
 
     def loss_scale(self) -> float:
-        """Return the current loss scale; may wait for the device."""
+        """Return the current loss scale. May wait for the device."""
         return float(self._window.current_state().loss_scale)
 
     def gathered_ids(self) -> set[int]:
@@ -118,11 +119,11 @@ class WholeWindow:
     def _parameters(self) -> list[Tensor]:
         return self._window.masters.parameters()
 
-    # Filling and closing it.
+    # Filling and closing the window.
 
     def begin_weightless(self) -> None:
-        """Prepare for a backward pass that delivers a part of what is counted already:
-        no weight is added, the scale holds.
+        """Prepare for a backward pass whose micro-batches are already counted: no
+        weight is added, and the scale stays.
         """
         micro_batch = self._window.micro_batch
         micro_batch.set_weight(0.0)
@@ -132,8 +133,8 @@ class WholeWindow:
 
     @contextmanager
     def adding(self) -> Iterator[None]:
-        """Add what backward passes inside the block deliver to the sum: the
-        micro-batches that they are of are counted already.
+        """Add the gradients of backward passes inside the block to the sum; their
+        micro-batches are already counted.
         """
         gradient_sum = self._window.gradient_sum
         if isinstance(gradient_sum, SumOnArrival):
@@ -148,8 +149,8 @@ class WholeWindow:
         self._window.watch.reset()
 
     def update_part(self, number: int, belongs: Callable[[Tensor], bool]) -> None:
-        """Update the parameters that `belongs` is true of, whose sum is complete, and
-        free it; the window stays open for the others.
+        """Update the parameters for which `belongs` is true, whose sum is complete, and
+        free the sum. The window stays open for the other parameters.
         """
         others = Versions(each for each in self._parameters() if not belongs(each))
         numbers = self._group_numbers()
@@ -157,14 +158,15 @@ class WholeWindow:
         self._window.close_part(belongs)
         if others.moved() or self._group_numbers() != numbers:
             raise UsageError(
-                "optimizer: expected an inner optimizer that moves only parameters with"
-                " a gradient; got one that moves other parameters, or counts steps in"
-                ' its groups. Leave on_overflow="ignore" out, so that it makes one step'
-                " per window, and load the last checkpoint."
+                "optimizer: expected an inner optimizer that changes only parameters"
+                " that have a gradient; got an inner optimizer that changes other"
+                " parameters, or counts steps in its param groups. Load the last"
+                ' checkpoint, and leave on_overflow="ignore" out, so that the inner'
+                " optimizer makes one step per window."
             )
 
     def _group_numbers(self) -> list[object]:
-        """Return the numbers of all groups, such as a count of steps."""
+        """Return the numbers in all groups, such as a count of steps."""
         return [
             (name, rate_mark(value))
             for group in self._window.masters.inner.param_groups

@@ -1,10 +1,10 @@
 """The open window of one optimizer: it counts micro-batches, and makes the update when
 it is full.
 
-`gradaccum.kit` decides: when a window ends, by what its sum is divided, whether an
+`gradaccum.kit` decides when a window ends, by what its sum is divided, and whether an
 update is made. This module adds, measures, divides and runs the inner optimizer. A call
-raises before anything has changed, or leaves `Update.is_broken` behind, and then every
-later call raises.
+either raises before anything has changed, or leaves `Update.is_broken` set, and then
+every later call raises.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ from gradaccum_torch.workers.interface import Workers
 
 
 class Scheduler(Protocol):
-    """A scheduler that moves once per update."""
+    """A scheduler that steps once per update."""
 
     def follow(self) -> None:
-        """Move if an update was applied since the last move."""
+        """Step if an update was applied since the last step."""
 
     def optimizer_loaded(self) -> None:
-        """Take the updates of a loaded state for followed."""
+        """Treat the updates of a loaded state as followed."""
 
 
 class Window:
-    """Everything between two updates.
+    """Everything that happens between two updates.
 
-    The state is in Python numbers, so that counting a micro-batch does not wait for the
-    device.
+    The state consists of Python numbers, so that counting a micro-batch does not wait
+    for the device.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Window:
         self.watch.end_with(self)
         self.listeners = kit.Listeners()
         self.schedulers: WeakSet[Scheduler] = WeakSet()
-        """Those that follow the updates."""
+        """The schedulers that follow the updates."""
         self.sizes = kit.Sizes(options.reduction)
         self.warn = Warnings()
         self.window_loss = WindowLoss(options)
@@ -102,27 +102,31 @@ class Window:
         ]
         self.use_of_weights = kit.use_of_weights(options)
         self.measures = kit.measures(options)
-        """The norm of a window's sum is needed."""
+        """Whether the norm of a window's sum is needed."""
         self.has_scale = options.scale_rule != ScaleRule()
         self.size: Size = None
-        """The size of the open window, looked up once."""
+        """The size of the open window, determined once."""
         self.micro_batch = MicroBatch()
         self.passes_before = PASSES[0]
-        """The backward passes of all wrappers when a micro-batch was last counted."""
+        """The number of backward passes of all wrappers when a micro-batch was last
+        counted.
+        """
         self.expects_one_pass = False
-        """The micro-batch before had a single backward pass."""
+        """Whether the previous micro-batch had a single backward pass."""
         self.last_event = (False, False, False, 0.0)
-        """Of the last call: applied, skipped, overflow; and the last window's norm."""
+        """Applied, skipped and overflow in the last call, and the last window's
+        norm.
+        """
         self.is_reduced = False
-        """The sum is that of all workers, whose update is due."""
+        """Whether the sum is the sum of all workers, whose update is due."""
         self.has_just_loaded = False
-        """Nothing was counted since a state was loaded."""
+        """Whether no micro-batch was counted since a state was loaded."""
         self.gradient_sum = GradientSum(masters.parameters, self.watch)
         self.state = kit.initial_state(options.scale_rule.init_scale)
         self.parameters_changed()
         self.state = self.at_rest(self.state)
 
-    # What the window knows.
+    # The state of the window.
 
     @property
     def result(self) -> StepResult:
@@ -140,24 +144,24 @@ class Window:
         return int(self.state.optimizer_step)
 
     def is_under_way(self) -> bool:
-        """True if a window is open, or the micro-batch that opens one has begun."""
+        """True if a window is open, or the first micro-batch of a window has begun."""
         return bool(self.state.micro_step or self.micro_batch.has_loss) or (
             self.has_new_gradient and not self.options.separate_sums
         )
 
     @property
     def has_new_gradient(self) -> bool:
-        """True if a backward pass has delivered something since the last step."""
+        """True if a backward pass has added a gradient since the last step."""
         return bool(self.watch.factors)
 
     @property
     def holds_sum_in_grad(self) -> bool:
-        """True if ``.grad`` holds a part of the open window's sum."""
+        """True if ``.grad`` contains a part of the open window's sum."""
         return self.state.micro_step > 0 and not self.gradient_sum.is_beside_grad
 
     def current_state(self) -> State:
-        """Return the state; between two windows with a `torch.amp.GradScaler`'s own
-        scale, for which this waits.
+        """Return the state. Between two windows it has the current scale of a
+        `torch.amp.GradScaler`, which means a wait for the device.
         """
         if self.scaler is not None and not self.state.micro_step:
             self.state = self.at_rest(self.scaler.with_scale(self.state))
@@ -171,10 +175,10 @@ class Window:
     def at_rest(self, state: Any) -> State:
         return kit.at_rest(state, float64_weight=self.has_float64)
 
-    # The parameters, and where their sum is.
+    # The parameters, and where their sum is kept.
 
     def parameters_changed(self) -> None:
-        """Choose the place of the sum anew, and keep the sum."""
+        """Choose again where the sum is kept, and keep its value."""
         self.masters.groups_changed()
         parameters = self.masters.parameters()
         self.parameter_marks = parameter_marks(parameters)
@@ -195,7 +199,9 @@ class Window:
         self.expect_window()
 
     def _move_sum(self, new_sum: GradientSum) -> None:
-        """Move the sum out of ``.grad``, with what has arrived of a micro-batch."""
+        """Move the sum out of ``.grad``, including the gradients of an unfinished
+        micro-batch.
+        """
         factors = set(self.watch.factors)
         was_changed = not self.watch.is_intact()
         sums = self.gradient_sum.gradients()
@@ -214,14 +220,14 @@ class Window:
     # A micro-batch.
 
     def weight(self) -> float:
-        """Return the weight of the micro-batch under way."""
+        """Return the weight of the current micro-batch."""
         weight = self.micro_batch.weight
         if weight is not None:
             return weight
         return float(kit.given_weight(None, self.use_of_weights))
 
     def factor(self, weight: float) -> float:
-        """Return by what a loss of this weight is multiplied."""
+        """Return the factor by which a loss of this weight is multiplied."""
         if not weight and self.micro_batch.has_loss:
             return 0.0
         return float(kit.contribution(weight, self.options) * self.state.loss_scale)
@@ -236,8 +242,8 @@ class Window:
     def backward(
         self, loss: Tensor, weight: float | None, arguments: Mapping[str, Any]
     ) -> None:
-        """Differentiate `loss`, shape ``()``, times weight and loss scale; with weight
-        0 only if other workers wait.
+        """Differentiate `loss`, shape ``()``, times weight and loss scale. With weight
+        0 this is done only if other workers wait for it.
         """
         self._require_usable("backward()")
         if self.workers.is_reducing:
@@ -268,8 +274,8 @@ class Window:
         micro_batch.is_weighed = micro_batch.is_weighed or is_weighed
 
     def _last_pass(self) -> AbstractContextManager[object]:
-        """Return a context in which the workers may reduce, if the pass in it is known
-        to end the window.
+        """Return a context in which the workers may reduce if its pass is known to end
+        the window.
         """
         if not self.workers.is_shared:
             return nullcontext()
@@ -287,17 +293,17 @@ class Window:
             loss.backward(**arguments)  # type: ignore[no-untyped-call]
         except BaseException:
             if self.workers.is_reducing:
-                # The others add up what came before it.
+                # The other workers add up the gradients from before the error.
                 self.update.is_broken = True
             elif self.has_new_gradient:
-                # A reentrant checkpoint's own passes may have ended.
+                # The passes of a reentrant checkpoint may already have ended.
                 self.watch.is_running = True
             raise
         finally:
             FACTORS.pop()
 
     def _clear_gradients(self) -> None:
-        """Clear the micro-batch under way, which is apart from the sum."""
+        """Clear the current micro-batch, and keep the sum."""
         if self.state.micro_step or self.gradient_sum.is_beside_grad:
             for parameter in self.masters.parameters():
                 parameter.grad = None
@@ -318,22 +324,22 @@ class Window:
         factor = self.factor(weight)
         if factor == 1:
             return loss
-        # backward() works inside torch.no_grad(), and so must this.
+        # backward() works inside torch.no_grad(), so this must work there too.
         with torch.enable_grad():
             return loss * factor
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
-        """Run `closure`, and count its loss unless it was passed already, or a gradient
-        had arrived before.
+        """Run `closure`, and record its loss unless a loss was already passed or a
+        gradient had arrived before.
         """
         had_gradient = self.has_new_gradient
-        # The user may have switched gradients off around step().
+        # The user may have disabled gradients around step().
         with torch.enable_grad():
             loss = closure()
         micro_batch = self.micro_batch
         if not micro_batch.has_loss:
             if loss is None and not self.has_new_gradient and not self._holds_users():
-                # A trainer's way to leave a micro-batch out.
+                # This is how a trainer leaves a micro-batch out.
                 micro_batch.set_weight(0.0)
                 micro_batch.is_weighed = True
                 micro_batch.has_loss = True
@@ -342,7 +348,7 @@ class Window:
         return loss
 
     def add_micro_batch(self) -> bool:
-        """Count the micro-batch whose gradient is in ``.grad``; return True if the
+        """Count the micro-batch whose gradient is in ``.grad``. Return True if the
         window is full.
 
         Raises:
@@ -357,7 +363,7 @@ class Window:
         weight = self.weight()
         self._require_right_gradient(weight)
         if not state.micro_step:
-            # Casting, freezing or replacing a parameter calls nothing here.
+            # Casting, freezing or replacing a parameter does not notify this object.
             marks = parameter_marks(self.masters.parameters())
             if marks != self.parameter_marks:
                 self.parameters_changed()
@@ -365,7 +371,7 @@ class Window:
             micro_batch.has_loss and not micro_batch.is_scaled_by_hand
         )
         if is_own_pass_expected and self.watch.has_plain_pass:
-            micro_batch.losses = []  # That of the plain pass is not known.
+            micro_batch.losses = []  # The loss of the plain pass is not known.
         micro_batch.is_first = not state.micro_step
         micro_batch.passes = self.watch.passes
         micro_batch.window_size = self.size
@@ -390,8 +396,8 @@ class Window:
         self.watch.micro_batch_ended()
 
     def _require_right_gradient(self, weight: float) -> None:
-        """Raise unless ``.grad`` holds this window's gradients, as backward passes of
-        losses times the right factor left them.
+        """Raise unless ``.grad`` contains exactly the gradients that this window's
+        backward passes have accumulated, from losses multiplied by the right factor.
         """
         watch = self.watch
         micro_batch = self.micro_batch
@@ -399,7 +405,8 @@ class Window:
             raise checks.interrupted_error()
         factors = watch.factors
         if self.options.separate_sums:
-            # The user may have cleared what another wrapper's pass has left there.
+            # The user may have cleared the gradient that another wrapper's pass left
+            # there.
             factors = factors & {1.0}
         if not (factors or self._has_begun()):
             raise checks.no_backward_error()
@@ -409,14 +416,15 @@ class Window:
             if is_unscaled or factors - {factor}:
                 raise checks.not_scaled_error()
         if not (self.options.separate_sums or watch.is_intact()):
-            # As in the bare loop, ``.grad`` of a single micro-batch is the user's.
+            # As in a loop without gradaccum, the user may change ``.grad`` of a single
+            # micro-batch.
             is_users = self.size == 1 and factor == 1 and not self.workers.is_reducing
             if not is_users:
                 raise checks.changed_gradients_error()
             watch.reset()
 
     def _has_begun(self) -> bool:
-        """True if something stands for a backward pass that brought no gradient."""
+        """True if something counts as a micro-batch that has no gradient."""
         return (
             self.micro_batch.has_loss
             or self.micro_batch.is_weighed
@@ -432,7 +440,7 @@ class Window:
         )
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Clear ``.grad`` where it holds no part of the sum."""
+        """Clear ``.grad`` if it contains no part of the sum."""
         if self.workers.is_reducing:
             raise checks.unfinished_error("zero_grad()")
         if self.holds_sum_in_grad:
@@ -451,7 +459,8 @@ class Window:
         if weight is not None and micro_batch.is_weighed and not micro_batch.has_loss:
             self.weigh(weight)
         if not set_to_none:
-            # Zeros, so that momentum and weight decay still move the parameters.
+            # Leave zeros, so that momentum and weight decay still change the
+            # parameters.
             ids = set(map(id, [*had_gradient, *self.update.updated_parameters]))
             for parameter in parameters:
                 if id(parameter) in ids:
@@ -494,8 +503,8 @@ class Window:
         return complete_sums
 
     def _reduce(self, parameters: list[Tensor] | None = None) -> bool:
-        """Make this the window of all workers, or the sums of some `parameters`; return
-        False if no worker has a window.
+        """Reduce this window, or only the sums of some `parameters`, over all workers.
+        Return False if no worker has an open window.
         """
         numbers = self._numbers()
         window = self.workers.all_reduce(
@@ -538,7 +547,7 @@ class Window:
         return norm, is_finite and self._fits(sums, norm, divisor)
 
     def _fits(self, sums: Gradients, norm: float, divisor: float) -> bool:
-        """True if the inner optimizer's dtype holds the divided sum."""
+        """True if the divided sum is finite in the inner optimizer's dtype."""
         for parameter, total in sums.items():
             dtype = gradient_dtype(self.masters.worked_on(parameter))
             if total.dtype is dtype or norm / divisor <= torch.finfo(dtype).max:
@@ -588,12 +597,12 @@ class Window:
         self.update.is_broken = False
 
     def call_listeners_after(self, close: Callable[[], None]) -> None:
-        """Call `close`, and then the listeners with each window that it closed."""
+        """Call `close`, and then call the listeners for each window that it closed."""
         with self.listeners.settled():
             close()
 
     def flush(self, denominator: float | None = None) -> None:
-        """Close the open window, and as many as other workers have."""
+        """Close the open window, and take part in the windows of the other workers."""
         if denominator is not None:
             is_shared = self.workers.is_shared
             kit.require_denominator(denominator, self.options, several=is_shared)
@@ -625,15 +634,15 @@ class Window:
             raise checks.changed_gradients_error()
 
     def _between_windows(self) -> None:
-        """Repeat between two windows of one call what the user's loop does on the other
-        workers.
+        """Between two windows of a single call, do what the user's loop does on the
+        other workers.
         """
         self.listeners.tell()
         for scheduler in list(self.schedulers):
             scheduler.follow()
 
     def discard(self) -> None:
-        """Forget the open window and the micro-batch under way."""
+        """Discard the open window and the current micro-batch."""
         self.workers.abandon([*chain(*self._numbers())])
         self._forget_sum()
         self.state = self.at_rest(kit.discard(self.state))
@@ -656,10 +665,11 @@ class Window:
     # Layer by layer.
 
     def close_part(self, belongs: Callable[[Tensor], bool]) -> None:
-        """Make the update of the parameters that `belongs` is true of; the window stays
-        open for the others. All workers close the same parts in the same order.
+        """Make the update of the parameters for which `belongs` is true. The window
+        stays open for the other parameters. All workers close the same parts in the
+        same order.
 
-        Where the decision needs no norm, it is the same for each part.
+        If the decision needs no norm, it is the same for each part.
         """
         state = self.state
         sums = self.gradient_sum.gradients()
@@ -693,8 +703,8 @@ class Window:
             self._require_counted("state_dict()")
 
     def saved_sums(self) -> dict[int, Tensor]:
-        """Return the open window's sum by the index of its parameter; the tensors
-        themselves.
+        """Return the open window's sum by the index of its parameter; the tensors are
+        not copied.
         """
         if not self.state.micro_step:
             return {}
@@ -708,7 +718,7 @@ class Window:
     def restore(
         self, state: State, sums: Mapping[int, Tensor], entries: dict[str, Any]
     ) -> None:
-        """Resume with a saved window; the sums are copied."""
+        """Resume with a saved window. The sums are copied."""
         self.gradient_sum.clear()
         parameters = self.masters.parameters()
         copies = {
@@ -737,8 +747,8 @@ def with_factor(
     """Return the `arguments` of ``loss.backward`` with a gradient of `loss` that is
     multiplied by `factor`.
 
-    The same bits as the gradient of ``loss * factor``, without that operation and its
-    backward pass.
+    This gives the same bits as the gradient of ``loss * factor``, without that
+    operation and its backward pass.
     """
     if factor == 1:
         return arguments
@@ -751,7 +761,7 @@ def with_factor(
 def parameter_marks(
     parameters: list[Tensor],
 ) -> list[tuple[int, torch.dtype, bool]]:
-    """Return what differs once parameters were replaced, cast or frozen."""
+    """Return values that differ once parameters were replaced, cast or frozen."""
     return [
         (id(parameter), parameter.dtype, parameter.requires_grad)
         for parameter in parameters

@@ -114,7 +114,9 @@ def test_loss_function_that_clears_the_sum_is_refused() -> None:
 def test_other_outputs_in_second_pass_are_refused() -> None:
     """A counter that no buffer holds: the gradient would be of another loss."""
     model, factors = make_model(), iter(range(1, 9))
-    with pytest.raises(gradaccum.UsageError, match="the same outputs in both passes"):
+    with pytest.raises(
+        gradaccum.UsageError, match="the same outputs when it is called again"
+    ):
         couple(lambda x: model(x) * (1 + 0.01 * next(factors)))
     assert all(p.grad is None for p in model.parameters())
 

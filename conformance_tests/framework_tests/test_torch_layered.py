@@ -282,7 +282,9 @@ def test_optimizer_whose_step_is_not_by_parameter(kind: type[torch.optim.SGD]) -
     layers = make_layers()
     inner = kind(layers.parameters(), lr=0.1, momentum=0.9)
     opt = gradaccum.wrap(inner, steps=None, on_overflow="ignore")
-    with pytest.raises(gradaccum.UsageError, match="moves other parameters, or counts"):
+    with pytest.raises(
+        gradaccum.UsageError, match="changes other parameters, or counts"
+    ):
         layered(layers, optimizer=opt)
 
 

@@ -1,8 +1,9 @@
-"""A callback for Lightning's ``Trainer`` that closes an epoch's windows and refuses
+"""A callback for Lightning's ``Trainer`` that closes an epoch's windows and rejects
 what Lightning does to each micro-batch.
 
-Lightning clips, moves a scheduler and an average after each micro-batch, and ends an
-epoch in mid-window. With ``separate_sums=True`` only this callback refuses it.
+Lightning clips, steps a scheduler and updates an average after each micro-batch, and
+ends an epoch in mid-window. With ``separate_sums=True`` only this callback detects
+that.
 """
 
 from __future__ import annotations
@@ -19,21 +20,22 @@ from gradaccum_torch.saving import StateDict
 from gradaccum_torch.scheduler import GatedScheduler
 
 Output = Any
-"""What ``training_step`` has returned: handed through by Lightning, whatever it is."""
+"""The return value of ``training_step``, which Lightning passes on."""
 
 
 class AccumulationCallback(Callback):  # type: ignore[misc]
     """Closes the open window with an epoch's last batch, before the validation and the
-    checkpoint that follow it.
+    checkpoint that follow.
 
     Put it first among the callbacks. It also gives weight 0 to a batch whose
-    ``training_step`` returns None, moves gated schedulers of ``"interval": "step"``
-    after its update, and lets a run resume in mid-window where the sum is in ``.grad``.
+    ``training_step`` returns None, steps gated schedulers of ``"interval": "step"``
+    after that last update, and lets you resume a run in mid-window if the sum is in
+    ``.grad``.
 
     Raises:
-        UsageError: as training begins, or at the batch that changes it, the ``Trainer``
-            would clip, divide, average or schedule per micro-batch; or no optimizer is
-            wrapped.
+        UsageError: the ``Trainer`` would clip, divide, average or schedule per
+            micro-batch, or no optimizer is wrapped. The error comes when training
+            begins, or at the batch at which such a setting changes.
     """
 
     def __init__(self) -> None:
@@ -43,14 +45,14 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Keep the optimizers' states until training starts: Lightning loads them, then
-        clears the model's gradients.
+        """Keep the optimizers' states until training starts, because Lightning clears
+        the model's gradients after it has loaded them.
         """
         self._saved_states[:] = checkpoint.get("optimizer_states", ())
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse what would make every window wrong; restore the sum of a resumed
-        window.
+        """Reject settings that would make every window wrong, and restore the sum of a
+        resumed window.
         """
         saved_states = list(self._saved_states)
         self._saved_states.clear()
@@ -64,8 +66,8 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
             raise UsageError(
                 "configure_optimizers: expected a wrapped optimizer; got"
                 f" {', '.join(type(each).__name__ for each in trainer.optimizers)}."
-                " Return gradaccum.wrap(optimizer, steps=4) from it, or leave"
-                " AccumulationCallback out."
+                " Return gradaccum.wrap(optimizer, steps=4) from configure_optimizers,"
+                " or leave AccumulationCallback out."
             )
         if pl_module.automatic_optimization:
             _require_gates(trainer)
@@ -77,8 +79,8 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
         batch: Output,
         batch_idx: int,
     ) -> None:
-        """Refuse clipping and a second accumulation, which a
-        ``GradientAccumulationScheduler`` may enable between epochs.
+        """Reject clipping and a second accumulation. A
+        ``GradientAccumulationScheduler`` may enable accumulation between epochs.
         """
         self._has_delivered = False
         _require_untouched_micro_batches(trainer)
@@ -141,21 +143,21 @@ def _require_untouched_micro_batches(trainer: Trainer) -> None:
         (
             "gradient_clip_val",
             None,
-            "clip_norm={}); to clip by value, clip in"
+            "clip_norm={}). To clip by value, clip in"
             " optimizer.register_step_pre_hook(...).",
         ),
         (
             "accumulate_grad_batches",
             1,
-            "steps={}); steps takes a schedule as well.",
+            "steps={}). steps also accepts a schedule.",
         ),
     ):
         value = getattr(trainer, name)
         if value and value != usual:
             raise UsageError(
-                f"{name}: expected the Trainer to leave micro-batches to the wrapped"
-                f" optimizer; got {value!r} ({type(value).__name__}). Leave it out of"
-                " the Trainer and return from configure_optimizers"
+                f"{name}: expected the Trainer's default, because the wrapped optimizer"
+                f" clips and accumulates; got {value!r} ({type(value).__name__}). Leave"
+                " it out of the Trainer. In configure_optimizers, return"
                 f" gradaccum.wrap(optimizer, {option.format(value)}"
             )
 
@@ -165,9 +167,10 @@ def _require_gates(trainer: Trainer) -> None:
         is_gated = isinstance(config.scheduler, GatedScheduler)
         if config.interval == "step" and not (is_gated and config.frequency == 1):
             raise UsageError(
-                'lr_scheduler: expected a gated scheduler with "frequency": 1 where'
-                ' "interval" is "step", since Lightning steps it per micro-batch; got'
-                f" {type(config.scheduler).__name__} with frequency {config.frequency}."
-                ' Write {"scheduler": gradaccum.wrap(scheduler), "interval": "step"},'
-                " which moves once per update."
+                'lr_scheduler: expected a gated scheduler with "frequency": 1 if'
+                ' "interval" is "step", because Lightning steps it per micro-batch;'
+                f" got {type(config.scheduler).__name__} with frequency"
+                f" {config.frequency}. Write"
+                f' {{"scheduler": gradaccum.wrap(scheduler), "interval": "step"}},'
+                " which steps once per update."
             )

@@ -1,7 +1,7 @@
-"""A callback for the `transformers.Trainer`, and for trainers of TRL, that makes each
-of the Trainer's accumulated batches a window.
+"""A callback for the `transformers.Trainer` and for TRL's trainers that turns each of
+the Trainer's accumulated batches into a window.
 
-While the Trainer trains, `AccumulationCallback` replaces its optimizer, its
+During training, `AccumulationCallback` replaces the Trainer's optimizer, its
 ``training_step`` and ``_prepare_inputs``, and two methods of its accelerator.
 """
 
@@ -26,29 +26,32 @@ from gradaccum_torch.optimizer import AccumulatingOptimizer
 Trainer = Any
 """A `transformers.Trainer`; mypy runs without that package."""
 Argument = Any
-"""What the Trainer hands to every callback, or to one of its own methods."""
+"""An argument that the Trainer passes to every callback, or to one of its own
+methods.
+"""
 
 
 class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
-    """Makes each update of a Trainer that of the large batch:
+    """Makes each update of a Trainer equal to the update of the large batch:
     ``trainer.add_callback(AccumulationCallback(trainer))``.
 
     The Trainer's arguments, optimizer and scheduler stay as they are:
     ``gradient_accumulation_steps`` is the length of a window, and ``max_grad_norm``
-    clips it. The weight of a micro-batch is the number of items that the Trainer
-    counts in it, or else its batch size. The Trainer logs the loss and the norm of the
-    window, and processes reduce their gradients once per window.
+    clips the window's gradient. The weight of a micro-batch is the number of items that
+    the Trainer counts in it, or otherwise its batch size. The Trainer logs the loss and
+    the norm of the window, and processes reduce their gradients once per window.
 
     Args:
         trainer: a `transformers.Trainer`, or TRL's `SFTTrainer`, `DPOTrainer` or
             `GRPOTrainer`.
 
     Attributes:
-        optimizer: the wrapped optimizer from the beginning of ``trainer.train()`` on.
+        optimizer: the wrapped optimizer, from the beginning of ``trainer.train()`` on.
 
     Raises:
-        UsageError: in ``trainer.train()``; nobody knows by what a loss of TRL divides,
-            or a subclass differentiates a loss that has a weight by itself.
+        UsageError: in ``trainer.train()``, if it is not known by what a TRL loss
+            divides, or if a subclass itself runs the backward pass of a loss that has a
+            weight.
     """
 
     optimizer: AccumulatingOptimizer
@@ -57,8 +60,8 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self._trainer = trainer
         self._replacements = ExitStack()
         self._grad_norm = torch.zeros(())
-        """The norm of the window, which the Trainer asks for before the update, and
-        reads after it.
+        """The norm of the window. The Trainer requests it before the update, and reads
+        it after the update.
         """
 
     def on_train_begin(
@@ -67,13 +70,14 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         trainer = self._trainer
         accelerator = trainer.accelerator
         self._replacements.close()  # An earlier run may have ended with an exception.
-        self.__dict__.pop("optimizer", None)  # An optimizer is wrapped once at a time.
+        self.__dict__.pop("optimizer", None)  # An optimizer has at most one wrapper.
         module = trainer.model_wrapped
         is_parallel = isinstance(module, DistributedDataParallel)
         self.optimizer = wrap(
             trainer.optimizer.optimizer,
             None,
-            # A window measures the norm that the Trainer logs only if it has a limit.
+            # A window measures the norm, which the Trainer logs, only if it has a
+            # limit.
             clip_norm=args.max_grad_norm or sys.float_info.max,
             loss_scale=accelerator.scaler,
             module=module if is_parallel else None,
@@ -82,7 +86,7 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self._replace(trainer.optimizer, "scaler", None)
         self._replace(accelerator, "backward", self.optimizer.backward)
         self._replace(accelerator, "clip_grad_norm_", lambda *_: self._grad_norm)
-        # Each process counts its own items, because the window adds the counts up.
+        # Each process counts only its own items, because the window adds up the counts.
         self._replace(args, "average_tokens_across_devices", False)
         training_step = partial(self._training_step, trainer.training_step)
         self._replace(trainer, "training_step", training_step)
@@ -97,11 +101,11 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     def on_optimizer_step(
         self, args: Argument, state: Argument, control: Argument, **kwargs: Argument
     ) -> None:
-        """Close the window, whose last micro-batch the Trainer's own step has added."""
+        """Close the window. The Trainer's own step has added its last micro-batch."""
         self.optimizer.flush()
         result = self.optimizer.result
         self._grad_norm.fill_(result.grad_norm)
-        # The Trainer's scheduler does not move after a skipped update.
+        # The Trainer does not step its scheduler after a skipped update.
         self._trainer.optimizer._is_overflow = result.skipped
         if math.isfinite(result.loss):
             self._trainer._tr_loss += result.loss
@@ -118,22 +122,22 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         inputs: Argument,
         *_: Argument,
     ) -> Tensor:
-        """Run the Trainer's step as if the micro-batch were the whole batch, whose loss
-        is then a mean; return 0, because the loss of the window is logged.
+        """Run the Trainer's step as if the micro-batch were the whole batch, so that
+        its loss is a mean. Return 0, because the loss of the window is logged.
         """
         trainer = self._trainer
         trainer.current_gradient_accumulation_steps = 1
         count = trainer._get_num_items_in_batch([inputs], trainer.args.device)
         if count is not None and trainer.loss_is_scaled_for_ga is not False:
             self.optimizer.weigh(float(count.flatten()[0]))
-        elif isinstance(inputs, Mapping):  # GRPO cuts a list by itself.
+        elif isinstance(inputs, Mapping):  # GRPO splits a list itself.
             self.optimizer.weigh(batch_size(inputs))
         loss: Tensor = training_step(model, inputs, count)
         return torch.zeros_like(loss)
 
     def _prepare_inputs(self, prepare_inputs: Argument, inputs: Argument) -> Any:
-        """Weigh a micro-batch by the tokens by which TRL's loss divides, whatever batch
-        they are of.
+        """Weight a micro-batch by the number of tokens by which TRL's loss divides,
+        even if these tokens belong to a larger batch.
         """
         prepared = prepare_inputs(inputs)
         if isinstance(prepared, Mapping) and self._trainer.model.training:
@@ -151,24 +155,24 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
 
 
 def batch_size(inputs: Mapping[str, Any]) -> float:
-    """Return the number of rows in the first tensor of a batch, 1 if it has none."""
+    """Return the number of rows in a batch's first tensor; 1 if there is no tensor."""
     sizes = [len(value) for value in inputs.values() if isinstance(value, Tensor)]
     return float(sizes[0]) if sizes else 1.0
 
 
 _BY_TOKENS = {"dapo", "cispo", "vespo"}
 _MEANS = {"grpo", "bnpo", "dr_grpo", "sapo", "luspo"}
-"""The losses of TRL's trainers that divide by ``num_items_in_batch``, and those that
-are means of a micro-batch, which count the same.
+"""TRL's losses that divide by ``num_items_in_batch``, and TRL's losses that are a mean
+over a micro-batch, so that all micro-batches count the same.
 """
 
 
 def divides_by_tokens(trainer: Trainer) -> bool:
-    """True if the loss is a sum divided by the number of tokens that the inputs of TRL
-    have with them.
+    """True if the loss is a sum divided by the number of tokens that TRL adds to the
+    inputs.
 
     Raises:
-        UsageError: nobody knows by what the loss divides.
+        UsageError: it is not known by what the loss divides.
     """
     kind = getattr(trainer, "loss_type", None)
     if kind in _MEANS:

@@ -1,8 +1,8 @@
 """``micro_batch_size="auto"``: when memory runs out, the window starts over with
 micro-batches of half the size.
 
-All workers vote on one size after each attempt, before anything is delivered: a worker
-that started over alone would leave the others waiting.
+All workers vote on a common size after each attempt, before any gradient is delivered.
+If a single worker started over, the other workers would wait for it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MESSAGES = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDA error: out of memory",
 )
-"""Errors of memory that are not of a device's caching allocator."""
+"""Messages of out-of-memory errors that do not come from a caching allocator."""
 
 
 def run_divided(
@@ -39,11 +39,11 @@ def run_divided(
     large: LargeBatch,
     optimizer: AccumulatingOptimizer | None,
 ) -> T:
-    """Return ``run(division, agree)``; if `division` leaves the size open, with the
+    """Return ``run(division, agree)``; if `division` leaves the size open, use the
     largest micro-batch that fits.
 
-    `run` calls ``agree()`` after its last backward pass, before it delivers anything;
-    if anything raises, it restores everything.
+    `run` calls ``agree()`` after its last backward pass, before it delivers any
+    gradient. If anything raises, `run` restores everything.
     """
     sizes = division.micro_batch_size
     if not isinstance(sizes, AutoMicroBatchSize):
@@ -64,10 +64,11 @@ def run_divided(
             return result
         if versions.moved():
             raise UsageError(
-                "micro_batch_size: expected a function that leaves its batch as it is,"
-                " where memory may run out; got a batch that the function wrote into."
-                " Write x = x * 2 for x.mul_(2), or give a number of items; and make the"
-                " batch anew, because it was changed."
+                "micro_batch_size: expected a function that does not modify its batch,"
+                " because the call starts over when memory runs out; got a batch that"
+                " the function wrote into. Write x = x * 2 instead of x.mul_(2), or"
+                " set micro_batch_size to a number of items. Create the batch again,"
+                " because it was changed."
             )
         gc.collect()
         if torch.accelerator.is_available():
@@ -75,12 +76,12 @@ def run_divided(
 
 
 def has_nothing_to_share(large: LargeBatch, optimizer: AccumulatingOptimizer) -> bool:
-    """True if `large` is empty and other workers would wait for this one."""
+    """True if `large` is empty and other workers would wait for this worker."""
     return not large.items and optimizer.whole_window().process_group is not None
 
 
 def share_nothing(division: Division, optimizer: AccumulatingOptimizer) -> Tensor:
-    """Take part in the other workers' call and votes; return the loss, 0."""
+    """Take part in the other workers' call and votes. Return the loss, 0."""
     sizes = division.micro_batch_size
     with optimizer.whole_window():
         vote = Vote(workers_of_call(optimizer))
@@ -95,8 +96,8 @@ def share_nothing(division: Division, optimizer: AccumulatingOptimizer) -> Tenso
 
 
 def key_of(function: Callable[..., Any], batch: Iterable[Tensor]) -> Hashable:
-    """Return what a call's memory depends on: the loss function's code, and dtype,
-    device and shape of the batch's tensors.
+    """Return what a call's memory depends on: the loss function's code, and the dtypes,
+    devices and shapes of the batch's tensors.
 
     Lengths are rounded up to powers of two.
     """
@@ -121,8 +122,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def smaller_size(
     error: BaseException, size: int, sizes: AutoMicroBatchSize, vote: Vote
 ) -> int:
-    """Return the size that all workers try next; raise `error` if it is not about
-    memory, or if no size is left.
+    """Return the size that all workers try next. Raise `error` if it is not an
+    out-of-memory error, and another error if no smaller size is left.
     """
     if isinstance(error, OtherWorkerShortError):
         next_size = int(error.args[0])
@@ -139,20 +140,22 @@ def smaller_size(
     return next_size
 
 
-# The vote of the workers of a process group for one size of micro-batch: after each
-# attempt the smallest number of all workers holds. An attempt that fitted here is
-# repeated if another worker ran out of memory.
+# The vote of the workers of a process group on one size of micro-batch: after each
+# attempt the smallest vote of all workers counts. An attempt that fitted on this worker
+# is repeated if another worker ran out of memory.
 
 FITS = 2**31 - 1
-"""In place of a size: the attempt has fitted."""
+"""Voted instead of a size if the attempt fitted."""
 RAISED = -1
-"""In place of a size: the attempt has raised another error. 0: one item does not
-fit.
+"""Voted instead of a size if the attempt raised another error. A vote of 0 means that a
+single item does not fit.
 """
 
 
 class OtherWorkerShortError(Exception):
-    """Another worker ran out of memory; the argument is the size that all try next."""
+    """Another worker ran out of memory. The argument is the size that all workers try
+    next.
+    """
 
 
 class Vote:
@@ -168,8 +171,8 @@ class Vote:
             raise OtherWorkerShortError(size)
 
     def smallest(self, size: int) -> int:
-        """Return the smallest number of all workers, or raise if another worker raised;
-        collective.
+        """Return the smallest vote of all workers, or raise if another worker raised.
+        Collective.
         """
         self.was_cast = True
         if self._workers is None:
@@ -180,8 +183,8 @@ class Vote:
         if smallest == RAISED != size:
             raise UsageError(
                 "micro_batch_size: expected every worker's window to run; got a worker"
-                " that raised an error that is not about its memory. See that worker's"
-                " error. Nothing was delivered."
+                " that raised an error other than out of memory. See that worker's"
+                " error. No gradient was delivered."
             )
         return smallest
 
@@ -189,8 +192,8 @@ class Vote:
 def workers_of_call(
     optimizer: AccumulatingOptimizer | None,
 ) -> dist.ProcessGroup | None:
-    """Return the group that chooses together: the optimizer's, else the default group;
-    None for a single process.
+    """Return the group that chooses the size together: the optimizer's group, otherwise
+    the default group; None if there is a single process.
     """
     if optimizer is not None:
         group = optimizer.whole_window().process_group

@@ -1,8 +1,8 @@
-"""``gradaccum_torch.backward``: the large batch's gradient and loss from one call, with
-the activations of one micro-batch.
+"""``gradaccum_torch.backward``: the gradient and the loss of the large batch from a
+single call, with the activations of only one micro-batch in memory.
 
-Each loss is differentiated with its share as the incoming gradient, so no operation is
-added to the user's graph.
+The backward pass of each loss starts with the loss's share as the incoming gradient, so
+no operation is added to the user's graph.
 """
 
 from __future__ import annotations
@@ -56,62 +56,68 @@ def backward(
     """Add the large batch's gradient to ``.grad``, one micro-batch at a time, and
     return its loss.
 
-    The result is that of ``loss_fn(*batch).backward()`` where the loss is a mean or sum
-    over items. A batch norm in training takes its statistics from each micro-batch, and
-    a loss that couples items needs `gradaccum_torch.coupled_backward`.
+    The result is the same as from ``loss_fn(*batch).backward()`` if the loss is a mean
+    or sum over items. A batch norm in training mode uses the statistics of each
+    micro-batch. A loss that couples items needs `gradaccum_torch.coupled_backward`.
 
-    Every leaf that the loss reaches gets its gradient, a batch tensor too; its hooks
-    run once per micro-batch and see its share. Half-precision gradients are summed in
-    float32 and cast once. If `loss_fn` raises, Ctrl-C included, ``.grad`` and the
-    global random states are what they were, and so are the buffers of `modules`.
+    Every leaf that the loss reaches gets its gradient, even a tensor of the batch.
+    Hooks of a leaf run once per micro-batch and see the micro-batch's share.
+    Half-precision gradients are summed in float32 and cast once. If `loss_fn` raises,
+    Ctrl-C included, ``.grad``, the global random states and the buffers of `modules`
+    are restored.
 
     Args:
         loss_fn: ``loss_fn(*micro_batch)`` returns a loss, a tensor of shape ``()``, or
             ``(loss, aux)`` if `has_aux`.
         batch: any nest of tuples, lists, dicts and dataclasses of tensors and arrays,
-            cut into views. A plain number, text or None is passed whole. For keywords
-            pass a dict: ``backward(lambda b: model(**b).loss, b, steps=4)``.
-        steps: at most so many micro-batches, of ceil(items / steps) items.
-        micro_batch_size: items of a micro-batch; ``"auto"`` or an `AutoMicroBatchSize`,
-            whose limit is ignored: the most that fit into the memory of a device; when
-            it runs out, the call starts over with half as many. On a CPU write a
-            number, because the system ends a process whose memory runs out. All workers
-            of the optimizer's group, or of the default process group, make such a call
-            together.
-        reduction: ``"mean"``: `loss_fn` returns a mean, and each counts by its weight;
-            ``"sum"``: losses are added; ``"sum_per_item"``: `loss_fn` returns a sum, and
-            the total is divided by the total weight. Default: the reduction of
-            `optimizer`, else ``"mean"``.
-        weight: a function, ``weight(*micro_batch)``, called for all micro-batches
-            before the first one runs; or one number per item, shape ``(items,)``; a
-            micro-batch's are summed. Default: the number of items. Weight 0 adds
-            nothing; where all have weight 0, ``.grad`` stays as it is and the loss is 0.
-        axes: a prefix nest of `batch`: the batch axis of each leaf, None for what is
-            passed whole. The elements of a list each hold all items; a list that may be
-            as long as the batch needs an entry for each element, or None.
+            which are split into views. A plain number, text or None is passed whole.
+            For keyword arguments pass a dict: ``backward(lambda b: model(**b).loss, b,
+            steps=4)``.
+        steps: the maximum number of micro-batches, each of ceil(items / steps) items.
+        micro_batch_size: the number of items in a micro-batch. ``"auto"`` or an
+            `AutoMicroBatchSize`, whose limit is ignored, means as many as fit into the
+            device's memory. If memory runs out, the call starts over with half as many.
+            On a CPU pass a number, because the operating system kills a process that
+            runs out of memory. All workers of the optimizer's group, or of the default
+            process group, must make such a call together.
+        reduction: ``"mean"``: `loss_fn` returns a mean, which counts by its weight.
+            ``"sum"``: the losses are added. ``"sum_per_item"``: `loss_fn` returns a
+            sum, and the total is divided by the total weight. Default: the reduction of
+            `optimizer`, otherwise ``"mean"``.
+        weight: a function, ``weight(*micro_batch)``, which is called for all
+            micro-batches before the first of them runs; or one number per item, shape
+            ``(items,)``, and the numbers of a micro-batch are summed. Default: the
+            number of items. A micro-batch of weight 0 adds nothing. If all
+            micro-batches have weight 0, ``.grad`` stays as it is and the loss is 0.
+        axes: a prefix nest of `batch` with the batch axis of each leaf; None means that
+            the leaf is passed whole. Each element of a list contains all items. A list
+            that may be as long as the batch needs an entry for each element, or None.
         has_aux: `loss_fn` returns ``(loss, aux)``; tensors in aux are detached.
-        merge_aux: ``"concatenate"``: the tensors of aux have a row per item, and come
-            back as those of the large batch; a function, ``merge_aux(auxes, weights)``,
-            of a list of one aux per micro-batch and the list of their weights. Default:
-            the list of aux comes back.
-        optimizer: wrapped with ``steps=None``. The micro-batches are its window, which
-            the call closes with one update. If a hook of `register_step_pre_hook`
-            raises, ``opt.discard()`` or a load resumes.
-        modules: their buffers, such as a batch norm's statistics, are restored if
-            something raises. Default: none; with an automatic size all modules that are
-            called, and compiled code is refused, as it may hide them.
+        merge_aux: ``"concatenate"``: the tensors of aux have a row per item, and are
+            returned as tensors of the large batch. Or a function, ``merge_aux(auxes,
+            weights)``, of the list with the aux of each micro-batch and the list of
+            their weights. Default: the list of aux is returned.
+        optimizer: an optimizer wrapped with ``steps=None``. The micro-batches are its
+            window, which the call closes with one update. If a hook from
+            `register_step_pre_hook` raises, call ``opt.discard()`` or load a state
+            before you continue.
+        modules: the modules whose buffers, such as a batch norm's statistics, are
+            restored if something raises. Default: none. With an automatic size the
+            default is all modules that are called, and compiled code is rejected,
+            because it may hide modules.
 
     Returns:
-        The loss, detached, shape ``()``, in the dtype of `loss_fn`'s; or
-        ``(loss, aux)``. With several workers both are this worker's; a worker with an
-        empty batch takes part in the others' window, and returns the loss 0 and the aux
-        None.
+        The loss, detached, shape ``()``, in the dtype of `loss_fn`'s loss; or ``(loss,
+            aux)``. With several workers, both belong to this worker. A worker with an
+            empty batch takes part in the other workers' window, and returns the loss 0
+            and the aux None.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an argument is wrong, the batch cannot be
-            divided so, or the loss is no scalar.
+            divided in this way, or the loss is not a scalar.
         UsageError: `loss_fn` calls ``backward()`` or ``zero_grad()``; or the parameters
-            are a wrapped optimizer's or several workers', and `optimizer` is not given.
+            belong to a wrapped optimizer or to several workers, and `optimizer` was not
+            passed.
 
     Examples:
         >>> import torch
@@ -151,7 +157,9 @@ def run_micro_batches(
     destination: GradientsInGrad,
     has_aux: bool,
 ) -> tuple[Tensor, list[Any]]:
-    """Differentiate all losses; return the large batch's loss, and all aux."""
+    """Run the backward passes of all losses. Return the large batch's loss, and all
+    aux.
+    """
     total: Tensor | None = None
     auxes = []
     for micro_batch in cut.micro_batches:
@@ -173,8 +181,8 @@ def differentiate(
     destination: GradientsInGrad,
     has_aux: bool,
 ) -> tuple[Tensor, Any]:
-    """Return the loss and the aux of one micro-batch; its graph is freed as this
-    returns.
+    """Return the loss and the aux of one micro-batch after its backward pass. Its graph
+    is freed on return.
     """
     loss = loss_fn(*micro_batch.arguments)
     aux = None

@@ -14,7 +14,7 @@ from torch import Tensor
 from gradaccum import ArgumentValueError, kit
 
 PLAIN = (str, bytes, bool, int, float, complex, type(None))
-"""A leaf that is one plain value has no items, and is passed whole."""
+"""The types of leaves that have no items and are passed whole."""
 
 Weight: TypeAlias = Callable[..., Any] | Sequence[float] | Tensor | None
 """A function of the micro-batch, one number per item, or None."""
@@ -28,7 +28,7 @@ class MicroBatch(NamedTuple):
     arguments: tuple[Any, ...]
     weight: float
     factor: float
-    """The factor of its loss and gradient; 0 if its weight is 0."""
+    """The factor of the micro-batch's loss and gradient; 0 if its weight is 0."""
 
 
 class CutBatch(NamedTuple):
@@ -43,7 +43,7 @@ class CutBatch(NamedTuple):
 
 
 class LargeBatch:
-    """The arguments of a call, which are to be cut."""
+    """The arguments of a call, which are to be split into micro-batches."""
 
     def __init__(self, batch: tuple[Any, ...], axes: kit.Nest, weight: Weight) -> None:
         self.batch = batch
@@ -109,8 +109,8 @@ def axis_of(leaf: kit.Leaf, axis: int | None) -> int | None:
     if not -dimensions <= axis < dimensions:
         raise ArgumentValueError(
             f"{leaf.path}: expected an array with an axis {axis} to split; got a"
-            f" {type(value).__name__} of {dimensions} dimensions. Write axes= the batch"
-            " axis of this leaf, or None to pass it whole."
+            f" {type(value).__name__} of {dimensions} dimensions. Set axes= to the"
+            " batch axis of this leaf, or to None to pass it whole."
         )
     return axis % dimensions
 
@@ -120,7 +120,9 @@ def length_of(value: Any, axis: int) -> int:
 
 
 def split_leaf(value: Any, axis: int | None, cuts: Sequence[kit.Cut]) -> list[Any]:
-    """Return the items of each cut, as views; without an axis the value itself."""
+    """Return the items of each micro-batch, as views. Without an axis, return the value
+    itself for each micro-batch.
+    """
     if axis is None:
         return [value] * len(cuts)
     if isinstance(value, Tensor):
@@ -134,13 +136,13 @@ def split_leaf(value: Any, axis: int | None, cuts: Sequence[kit.Cut]) -> list[An
 def read_weight(weight: object) -> float:
     if isinstance(weight, Tensor) and weight.requires_grad:
         raise kit.moving_weight_error(
-            "Return weight.detach(), if the loss function divides by a detached number"
-            " too."
+            "Return weight.detach() if the loss function also divides by a detached"
+            " number."
         )
     return kit.require_weight(weight)
 
 
-# What a loss function returns.
+# The values that a loss function returns.
 
 
 def require_scalar(loss: object) -> Tensor:
@@ -152,8 +154,8 @@ def require_scalar(loss: object) -> Tensor:
 
 
 def copy_without_graph(leaf: object) -> object:
-    """Return a tensor without its graph, in memory that the next micro-batch does not
-    write into, as the replay of a CUDA graph does.
+    """Return a tensor without its graph, in its own memory. The replay of a CUDA graph
+    would otherwise overwrite it in the next micro-batch.
     """
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 

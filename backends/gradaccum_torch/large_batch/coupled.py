@@ -1,10 +1,10 @@
 """``gradaccum_torch.coupled_backward``: a loss that couples all items (contrastive,
 covariance, load balance), one micro-batch at a time.
 
-The first pass computes all outputs without gradients. The loss of all outputs is
-differentiated once, with respect to the outputs and to its own parameters, such as a
-temperature. The second pass computes each micro-batch again, and passes the outputs'
-gradient on.
+The first pass computes all outputs without gradients. Then the loss of all outputs is
+differentiated once, with respect to the outputs and to the loss's own parameters, such
+as a temperature. The second pass computes each micro-batch again, and propagates the
+gradient of its outputs.
 """
 
 from __future__ import annotations
@@ -65,29 +65,30 @@ def coupled_backward(
 
     `outputs_fn` runs twice per micro-batch, and must return the same both times, up to
     rounding. The global random states (Python's, NumPy's, torch's) and the buffers of
-    the modules that are called are restored for the second run; a batch norm's
-    statistics move as in one pass.
+    the modules that are called are restored for the second run. A batch norm's
+    statistics are updated as in a single pass.
 
     Args:
         outputs_fn: ``outputs_fn(*micro_batch)`` returns a nest of tensors, which are
-            concatenated along their first axis: one row per item, or another number of
-            rows, as of tokens.
+            concatenated along their first axis. They have one row per item, or another
+            number of rows, for example one per token.
         loss_fn: ``loss_fn(outputs)`` returns a loss, a tensor of shape ``()``.
         batch: as for `gradaccum_torch.backward`.
-        steps: as there.
-        micro_batch_size: as there.
-        axes: as there.
-        optimizer: as there. A loss scale multiplies the gradients of the outputs and of
-            the loss's own parameters.
-        modules: the modules whose buffers are restored, in place of those that are
-            called. Compiled code needs them, as it may hide the modules that it calls.
+        steps: as for `gradaccum_torch.backward`.
+        micro_batch_size: as for `gradaccum_torch.backward`.
+        axes: as for `gradaccum_torch.backward`.
+        optimizer: as for `gradaccum_torch.backward`. A loss scale multiplies the
+            gradients of the outputs and of the loss's own parameters.
+        modules: the modules whose buffers are restored. Default: the modules that are
+            called. Compiled code needs this argument, because it may hide the modules
+            that it calls.
 
     Returns:
         The loss, detached, shape ``()``.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an argument is wrong, the batch cannot be
-            divided so, or the loss is no scalar.
+            divided in this way, or the loss is not a scalar.
         UsageError: the second run returns other outputs; or `optimizer` drops
             micro-batches, or is missing.
 
@@ -104,8 +105,9 @@ def coupled_backward(
     options = options_of_call(optimizer, None)
     if options.on_overflow == "drop_micro_batch":
         raise UsageError(
-            "optimizer: expected one that takes or skips all micro-batches together; got"
-            ' on_overflow="drop_micro_batch". Write on_overflow="skip_window".'
+            "optimizer: expected an optimizer that applies or skips all micro-batches"
+            ' together; got on_overflow="drop_micro_batch". Write'
+            ' on_overflow="skip_window".'
         )
     large = LargeBatch(batch, axes, None)
     if optimizer is not None and has_nothing_to_share(large, optimizer):
@@ -136,8 +138,8 @@ def run_twice(
         for micro_batch in arguments:
             random_states.append(before.random_state())
             nests.append(mapped(copy_without_graph, outputs_fn(*micro_batch)))
-    # Before torch 2.8 an outer autocast has weights in it that were cast without a
-    # graph.
+    # Before torch 2.8 the cache of an outer autocast contains weights that were cast
+    # without a graph.
     torch.clear_autocast_cache()
     outputs = Outputs(nests)
     loss = require_scalar(loss_fn(outputs.nest))
@@ -146,7 +148,7 @@ def run_twice(
     destination.ignore(map(id, outputs.tensors))
     destination.add_loss(loss, 1.0, 1.0)
     value = loss.detach().clone()
-    del loss  # And with it the graph of all items.
+    del loss  # This also frees the graph of all items.
     before.buffers.put_back()
     for index, micro_batch in enumerate(arguments):
         random_states[index].put_back()
@@ -154,7 +156,7 @@ def run_twice(
             tensors, gradients = outputs.gradients_of(index, outputs_fn(*micro_batch))
         if tensors:
             destination.add_outputs(tensors, gradients)
-        del tensors  # And with them the graph.
+        del tensors  # This also frees their graph.
     outputs.require_same()
     random_state_after.put_back()
     buffers_after.put_back()
@@ -167,19 +169,19 @@ class Outputs:
     def __init__(self, nests: list[Nest]) -> None:
         columns = zip(*map(tensors_of, nests), strict=True)
         self._starts = [[0, *accumulate(map(len, column))] for column in columns]
-        """Of each tensor the row at which each micro-batch begins."""
+        """For each tensor, the rows at which the micro-batches begin."""
         self.nest = concatenate(nests)
         nests.clear()
         self.tensors = tensors_of(self.nest)
         for tensor in self.tensors:
             tensor.requires_grad_(tensor.is_floating_point() or tensor.is_complex())
         self._differences: list[Tensor] = []
-        """Whether the second pass gave another output, scalar bools."""
+        """Whether the second pass gave other outputs, as scalar bools."""
 
     def gradients_of(
         self, index: int, outputs: Nest
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the tensors of the second pass of micro-batch `index`, and their
+        """Return the tensors from the second pass of micro-batch `index`, and their
         gradients.
         """
         tensors = []
@@ -197,21 +199,22 @@ class Outputs:
         return tensors, gradients
 
     def require_same(self) -> None:
-        """Raise unless both passes gave the same outputs up to rounding; waits for the
+        """Raise unless both passes gave the same outputs up to rounding. Waits for the
         device.
         """
         if any(self._differences):
             raise UsageError(
-                "outputs_fn: expected the same outputs in both passes; got values that"
-                " differ by more than rounding. Draw random numbers from the global"
-                " generators of torch, NumPy or Python, and keep what changes from"
-                " call to call in buffers of modules."
+                "outputs_fn: expected a function that returns the same outputs when it"
+                " is called again; got values in the second pass that differ by more"
+                " than rounding. Use the global generators of torch, NumPy or Python"
+                " for random numbers, and keep everything that changes from call to"
+                " call in buffers of modules."
             )
 
 
 def differs(first: Tensor, second: Tensor) -> Tensor:
-    """True if more than half of the digits are lost, as a scalar bool; False where
-    either is inf or NaN.
+    """True if more than half of the digits are lost, as a scalar bool. False if either
+    tensor contains inf or NaN.
     """
     if not (first.is_floating_point() or first.is_complex()):
         return (first != second).any()

@@ -1,5 +1,5 @@
-"""The gradients of a call, in ``.grad`` or in the window of a wrapped
-optimizer, which the call closes.
+"""The gradients of a call, in ``.grad`` or in the window of a wrapped optimizer, which
+the call closes.
 """
 
 from __future__ import annotations
@@ -38,25 +38,30 @@ from gradaccum_torch.whole_window import WholeWindow
 
 LEAF_NODE = "torch::autograd::AccumulateGrad"
 REENTRANT_NODE = "CheckpointFunctionBackward"
-"""The node of a reentrant checkpoint, whose graph appears in its backward pass only."""
+"""The node of a reentrant checkpoint, whose graph exists only during its backward
+pass.
+"""
 COMPILED_NODE = "CompiledFunctionBackward"
 
 
 class GradientsInGrad:
     """The sum of a call's gradients, in ``.grad`` of every leaf that the loss reaches.
 
-    What was in ``.grad`` before is set aside, and added at the end or restored after an
-    error. Half-precision gradients move into float32 sums as autograd produces them.
+    The earlier values of ``.grad`` are set aside, and are added at the end or restored
+    after an error. Half-precision gradients are moved into float32 sums as autograd
+    computes them.
 
     Args:
-        factors: of the losses.
-        divisor: of their sum.
+        factors: the factors of the losses.
+        divisor: the divisor of the losses' sum.
         ignored_ids: the ids of leaves whose gradients are collected elsewhere.
     """
 
     window: WholeWindow | None = None
     before: Before
-    """It may note modules as they are called, which compiled code may not show."""
+    """The state before the call. It may note modules when they are called; compiled
+    code may hide such calls.
+    """
 
     def __init__(
         self,
@@ -67,15 +72,17 @@ class GradientsInGrad:
         self._largest_factor = max(factors)
         self._divisor = divisor
         self._applied_divisor: float | None = None
-        """The divisor that the gradients of losses have already."""
+        """The divisor that the gradients of the losses already include."""
         self._known_ids = set(ignored_ids)
         self._leaf_nodes: set[Node] = set()
-        """Autograd makes the node of a leaf anew if nobody holds it."""
+        """The leaves' nodes. They are kept because autograd creates a leaf's node again
+        if no reference to it is left.
+        """
         self._earlier_gradients: dict[Tensor, Tensor | None] = {}
         self._wide_sums: dict[Tensor, Tensor] = {}
         self._without_gradient: list[Tensor] = []
         self._sum_versions: list[tuple[int, int]] = []
-        """Of the sums, which the user's functions may not change."""
+        """The versions of the sums, which the user's functions must not change."""
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> None:
@@ -92,8 +99,8 @@ class GradientsInGrad:
         self._known_ids.update(ids)
 
     def reach(self, tensors: Sequence[Tensor], leaf_nodes: set[Node]) -> list[Tensor]:
-        """Collect the gradients of the leaves of `tensors`' graph, and return those
-        whose nodes are new in `leaf_nodes`.
+        """Collect the gradients of the leaves in the graph of `tensors`, and return the
+        leaves whose nodes are new in `leaf_nodes`.
         """
         refused_nodes = set()
         if self.window is None:
@@ -125,7 +132,7 @@ class GradientsInGrad:
         self.reach([loss], self._leaf_nodes)
         if self._applied_divisor is None:
             dtypes = {loss.dtype, *map(gradient_dtype, self._earlier_gradients)}
-            # Small gradients of half precision would vanish if they were divided here.
+            # Small half-precision gradients would vanish if they were divided here.
             is_half = not dtypes.isdisjoint(HALF)
             self._applied_divisor = self._largest_factor if is_half else self._divisor
         share = factor / self._applied_divisor
@@ -143,8 +150,8 @@ class GradientsInGrad:
         self.note_sums()
 
     def note_sums(self) -> None:
-        """Keep new gradients in memory that nobody else writes into, and take all sums
-        as they are now.
+        """Make sure that no other code writes into the memory of new gradients, and
+        note the current versions of all sums.
         """
         for leaf in self._without_gradient:
             keep_own(leaf)
@@ -157,12 +164,14 @@ class GradientsInGrad:
         return [(id(total), version(total)) for total in totals if total is not None]
 
     def require_untouched(self) -> None:
-        """Raise if the user's function has changed a sum, as ``backward()`` does."""
+        """Raise if the user's function has changed a sum, for example by
+        ``backward()``.
+        """
         if self._current_versions() != self._sum_versions:
             raise touched_error()
 
     def deliver(self) -> None:
-        """Divide the sums, and add what was in ``.grad`` before."""
+        """Divide the sums, and add the earlier values of ``.grad``."""
         divisor = self._divisor / (self._applied_divisor or 1.0)
         with torch.no_grad():
             divide(
@@ -179,7 +188,7 @@ class GradientsInGrad:
         self._earlier_gradients.clear()
 
     def flush(self) -> None:
-        """Make the update of the window: here is none."""
+        """Make the window's update, if there is a window."""
 
     def _move_into_sum(self, leaf: Tensor) -> None:
         gradient = leaf.grad
@@ -198,9 +207,10 @@ untraced(GradientsInGrad._move_into_sum)
 class GradientsInWindow(GradientsInGrad):
     """The next window of a wrapped optimizer, which the call fills.
 
-    Loss scale, sums, overflow policy, clipping and workers are the wrapper's. Leaves
-    that it does not have, such as those of a critic that a generator's loss goes
-    through, get the large batch's gradient in ``.grad``.
+    Loss scale, sums, overflow policy, clipping and workers are the wrapper's. The loss
+    may also reach leaves that do not belong to the wrapper, for example in a critic
+    that a generator's loss goes through. These get the large batch's gradient in
+    ``.grad``.
     """
 
     window: WholeWindow
@@ -234,7 +244,9 @@ class GradientsInWindow(GradientsInGrad):
     def add_outputs(
         self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> None:
-        """Add gradients whose loss was counted: they have its scale already."""
+        """Add gradients whose loss was already counted; they already include its loss
+        scale.
+        """
         self.window.begin_weightless()
         super().add_outputs(outputs, gradients)
         self._optimizer.step()
@@ -260,8 +272,9 @@ def collecting(
     divisor: float,
     before: Before,
 ) -> Iterator[GradientsInGrad]:
-    """Collect the gradients of losses that count by `factors`; at the end of the block
-    deliver them, and make the update. An error in the block restores everything.
+    """Collect the gradients of losses with these `factors`. At the end of the block,
+    deliver the gradients and make the update. An error in the block restores
+    everything.
     """
     if optimizer is None:
         destination = GradientsInGrad(factors, divisor)
@@ -277,11 +290,12 @@ def collecting(
 def leaves_of_graph(
     tensors: Iterable[Tensor], leaf_nodes: set[Node], refused_nodes: set[str]
 ) -> list[Tensor]:
-    """Return the leaves that a backward pass through `tensors` reaches, except those of
-    `leaf_nodes`; add the nodes of new leaves to these.
+    """Return the leaves that a backward pass through `tensors` reaches, without the
+    leaves whose nodes are in `leaf_nodes`. The nodes of the new leaves are added to
+    `leaf_nodes`.
 
     Raises:
-        UsageError: the graph has one of `refused_nodes`.
+        UsageError: the graph contains one of `refused_nodes`.
     """
     leaves = []
     waiting: list[Node] = []
@@ -291,7 +305,7 @@ def leaves_of_graph(
         elif tensor.requires_grad:
             leaves.append(tensor)
     seen = leaf_nodes | set(waiting)
-    for node in waiting:  # The list grows meanwhile.
+    for node in waiting:  # The list grows during the loop.
         name = node.name()
         if name == LEAF_NODE:
             leaf_nodes.add(node)
@@ -305,23 +319,24 @@ def leaves_of_graph(
     return leaves
 
 
-# What a call refuses.
+# Errors for what a call rejects.
 
 
 def watched_error(leaf: Tensor) -> UsageError:
     return UsageError(
-        "optimizer: expected parameters whose gradients nobody else collects; got one"
-        f" of shape {tuple(leaf.shape)} that a wrapped optimizer collects. Write"
-        " optimizer=opt, wrapped with steps=None; of another optimizer's parameters,"
-        " call requires_grad_(False) for this call."
+        "optimizer: expected parameters whose gradients no other wrapped optimizer"
+        f" collects; got a parameter of shape {tuple(leaf.shape)} that another wrapped"
+        " optimizer collects. Pass optimizer=opt, the optimizer that was wrapped with"
+        " steps=None. If the parameter belongs to another optimizer, call"
+        " requires_grad_(False) on it for the duration of this call."
     )
 
 
 def touched_error() -> UsageError:
     return UsageError(
-        "loss_fn: expected a function that computes the loss; got one that changes .grad"
-        " itself, as backward() or zero_grad() does. Return the loss, and leave"
-        " backward() and zero_grad() to the call."
+        "loss_fn: expected a function that only computes the loss; got a function that"
+        " changes .grad itself, for example with backward() or zero_grad(). Return the"
+        " loss, and leave backward() and zero_grad() to this call."
     )
 
 
@@ -332,41 +347,44 @@ def require_alone(modules: Iterable[nn.Module]) -> None:
             is_sharded(parameter) for parameter in module.parameters(recurse=False)
         ):
             raise UsageError(
-                "optimizer: expected a wrapped optimizer beside workers; got a"
-                f" {type(module).__name__} that several workers train. Write"
-                " optimizer=gradaccum.wrap(optimizer, steps=None, module=module): it"
-                " reduces the sum once."
+                "optimizer: expected a wrapped optimizer for a module that several"
+                f" workers train; got a {type(module).__name__} and no wrapped"
+                " optimizer. Write optimizer=gradaccum.wrap(optimizer, steps=None,"
+                " module=module), which reduces the sum once."
             )
 
 
 def hidden_error(node_name: str) -> UsageError:
     found = "a reentrant checkpoint, which hides parameters"
-    fix = "Write use_reentrant=False, or optimizer= a wrapped optimizer."
+    fix = "Write use_reentrant=False, or pass a wrapped optimizer as optimizer=."
     if node_name == COMPILED_NODE:
         found = "compiled code, which hides the buffers of modules"
-        fix = "Write modules=(model,): the buffers of these are restored."
+        fix = "Write modules=(model,), so that the buffers of these are restored."
     return UsageError(
-        f"loss_fn: expected a function that shows what it uses; got {found}. {fix}"
+        "loss_fn: expected a function whose modules and tensors can be found by"
+        f" inspection; got {found}. {fix}"
     )
 
 
 def options_of_call(
     optimizer: AccumulatingOptimizer | None, reduction: str | None
 ) -> Options:
-    """Return the options by which micro-batches are weighed: the optimizer's."""
+    """Return the options according to which micro-batches are weighted: the optimizer's
+    options, or the default options with `reduction`.
+    """
     if optimizer is None:
         return make_options(None, reduction=reduction or "mean")
     options = optimizer.whole_window().options
     if options.steps is not None:
         raise ArgumentValueError(
-            "optimizer: expected one that was wrapped with steps=None; got"
-            f" steps={options.steps}. Write gradaccum.wrap(optimizer, steps=None): this"
-            " call makes the micro-batches and closes the window."
+            "optimizer: expected an optimizer wrapped with steps=None; got"
+            f" steps={options.steps}. Write gradaccum.wrap(optimizer, steps=None),"
+            " because this call makes the micro-batches and closes the window."
         )
     if reduction not in (None, options.reduction):
         raise ArgumentValueError(
-            f"reduction: expected {options.reduction!r}, that of the wrapped optimizer;"
-            f" got {reduction!r}. Leave reduction out, or write"
+            f"reduction: expected {options.reduction!r}, the reduction of the wrapped"
+            f" optimizer; got {reduction!r}. Leave reduction out, or write"
             f" reduction={options.reduction!r}."
         )
     return options

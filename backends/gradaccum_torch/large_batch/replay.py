@@ -1,5 +1,5 @@
-"""Random states and module buffers, noted before a forward pass, and restored after an
-error or for a second pass.
+"""Random states and module buffers, which are noted before a forward pass, and restored
+after an error or for a second pass.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from gradaccum_torch.torch_private.names import (
 
 
 class RandomState:
-    """The random states of Python, of NumPy if loaded, and of torch on the CPU and on
-    `devices`.
+    """The random states of Python, of NumPy if it is loaded, and of torch on the CPU
+    and on `devices`.
     """
 
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
@@ -55,7 +55,9 @@ class RandomState:
 
 
 def random_devices(tensors: Iterable[Tensor]) -> set[torch.device]:
-    """Return the devices of `tensors`, and the present CUDA device if it is in use."""
+    """Return the devices of `tensors`, and the current CUDA device if CUDA is in
+    use.
+    """
     devices = {tensor.device for tensor in tensors}
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         devices.add(torch.device("cuda", torch.cuda.current_device()))
@@ -63,8 +65,8 @@ def random_devices(tensors: Iterable[Tensor]) -> set[torch.device]:
 
 
 class BufferCopy(NamedTuple):
-    """A buffer of a module, and a copy of its values; None if it is not to be
-    restored.
+    """A buffer of a module, and a copy of its values. The values are None if the buffer
+    need not be restored.
     """
 
     module: nn.Module
@@ -75,13 +77,13 @@ class BufferCopy(NamedTuple):
 
 
 SMALL = 2**16
-"""Elements of the largest buffer that torch may write into without counting it, as it
-does with a batch norm's statistics.
+"""The number of elements of the largest buffer that torch may write into without
+counting the write, as it does with a batch norm's statistics.
 """
 
 
 class Buffers:
-    """The buffers of modules and of their children, as they are when they are noted."""
+    """The buffers of modules and of their children, as they were when noted."""
 
     def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
         self.modules: dict[int, nn.Module] = {}
@@ -103,7 +105,7 @@ class Buffers:
 
     @contextmanager
     def noting_calls(self) -> Iterator[None]:
-        """Note each module before its first call; compiled code may call modules
+        """Note each module before its first call. Compiled code may call modules
         without hooks.
         """
 
@@ -130,20 +132,21 @@ class Buffers:
             if getattr(module, name, None) is not buffer:
                 setattr(module, name, buffer)
             if buffer is not None and values is not None:
-                # Autograd would take a write that is counted for a change of what it
-                # has saved.
+                # Write through .data, because autograd would take a counted write for a
+                # change of a tensor that it has saved.
                 buffer.data.copy_(values)
 
 
 class Before:
-    """Random states and buffers as they were before a call.
+    """Random states and buffers from before a call.
 
     An error inside the ``with`` block restores them.
 
     Args:
-        tensors: their devices' random states are noted.
-        modules: their buffers are noted.
-        notes_calls: the buffers of all modules that are called in the block are noted.
+        tensors: the tensors on whose devices the random states are noted.
+        modules: the modules whose buffers are noted.
+        notes_calls: whether the buffers of all modules that are called in the block are
+            noted.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """The private names of torch's FSDP2.
 
-`fully_shard` puts the parameters of a module into a group, which gathers and reduces
-together. Here such a group is a `Unit`.
+`fully_shard` puts the parameters of a module into a group that it gathers and reduces
+together. Here such a group is called a `Unit`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Unit:
 
     @property
     def divisor(self) -> float:
-        """By what FSDP2 divides the sum of its workers: by their number, unless the
-        user has called ``set_gradient_divide_factor``.
+        """The number by which FSDP2 divides the sum of its workers: the number of
+        workers, unless the user has called ``set_gradient_divide_factor``.
         """
         factor = getattr(self.group, "gradient_divide_factor", None)
         return float(self.workers if factor is None else factor)
@@ -46,8 +46,8 @@ class Unit:
         parameter = self.group.fsdp_params[0]
         policy = parameter.mp_policy
         dtype: torch.dtype = parameter.sharded_param.dtype
-        # Before torch 2.15 the sum of a policy without reduce_dtype is added up in the
-        # computation's dtype, later in the parameter's.
+        # Before torch 2.15, if a policy has no reduce_dtype, the sum is added up in the
+        # computation's dtype; later in the parameter's dtype.
         if has_separate_sum(parameter):
             dtype = policy.param_dtype or dtype
         return policy.reduce_dtype or dtype
@@ -63,8 +63,8 @@ class Unit:
         ]
 
     def has_unreduced(self) -> bool:
-        """True if FSDP2 keeps gradients that it has not reduced."""
-        # On a mesh of two dimensions, of reduce-scattered gradients.
+        """True if FSDP2 keeps gradients that it has not reduced yet."""
+        # On a two-dimensional mesh these may be gradients after the reduce-scatter.
         has_part = getattr(self.group, "_partial_reduce_output", None) is not None
         return has_part or any(map(has_gradient, self.group.fsdp_params))
 
@@ -75,9 +75,7 @@ class Unit:
             drop(parameter)
 
     def fill(self, parameter: Private) -> None:
-        """Add zeros for a parameter without a gradient, because another worker has a
-        gradient.
-        """
+        """Add zeros for a parameter that has a gradient only on another worker."""
         zeros = torch.zeros_like(parameter._unsharded_param, dtype=self.sum_dtype)
         if has_separate_sum(parameter):
             parameter.unsharded_accumulated_grad = zeros
@@ -85,8 +83,8 @@ class Unit:
             parameter._unsharded_param.grad = zeros
 
     def gathered_parameters(self) -> list[Tensor]:
-        """Return the trainable parameters that were gathered once, complete, as autograd
-        accumulates into them.
+        """Return the trainable parameters that have been gathered, in the complete form
+        into which autograd accumulates.
         """
         return [
             parameter._unsharded_param
@@ -96,7 +94,7 @@ class Unit:
 
 
 def has_gradient(parameter: Private) -> bool:
-    """True if FSDP2 keeps a gradient of `parameter` that it has not reduced."""
+    """True if FSDP2 keeps a gradient of `parameter` that it has not reduced yet."""
     gathered_parameter = getattr(parameter, "_unsharded_param", None)
     if gathered_parameter is not None and gathered_parameter.grad is not None:
         return True
@@ -113,8 +111,8 @@ def drop(parameter: Private) -> None:
 
 
 def has_separate_sum(parameter: Private) -> bool:
-    """True if FSDP2 keeps the sum of micro-batches apart; from torch 2.15 on it is the
-    complete parameter's ``.grad``.
+    """True if FSDP2 keeps the sum of micro-batches in a separate attribute. From torch
+    2.15 on the sum is the ``.grad`` of the complete parameter.
     """
     return "unsharded_accumulated_grad" in vars(parameter)
 
@@ -152,7 +150,7 @@ def units_among(modules: Iterable[nn.Module]) -> list[Unit]:
             continue
         state = module._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # An older torch has one group or none.
+        if groups is None:  # Older versions of torch have at most one group.
             groups = [state._fsdp_param_group]
         for group in groups:
             if group is not None and group.fsdp_params:
@@ -162,17 +160,17 @@ def units_among(modules: Iterable[nn.Module]) -> list[Unit]:
 
 
 def reduce(units: Sequence[Unit]) -> None:
-    """Reduce what `units` hold into ``.grad``, as FSDP2 does for a module that a
-    backward pass did not reach.
+    """Reduce the gradients that `units` keep into ``.grad``, as FSDP2 does for a module
+    that a backward pass did not reach.
 
-    Without ``post_backward`` only a last backward pass could reduce the sum, and nobody
-    knows which is last.
+    Without ``post_backward`` only the last backward pass could reduce the sum, and it
+    is not known which pass is the last.
     """
     roots: dict[int, Private] = {}
     for unit in reversed(units):
         unit.group.post_backward()
-        # The first state of a module that has run is the outermost one, whose pass ends
-        # those of all in it.
+        # The first state of a module that has run belongs to the outermost module.
+        # Ending its pass ends the passes of all modules in it.
         states = unit.modules[0]._get_fsdp_state()._state_ctx.all_states
         for root in states[:1]:
             roots[id(root)] = root
@@ -184,7 +182,7 @@ def end_pass(root: Private) -> None:
     context = root._state_ctx
     was_last_backward = context.is_last_backward
     context.is_last_backward = True
-    # from torch 2.15 on: None, unless a backward pass is to be finalized
+    # From torch 2.15 on this is None unless a backward pass is to be finalized.
     if hasattr(context, "manual_backward_finalization_active"):
         context.manual_backward_finalization_active = False
     try:

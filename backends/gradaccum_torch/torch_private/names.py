@@ -1,6 +1,7 @@
-"""The private names of torch that this package uses, and FSDP2's in `fsdp`.
+"""The private names of torch that this package uses. FSDP2's private names are in
+`fsdp`.
 
-Three names that torch looks for on the wrapped optimizer stand elsewhere: its
+Three names that torch looks up on the wrapped optimizer are defined elsewhere: its
 ``_step_supports_amp_scaling``, ``grad_scale`` and ``found_inf``.
 """
 
@@ -25,11 +26,11 @@ Node = Any
 """A node of autograd's graph, for which torch has no common type."""
 
 version: Callable[[Tensor], int] = attrgetter("_version")
-"""How often a tensor was written into: nothing else tells an outside change of
+"""The number of writes into a tensor. Nothing else shows that something has changed
 ``.grad``.
 """
 flattened: Callable[[Sequence[Tensor]], Tensor] = _flatten_dense_tensors
-"""Copies several dense tensors of one dtype side by side."""
+"""Copies several dense tensors of one dtype into one flat tensor."""
 unflattened: Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor]] = (
     _unflatten_dense_tensors
 )
@@ -45,8 +46,8 @@ def buffers_of(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def call_at_the_end_of_backward(function: Callable[[], None]) -> bool:
-    """Make autograd call `function` at the end of this backward pass, unless that
-    raises; return False outside of autograd's engine, which would never call it.
+    """Make autograd call `function` at the end of this backward pass, unless the pass
+    raises. Return False outside of autograd's engine, which would never call it.
 
     FSDP2 calls the hooks after the pass, and a compiled backward pass runs outside of
     the engine.
@@ -62,12 +63,12 @@ def call_at_the_end_of_backward(function: Callable[[], None]) -> bool:
 
 
 _NUMBERS = {torch.int64, torch.float64}
-"""The dtypes of the tensors that autograd makes of Python's numbers."""
+"""The dtypes of the tensors that autograd creates for Python numbers."""
 _SUMS = ("Sum", "Dot", "Trace")
 _OF_ONE = ("Neg", "ToCopy", "Squeeze", "View", "Mul")
 _OF_SEVERAL = ("Add", "Sub")
 _REDUCED_BY_SUM = 2
-"""The number that torch has for ``reduction="sum"``."""
+"""torch's number for ``reduction="sum"``."""
 
 
 class Division(NamedTuple):
@@ -77,11 +78,13 @@ class Division(NamedTuple):
     terms: int
     """The number of terms that are divided."""
     of_sums: bool
-    """The terms are sums over something, which the division turns into means."""
+    """Whether the terms are sums over something, which the division turns into
+    means.
+    """
 
 
 def last_division(loss: Tensor) -> Division | None:
-    """Return the last operation of `loss`, if it divides by a number."""
+    """Return the last operation of `loss` if it divides by a number, otherwise None."""
     node: Node = loss.grad_fn
     divisor = None if node is None else _divisor_of(node)
     if divisor is None:
@@ -95,7 +98,7 @@ def _divisor_of(node: Node) -> float | None:
     if kind not in ("Div", "Mul"):
         return None
     try:
-        # What a node saves for its backward pass raises once it is freed.
+        # A tensor that a node saved for its backward pass raises once it is freed.
         other = node._saved_other
     except (AttributeError, RuntimeError):
         return None
@@ -106,12 +109,13 @@ def _divisor_of(node: Node) -> float | None:
     number = float(other)
     if kind == "Div":
         return number
-    # A half belongs to many losses, and is hardly ever what is left of another loop.
+    # Many losses contain a factor of a half, which is hardly ever left from an old
+    # loop.
     return 1 / number if number not in (0.0, 0.5) else None
 
 
 def _terms_of(node: Node) -> list[Node]:
-    """Return what the terms of a sum were computed by, at most some hundred."""
+    """Return the nodes that computed the terms of a sum, at most a few hundred."""
     terms = list[Node]()
     nodes = [node]
     while nodes and len(terms) < 100:
@@ -138,39 +142,39 @@ def _kind_of(node: Node) -> str:
 
 
 def owns_memory(gradient: Tensor) -> bool:
-    """True if nobody else may write into the memory of `gradient`, which autograd takes
-    over from the first backward pass.
+    """True if no other code may write into the memory of `gradient`, which autograd
+    takes over from the first backward pass.
 
     A CUDA graph returns the same memory in each replay.
     """
     if gradient.is_cuda and "torch._inductor.cudagraph_trees" in sys.modules:
-        # What such a graph returns as it is recorded looks like any other memory.
+        # While such a graph is recorded, its results look like any other memory.
         return False
     if type(gradient) is not Tensor:
-        # FSDP2's shards are parts of one tensor that nobody else writes.
+        # FSDP2's shards are parts of one tensor that no other code writes into.
         return not is_sharded(gradient) or local(gradient).untyped_storage().resizable()
     if gradient.is_sparse:
         return False
     storage = gradient.untyped_storage()
-    # `gradient` and `storage` hold it.
+    # `gradient` and `storage` are two users.
     users = torch._C._storage_Use_Count(storage._cdata)
     return users <= 2 and storage.resizable()
 
 
 def keep_own(leaf: Tensor) -> None:
-    """Copy the ``.grad`` of `leaf` if somebody else may write into its memory."""
+    """Copy the ``.grad`` of `leaf` if other code may write into its memory."""
     if leaf.grad is not None and not owns_memory(leaf.grad):
         leaf.grad = leaf.grad.clone()
 
 
 class Versions:
-    """The versions of `tensors` as they are now."""
+    """The current versions of `tensors`."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._noted_versions = [(tensor, version(tensor)) for tensor in tensors]
 
     def moved(self) -> bool:
-        """True if something wrote into one of them since."""
+        """True if something has written into one of the tensors since."""
         return any(
             version(tensor) != noted_version
             for tensor, noted_version in self._noted_versions
@@ -178,10 +182,10 @@ class Versions:
 
 
 def elements(tensor: Tensor) -> Tensor:
-    """Return the numbers of a gradient as a dense tensor that shares its memory; a
-    sparse gradient's entries.
+    """Return the elements of a gradient as a dense tensor that shares its memory. For a
+    sparse gradient these are its values.
 
-    Public ``values()`` refuses a sum that torch has not marked as coalesced.
+    The public ``values()`` raises for a sum that torch has not marked as coalesced.
     """
     return tensor._values() if tensor.is_sparse else tensor
 
@@ -195,13 +199,13 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the part of a `DTensor` in this process, without a graph, or the tensor
-    itself.
+    """Return this process's part of a `DTensor`, without a graph. Any other tensor is
+    returned as it is.
     """
     if not is_sharded(tensor):
         return tensor
     sharded_tensor: Any = tensor
-    # With gradients ``to_local`` gives a view that is not the part itself.
+    # With gradients enabled, ``to_local`` returns a view instead of the part itself.
     with torch.no_grad():
         part: Tensor = sharded_tensor.to_local()
     return part
@@ -222,23 +226,23 @@ def _frames() -> Any:
 
 
 def untraced(function: Callable[..., object]) -> None:
-    """Keep Dynamo from compiling `function` and what it calls.
+    """Prevent Dynamo from compiling `function` and everything that it calls.
 
-    `torch.compiler.disable` does the same, but imports all of the compiler, and puts a
-    frame around every call.
+    `torch.compiler.disable` does the same, but imports the whole compiler and adds a
+    frame to every call.
     """
     frames = _frames()
     if hasattr(frames, "_FrameExecStrategy"):
         skip = frames._FrameAction.SKIP
         strategy = frames._FrameExecStrategy(skip, skip)
         frames.set_code_exec_strategy(function.__code__, strategy)
-    else:  # before torch 2.8
+    else:  # Before torch 2.8.
         frames.skip_code(function.__code__)
 
 
 def untraced_within(function: _F) -> _F:
-    """Return `function`, kept from Dynamo with all that it calls; before torch 2.8 the
-    function alone.
+    """Return `function` so that Dynamo compiles neither it nor anything that it calls.
+    Before torch 2.8 this covers only the function itself.
     """
     if hasattr(_frames(), "_FrameExecStrategy"):
         untraced(function)
@@ -275,15 +279,17 @@ def note_step_called(optimizer: torch.optim.Optimizer) -> None:
 
 def unscaling_caller(frames: int) -> Mapping[str, Any] | None:
     """Return the local variables of ``GradScaler._unscale_grads_`` if it runs `frames`
-    frames above: nothing else gives a scaler away, as the kernel that unscales leaves
-    the version of a gradient as it was.
+    frames above. Nothing else reveals a scaler, because the kernel that unscales does
+    not change a gradient's version.
     """
     frame = sys._getframe(frames)
     return frame.f_locals if frame.f_code.co_name == "_unscale_grads_" else None
 
 
 def is_called_by_model_state() -> bool:
-    """True if `torch.distributed.checkpoint.state_dict` has called the caller."""
+    """True if `torch.distributed.checkpoint.state_dict` called the caller of this
+    function.
+    """
     module = sys._getframe(2).f_globals.get("__name__")
     return module == "torch.distributed.checkpoint.state_dict"
 
@@ -295,7 +301,7 @@ def found_inf_of(
 
 
 def scale_and_tracker(scaler: torch.amp.GradScaler) -> list[float]:
-    """Return the scaler's scale and growth tracker; waits for the device once."""
+    """Return the scaler's scale and growth tracker. Waits for the device once."""
     scale: Any = scaler._get_scale_async()
     dtype = torch.float32 if scale.is_mps else torch.float64
     tracker: Any = scaler._growth_tracker
@@ -303,8 +309,8 @@ def scale_and_tracker(scaler: torch.amp.GradScaler) -> list[float]:
 
 
 def pending_update(scaler: torch.amp.GradScaler) -> Mapping[int, Any]:
-    """Return the notes for a ``scaler.update()`` to come, which that replaces by
-    others; empty if none is to come.
+    """Return the scaler's record for a pending ``scaler.update()``, which replaces it
+    with another object; empty if no update is pending.
     """
     return scaler._per_optimizer_states
 
@@ -313,12 +319,12 @@ def pending_update(scaler: torch.amp.GradScaler) -> Mapping[int, Any]:
 
 
 _WAITING: WeakKeyDictionary[DistributedDataParallel, int] = WeakKeyDictionary()
-"""How many optimizers keep a module from reducing gradients."""
+"""The number of optimizers that suppress a module's gradient reduction."""
 
 
 def leave_reduction_out(module: DistributedDataParallel) -> Callable[[], None]:
-    """Keep `module` from reducing gradients, also where the user's loop sets
-    ``require_backward_grad_sync``; return a function that lets it reduce again.
+    """Suppress the gradient reduction of `module`, even if the user's loop sets
+    ``require_backward_grad_sync``. Return a function that enables the reduction again.
     """
     _WAITING[module] = _WAITING.get(module, 0) + 1
     _wait(module)
@@ -341,20 +347,21 @@ def leave_reduction_out(module: DistributedDataParallel) -> Callable[[], None]:
 
 
 def waiting_modules() -> list[DistributedDataParallel]:
-    """Return the modules that an optimizer keeps from reducing gradients."""
+    """Return the modules whose gradient reduction an optimizer suppresses."""
     return [module for module, optimizers in _WAITING.items() if optimizers]
 
 
 def _wait(module: torch.nn.Module, *_: object) -> None:
-    # `Module.__setattr__` takes longer than all else here.
+    # Setting it through `Module.__setattr__` would take longer than everything else
+    # here.
     vars(module)["require_backward_grad_sync"] = False
 
 
 def send_buffers(module: DistributedDataParallel) -> None:
-    """Send the first worker's buffers to all, as a forward pass of `module` would, and
-    keep forward passes from it; collective.
+    """Send the first worker's buffers to all workers, as a forward pass of `module`
+    would. Forward passes do not send them any more. Collective.
 
-    A forward pass is no meeting of all workers: another worker may be at the end of its
+    A forward pass is not collective here: another worker may be at the end of its
     window.
     """
     vars(module)["require_forward_param_sync"] = True
@@ -364,8 +371,8 @@ def send_buffers(module: DistributedDataParallel) -> None:
 
 
 def are_flattened(parameters: Collection[Tensor]) -> bool:
-    """True if some of `parameters` are FSDP1's, whose norm would be that of each
-    worker's part.
+    """True if FSDP1 has flattened some of `parameters`. The norm would then cover only
+    each worker's part.
     """
     if "torch.distributed.fsdp" not in sys.modules:
         return False
@@ -375,7 +382,7 @@ def are_flattened(parameters: Collection[Tensor]) -> bool:
 
 
 def processes() -> int:
-    """Return how many processes torch.distributed has brought up; 1 without it."""
+    """Return the number of processes of torch.distributed; 1 without it."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return 1

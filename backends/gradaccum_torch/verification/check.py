@@ -1,4 +1,4 @@
-"""`gradaccum_torch.verify`: a check whether accumulation is right for a loss."""
+"""`gradaccum_torch.verify`: checks whether accumulation is right for a loss."""
 
 from __future__ import annotations
 
@@ -27,39 +27,40 @@ def verify(
     axes: Nest = 0,
     has_aux: bool = False,
 ) -> VerificationReport:
-    """Check whether gradient accumulation is right for a loss, and if not, why; see
+    """Check whether gradient accumulation is right for a loss, and if not, say why; see
     `gradaccum.verify`.
 
-    The model runs in the mode that it is in. Gradients come from `torch.autograd.grad`,
+    The model runs in its current mode. Gradients come from `torch.autograd.grad`,
     without ``.grad`` and its hooks; hooks on tensors and modules run. The model's
     parameters, buffers and attributes and the random states are restored.
 
-    Each micro-batch begins at the same random state. That holds a number that is drawn
-    once per micro-batch, but not a dropout mask, in which each item has a row: layers
-    that draw such numbers run in evaluation mode, and the report says so. This needs no
-    replay of random numbers, and what is compared is the loss without its noise. A loss
-    function that draws such numbers itself cannot be compared.
+    Each micro-batch begins with the same random state. This keeps a number fixed that
+    is drawn once per micro-batch, but not a dropout mask, which has a row for each
+    item. Layers that draw such numbers therefore run in evaluation mode, and the report
+    says so. This needs no replay of random numbers, and the loss is compared without
+    its noise. A loss function that draws such numbers itself cannot be compared.
 
     Args:
-        model: the model, whose trainable parameters are compared. Where the loss has
-            parameters of its own, give a module that holds both.
-        loss_fn: ``loss_fn(model, *batch)``, a scalar tensor. The usual criterion,
-            ``criterion(output, *targets)``, is called with ``model(batch[0])`` and the
-            rest of the batch; a function that closes over its model,
-            ``loss_fn(*batch)``, with the batch.
+        model: the model, whose trainable parameters are compared. If the loss has its
+            own parameters, pass a module that contains both.
+        loss_fn: ``loss_fn(model, *batch)``, which returns a scalar tensor. The usual
+            criterion, ``criterion(output, *targets)``, is called with
+            ``model(batch[0])`` and the rest of the batch. A function that closes over
+            its model, ``loss_fn(*batch)``, is called with the batch.
         batch: a tuple or list of nests of tensors and NumPy arrays; other values are
-            passed in full. A dictionary is one argument, or arguments by name.
-        steps: micro-batches, from 2 to the number of items; by default 4, or all items.
+            passed whole. A dictionary is one argument, or arguments by name.
+        steps: the number of micro-batches, from 2 to the number of items; by default 4,
+            or the number of items if that is smaller.
         reduction: as in `gradaccum.wrap`.
         weight: a callable ``weight(*micro_batch)`` or one number per item. Default: the
             number of items.
-        axes: a prefix nest of `batch`: the batch axis of each array; None for what is
-            passed in full.
+        axes: a prefix nest of `batch` with the batch axis of each array; None means
+            that the array is passed whole.
         has_aux: `loss_fn` returns ``(loss, aux)``; `aux` is ignored.
 
     Raises:
         ArgumentValueError: arrays have unequal numbers of items, or `steps` or `weight`
-            does not suit the batch.
+            does not fit the batch.
         UsageError: the loss goes through a reentrant checkpoint, which hides its
             parameters from `torch.autograd.grad`.
     """
@@ -89,7 +90,7 @@ def is_array(value: object) -> bool:
 
 
 def take(array: Any, axis: int | None, items: Sequence[int]) -> Any:
-    """Return copies, because a loss may write into its inputs."""
+    """Return copies of the items, because a loss may write into its inputs."""
     if isinstance(array, np.ndarray):
         return array.copy() if axis is None else array.take(list(items), axis)
     if axis is None:

@@ -1,5 +1,5 @@
-"""A torch model, its loss and one batch, run under conditions; the user's state is
-restored.
+"""A torch model, its loss and one batch, run under various conditions. The user's state
+is restored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gradaccum_torch.large_batch.replay import RandomState, random_devices
 from gradaccum_torch.torch_private.names import Division, last_division
 
 UNUSUAL_SEED = 0x5EED0
-"""Far from the seeds that users write."""
+"""A seed that users are unlikely to choose."""
 
 
 class TorchSubject:
@@ -47,7 +47,9 @@ class TorchSubject:
         self.items: int = batch.items
         self.names: Sequence[str] = list(self._parameters)
         self.division: Division | None = None
-        """The loss's last operation, if it divides by a number; known once it ran."""
+        """The loss's last operation, if it divides by a number; known once the loss has
+        run.
+        """
 
     def window(
         self, parts: Sequence[Sequence[int]], conditions: Conditions
@@ -87,8 +89,8 @@ class TorchSubject:
 
     @cached_property
     def _random_layers(self) -> list[str]:
-        """The modules in whose forward pass, outside of their submodules, the random
-        state moves.
+        """The modules whose forward pass itself, outside of their submodules, changes
+        the random state.
         """
         names = {module: name for name, module in self._model.named_modules()}
         running: list[nn.Module] = []
@@ -122,8 +124,8 @@ class TorchSubject:
 
     @cached_property
     def _coarsest(self) -> torch.finfo:
-        """The coarsest dtype among parameters and what the loss saves for its
-        derivative, autocast's copies included.
+        """The coarsest dtype among the parameters and the tensors that the loss saves
+        for its derivative, autocast's copies included.
         """
         dtypes = {parameter.dtype for parameter in self._parameters.values()}
 
@@ -165,7 +167,7 @@ class TorchSubject:
         try:
             for parameter, _ in gradients:
                 parameter.grad = None
-            # A compiled model would be compiled anew for each size of a micro-batch.
+            # A compiled model would be compiled again for each size of a micro-batch.
             with torch.compiler.set_stance("force_eager"), torch.enable_grad():
                 yield
         finally:
@@ -175,7 +177,7 @@ class TorchSubject:
                 parameter.grad = gradient
 
     def _set_random_state(self, seed: int) -> None:
-        """Restore the user's states; a `seed` other than 0 sets other states."""
+        """Restore the user's random states; a `seed` other than 0 sets other states."""
         self._random.put_back()
         if seed:
             HostRandom().restore(seed)
@@ -222,11 +224,12 @@ class ModelState:
             module._buffers.clear()
             module._buffers.update(self._buffers[name])
         for tensor, value in self._tensors.values():
-            # By .data: the versions of parameters, which others watch, stay.
+            # Write through .data, so that the versions of parameters, which may be
+            # watched, stay.
             tensor.data.copy_(value)
 
     def changed_names(self) -> tuple[str, ...]:
-        """Name the buffers, parameters and plain attributes that are not as before."""
+        """Name the buffers, parameters and plain attributes that have changed."""
         names = [
             name
             for name, (tensor, value) in self._tensors.items()
@@ -247,7 +250,7 @@ class ModelState:
 
 
 def wide(gradient: Tensor) -> Tensor:
-    """Return a gradient in float64, dense; a complex number as two."""
+    """Return a dense gradient in float64; a complex number becomes two numbers."""
     dense = gradient.to_dense() if gradient.is_sparse else gradient
     if dense.is_complex():
         dense = torch.view_as_real(dense)

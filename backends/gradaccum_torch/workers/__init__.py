@@ -1,1 +1,1 @@
-"""Several workers: one window over all of them."""
+"""One window that is shared by several workers."""

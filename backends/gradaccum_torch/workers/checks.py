@@ -1,8 +1,8 @@
-"""Checks of what several workers pass to `gradaccum.wrap`: a module, parameters,
-options; and the errors of a window that they share.
+"""Checks of the module, the parameters and the options that several workers pass to
+`gradaccum.wrap`, and the errors of a window that they share.
 
-A check of one worker's own arguments raises on that worker; the others wait for it
-until the engine's timeout.
+A check of a worker's own arguments raises only on that worker. The other workers wait
+for it until the process group's timeout.
 """
 
 from __future__ import annotations
@@ -35,17 +35,21 @@ FIX = (
     " or module=fully_shard(model)."
 )
 UNEQUAL_PARAMETERS = (
-    "gradaccum: the workers of process_group= hold different parameters, and equal"
-    " updates leave them different. Send the parameters of one worker to all, by"
-    " torch.distributed.broadcast, or load one checkpoint on all, before the first"
-    " step."
+    "gradaccum: the workers of process_group= have different parameters, and equal"
+    " updates leave them different. Before the first step, send one worker's"
+    " parameters to all workers with torch.distributed.broadcast, or load the same"
+    " checkpoint on all workers."
 )
 CLOSE = 1e-3
-"""The relative difference up to which sums of parameters may be equal: kernels round."""
+"""The relative difference up to which sums of parameters count as equal, because
+kernels round.
+"""
 
 
 def parallel_module(module: torch.nn.Module) -> DistributedDataParallel:
-    """Return `module`, or the `DistributedDataParallel` inside, as Fabric has it."""
+    """Return `module`, or the `DistributedDataParallel` inside it, as Fabric wraps
+    it.
+    """
     for inner_module in module.modules():
         if isinstance(inner_module, DistributedDataParallel):
             return inner_module
@@ -55,19 +59,22 @@ def parallel_module(module: torch.nn.Module) -> DistributedDataParallel:
     )
 
 
-# A module that waits with its own reduction reduces nothing for a bare optimizer.
+# A module whose own reduction is suppressed reduces nothing for an optimizer that is
+# not wrapped.
 
 REDUCING_OPTIMIZERS: WeakSet[torch.optim.Optimizer] = WeakSet()
-"""The inner optimizers of wrappers that were given ``module=``."""
+"""The inner optimizers of wrappers that have ``module=``."""
 CHECKED_OPTIMIZERS: WeakSet[torch.optim.Optimizer] = WeakSet()
-"""The optimizers whose gradients are reduced as far as they are a module's."""
+"""The optimizers that were checked: every gradient of a module's parameters is
+reduced.
+"""
 STEP_HOOKS: list[RemovableHandle] = []
-"""The hook of all optimizers, once a module waits."""
+"""The hook on all optimizers, once a module's reduction is suppressed."""
 
 
 def require_reduced(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Raise before a step of `optimizer` if it has parameters of a waiting module whose
-    gradients no wrapper reduces.
+    """Raise before a step of `optimizer` if it has parameters of a module whose
+    reduction is suppressed, and no wrapper reduces their gradients.
     """
     if optimizer in CHECKED_OPTIMIZERS:
         return
@@ -78,9 +85,9 @@ def require_reduced(optimizer: torch.optim.Optimizer, *_: object) -> None:
         kind = type(optimizer).__name__
         raise UsageError(
             "module: expected module= for each optimizer of one"
-            f" DistributedDataParallel; got {kind} without it, for {len(unreduced)} of"
-            f" the parameters. Write gradaccum.wrap({kind}(...), steps=...,"
-            " module=parallel)."
+            f" DistributedDataParallel; got a {kind} without module= for"
+            f" {len(unreduced)} of the module's parameters. Write"
+            f" gradaccum.wrap({kind}(...), steps=..., module=parallel)."
         )
     CHECKED_OPTIMIZERS.add(optimizer)
 
@@ -93,8 +100,8 @@ names.untraced(require_reduced)
 
 
 def refuse_bare_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse steps of optimizers for which a module no longer reduces, now that it
-    leaves this to the wrapper of `optimizer`.
+    """Reject steps of optimizers for which a module no longer reduces, because the
+    wrapper of `optimizer` now does this for the module.
     """
     REDUCING_OPTIMIZERS.add(optimizer)
     CHECKED_OPTIMIZERS.clear()
@@ -113,13 +120,13 @@ def require_parameters(
     missing = set(map(id, parameters)).difference(map(id, module_parameters))
     if missing:
         raise ArgumentValueError(
-            "module: expected the module whose parameters the optimizer has; got a"
-            f" {type(module).__name__} without {len(missing)} of them. {FIX}"
+            "module: expected the module that contains the optimizer's parameters; got"
+            f" a {type(module).__name__} without {len(missing)} of them. {FIX}"
         )
 
 
 def require_all_sharded(parameters: Iterable[Tensor], units: Sequence[Unit]) -> None:
-    """Raise unless FSDP2, if it has some of `parameters`, has all that are trained."""
+    """Raise if FSDP2 manages only some of the trained `parameters`."""
     sharded_ids = {id(parameter) for unit in units for parameter in unit.parameters}
     unreduced = [
         parameter
@@ -128,35 +135,35 @@ def require_all_sharded(parameters: Iterable[Tensor], units: Sequence[Unit]) -> 
     ]
     if unreduced and any(unit.workers > 1 for unit in units):
         raise ArgumentValueError(
-            "optimizer: expected parameters that fully_shard has; got"
-            f" {len(unreduced)} trainable parameters beside them, whose gradients nobody"
-            " reduces. Call fully_shard(model) on the whole model too, or freeze these"
-            " parameters, or give them an optimizer of their own."
+            "optimizer: expected only parameters that fully_shard manages; got"
+            f" {len(unreduced)} trainable parameters outside it, whose gradients would"
+            " not be reduced. Call fully_shard(model) on the whole model too, freeze"
+            " these parameters, or give them their own optimizer."
         )
 
 
 def require_meshes_within(parameters: Iterable[Tensor], workers: Iterable[int]) -> None:
-    """Raise unless all workers of each sharded parameter are among `workers`, who add
-    up the norm.
+    """Raise unless all workers of each sharded parameter are among `workers`, the ranks
+    that add up the norm.
     """
     ranks = set(workers)
     for parameter in filter(names.is_sharded, parameters):
         parameter_ranks = names.mesh_of(parameter).mesh.flatten().tolist()
         if not ranks.issuperset(parameter_ranks):
             raise ArgumentValueError(
-                "optimizer: expected parameters on workers that add up the norm"
-                f" together; got one on the ranks {parameter_ranks}, beside"
-                f" {sorted(ranks)}. Shard it over these ranks or a part of them, or"
-                " give it an optimizer of its own."
+                "optimizer: expected parameters whose ranks add up the norm together;"
+                f" got a parameter on ranks {parameter_ranks}, although the norm is"
+                f" added up over ranks {sorted(ranks)}. Shard it over these ranks or"
+                " some of them, or give it its own optimizer."
             )
 
 
 def describe_options(
     options: kit.Options, gradient_sync: str = "micro_batch"
 ) -> list[str]:
-    """Return one line."""
+    """Return one line that describes the options."""
     settings = options._asdict()
-    # Two workers' functions and scalers are different objects.
+    # Functions and scalers are different objects on different workers.
     if not kit.is_known(options.steps):
         settings["steps"] = "a function"
     settings["scaler"] = type(options.scaler)
@@ -166,7 +173,7 @@ def describe_options(
 def describe_parameters(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module | None
 ) -> list[str]:
-    """Return a line for each parameter: its name, as far as there is one, its shape and
+    """Return a line for each parameter with its name, if there is one, its shape and
     its dtype.
     """
     module_names: dict[int, str] = {}
@@ -183,8 +190,8 @@ def describe_parameters(
 
 
 def require_same_lines(lines: Sequence[str], *groups: dist.ProcessGroup) -> None:
-    """Raise unless all workers of `groups` describe the same options and parameters;
-    collective, and on every worker.
+    """Raise on every worker unless all workers of `groups` describe the same options
+    and parameters. Collective.
     """
     everyone = [(dist.get_rank(), lines)]
     for group in groups:
@@ -198,17 +205,18 @@ def require_same_lines(lines: Sequence[str], *groups: dist.ProcessGroup) -> None
             if line != first:
                 raise ArgumentValueError(
                     f"options, optimizer: expected {first} on every worker; got {line}"
-                    f" on rank {rank}. Call gradaccum.wrap alike on every worker, with"
-                    " parameters in the same order: build groups from lists, because a"
-                    " set has another order in each process."
+                    f" on rank {rank}. Call gradaccum.wrap in the same way on every"
+                    " worker, with parameters in the same order. Build the parameter"
+                    " groups from lists, because a set has a different order in each"
+                    " process."
                 )
 
 
 def warn_of_unequal_parameters(
     optimizer: torch.optim.Optimizer, group: dist.ProcessGroup
 ) -> None:
-    """Warn unless the parameters are equal on all workers, as far as their sums tell;
-    collective.
+    """Warn if the sums of the parameters show that the workers have different
+    parameters. Collective.
     """
     totals = [
         float(parameter.detach().double().sum())
@@ -231,14 +239,17 @@ def require_reduced_units(units: Sequence[Unit]) -> None:
     if any(unit.has_unreduced() for unit in units):
         raise UsageError(
             "set_requires_gradient_sync: expected gradients that are reduced when the"
-            " window ends; got gradients that FSDP2 keeps unreduced. Leave the call"
-            " out, and write gradaccum.wrap(optimizer, ..., module=fsdp_model,"
-            ' gradient_sync="window"), after opt.discard() on every worker.'
+            " window ends; got gradients that FSDP2 keeps unreduced. Call"
+            " opt.discard() on every worker, leave set_requires_gradient_sync out, and"
+            " write gradaccum.wrap(optimizer, ..., module=fsdp_model,"
+            ' gradient_sync="window").'
         )
 
 
 def require_deferrable(units: Sequence[Unit], options: kit.Options) -> None:
-    """Raise unless FSDP2 can reduce the sum of micro-batches in place of each."""
+    """Raise unless FSDP2 can reduce the sum of the micro-batches instead of each of
+    them.
+    """
     found = ""
     if options.separate_sums or options.on_overflow == "drop_micro_batch":
         found = 'separate_sums=True or on_overflow="drop_micro_batch"'
@@ -250,10 +261,10 @@ def require_deferrable(units: Sequence[Unit], options: kit.Options) -> None:
                 found = f"{', '.join(sorted(map(str, dtypes)))}"
     if found:
         raise ArgumentValueError(
-            'gradient_sync="window": expected one dtype for parameters, FSDP2\'s sums'
-            f" and accumulate_dtype, and no look at a single micro-batch; got {found}."
-            " For bfloat16 keep the parameters in float32, with"
-            " MixedPrecisionPolicy(param_dtype=torch.bfloat16,"
+            'gradient_sync="window": expected the same dtype for the parameters,'
+            " FSDP2's reduction and accumulate_dtype, and no option that inspects"
+            f" individual micro-batches; got {found}. For bfloat16, keep the parameters"
+            " in float32 and use MixedPrecisionPolicy(param_dtype=torch.bfloat16,"
             ' reduce_dtype=torch.float32). Or write gradient_sync="micro_batch", which'
             " reduces each micro-batch."
         )
@@ -267,5 +278,5 @@ def discarded_error() -> UsageError:
         "the end of a window: expected every worker to end the window whose sums are"
         " being added up; got a worker that called discard() after its last backward"
         " pass had begun. Call opt.discard() on every worker. To leave out a"
-        " micro-batch of one worker, give its loss with weight=0."
+        " micro-batch on one worker, pass its loss with weight=0."
     )

@@ -1,9 +1,9 @@
-"""FSDP2 with deferred reduction: it keeps the gradients of a window, and reduces them
-when the window ends.
+"""FSDP2 with deferred reduction: gradients are kept until the window ends, and are
+reduced then.
 
-If `opt.backward` is known to end the window, and all workers have a gradient of every
-parameter, FSDP2 reduces under that backward pass. Otherwise it reduces without a pass at
-the window's end, and workers without a gradient that others have add zeros.
+If `opt.backward` is known to end the window, and every worker has a gradient for every
+parameter, FSDP2 reduces during that backward pass. Otherwise the gradients are reduced
+after the last backward pass, and a worker that lacks a gradient contributes zeros.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ GradientSync = Literal["micro_batch", "window"]
 
 
 class DeferredReduction:
-    """Units of FSDP2 that wait, for as long as this object lives."""
+    """Units of FSDP2 that defer their reduction while this object is alive."""
 
     def __init__(self, units: Sequence[Unit], mesh: DeviceMesh) -> None:
         self.units = units
         self.mesh = mesh
         self.watch: GradientWatch | None = None
         self.is_reduced = False
-        """The last backward pass has reduced what FSDP2 kept."""
+        """Whether the last backward pass has reduced the gradients that FSDP2 kept."""
         self.handles: dict[int, RemovableHandle] = {}
         forward_handles = self.look_after_forward()
         for unit in units:
@@ -60,8 +60,8 @@ class DeferredReduction:
 
     @contextmanager
     def last_pass(self) -> Iterator[None]:
-        """Reduce under the backward pass in the block, if every worker has a gradient of
-        each parameter, so that all reduce the same; collective.
+        """Reduce during the backward pass in the block if every worker has a gradient
+        for each parameter, so that all workers reduce the same. Collective.
         """
         has_gradients = [has_gradient(parameter) for _, parameter in self.trainable()]
         if all(self.compare_flags(has_gradients, dist.ReduceOp.MIN)):
@@ -73,7 +73,9 @@ class DeferredReduction:
             self.set_reduces(False)
 
     def reduce(self) -> None:
-        """Add what FSDP2 keeps to ``.grad``, reduced; collective."""
+        """Reduce the gradients that FSDP2 keeps, and add them to ``.grad``.
+        Collective.
+        """
         if self.is_reduced and not any(unit.has_unreduced() for unit in self.units):
             self.is_reduced = False
             return
@@ -112,7 +114,9 @@ class DeferredReduction:
     def compare_flags(
         self, flags: Sequence[bool], operation: dist.ReduceOp.RedOpType
     ) -> list[bool]:
-        """Return for each flag whether it is true on any worker (MAX), or on all (MIN)."""
+        """Return for each flag whether it is true on any worker (MAX), or on all
+        (MIN).
+        """
         numbers = torch.tensor(flags, dtype=torch.int32, device=self.mesh.device_type)
         for dimension in range(self.mesh.ndim):
             dist.all_reduce(numbers, operation, group=self.mesh.get_group(dimension))
@@ -120,7 +124,8 @@ class DeferredReduction:
 
     def look_after_forward(self) -> list[RemovableHandle]:
         """Watch the gathered parameters from their first forward pass on."""
-        # A hook that held this object would keep it alive.
+        # Use a weak reference, because a hook that refers to this object would keep it
+        # alive.
         reference = weakref.ref(self)
 
         def gradient_arrived(parameter: Tensor) -> None:
@@ -161,8 +166,8 @@ def reduce_again(
 
 
 class SumInFSDP(GradientSum):
-    """The sum in FSDP2's hands, until something asks for it: then it is reduced, sharded,
-    in ``.grad``.
+    """The sum that FSDP2 keeps. When the sum is needed, it is reduced, and is then
+    sharded in ``.grad``.
     """
 
     def __init__(
@@ -175,7 +180,7 @@ class SumInFSDP(GradientSum):
         super().__init__(parameters, watch)
         self.deferred_reduction = deferred_reduction
         self.is_reduced = False
-        """All of the sum is in ``.grad``."""
+        """Whether all of the sum is in ``.grad``."""
         deferred_reduction.watch = watch
 
     def add_micro_batch(self, guard: UpdateGuard) -> bool:

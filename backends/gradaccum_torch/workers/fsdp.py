@@ -1,8 +1,8 @@
-"""Workers that hold parts of the same parameters (FSDP2, tensor parallel). The engine
-reduces the gradients; the weight is reduced here.
+"""Workers that have parts of the same parameters (FSDP2, tensor parallel). The parallel
+module reduces the gradients; the weight is reduced here.
 
-FSDP2 averages gradients over its workers, so the weight is averaged too. Workers of
-tensor parallelism see the same items.
+FSDP2 averages gradients over its workers, so the weight is averaged too. The workers of
+tensor parallelism process the same items.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class ShardGroup(Workers):
         self.groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
         self.device = mesh.device_type
         self.is_undivided = is_undivided
-        """``reduction="sum"``: nothing divides the sum of all workers."""
+        """Whether nothing divides the sum of all workers, because of
+        ``reduction="sum"``.
+        """
         self.deferred_reduction = deferred_reduction
         if deferred_reduction is not None:
             self.make_gradient_sum = partial(
@@ -65,7 +67,9 @@ class ShardGroup(Workers):
         self.place = (rank, mesh.size())
         self.units = units_holding(parameters_of(optimizer))
         self.divisor = max((unit.workers for unit in self.units), default=1)
-        """By how many workers FSDP2 divides; 1 under tensor parallelism alone."""
+        """The number of workers by which FSDP2 divides; 1 if there is only tensor
+        parallelism.
+        """
         checks.require_all_sharded(parameters_of(optimizer), self.units)
 
     def all_reduce(
@@ -95,11 +99,11 @@ class ShardGroup(Workers):
     def average(
         self, state: State, numbers: Sequence[float]
     ) -> tuple[float, bool, list[float]]:
-        """Return the average weight, whether a worker has an overflow, and the averages
-        of `numbers`.
+        """Return the average weight, whether any worker has an overflow, and the
+        averages of `numbers`.
         """
         rates = learning_rates(self.optimizer)
-        # The count of micro-batches differs after discard() on one worker.
+        # The number of micro-batches differs after discard() on only one worker.
         bits = rate_bits(state.micro_step, *rates)
         size = self.mesh.size()
         has_smaller_mesh = any(

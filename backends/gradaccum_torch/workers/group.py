@@ -1,12 +1,12 @@
 """The workers of one process group, each with a copy of the model: their windows are
-added up at the window's end.
+added up when the window ends.
 
-First the sums are added up in buckets, then a few numbers, which say besides of which
-parameters some worker had a sum. A worker that runs out of data calls ``flush``, and
-takes part in the windows of the others until they flush too.
+First the sums are added up in buckets, then a few numbers. These also say for which
+parameters any worker had a sum. A worker that runs out of data calls ``flush``, and
+takes part in the windows of the other workers until they flush too.
 
-A parameter that is sharded over the same workers has the gradient of all items on each.
-Its sum is left as it is, and its norm is that of all shards.
+If a parameter is sharded over the same workers, each worker has its gradient for all
+items. The sum is then left as it is, and the norm covers all shards.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ from gradaccum_torch.workers.interface import (
 from gradaccum_torch.workers.overlap import BucketReduction
 
 OPTIMIZERS: dict[str, int] = {}
-"""How many optimizers were wrapped for the workers of a process group, by its name."""
+"""The number of optimizers that were wrapped for the workers of a process group, by the
+group's name.
+"""
 
 
 @final
@@ -59,21 +61,23 @@ class WorkerGroup(Workers):
         self.place = (self.rank, self.size)
         self.is_flushing = False
         self.all_flush = False
-        """All workers have run out of micro-batches."""
+        """Whether all workers have run out of micro-batches."""
         self.number = OPTIMIZERS.get(group.group_name, 0)
-        """How many optimizers of this group were wrapped before this one."""
+        """The number of optimizers of this group that were wrapped before this
+        optimizer.
+        """
         OPTIMIZERS[group.group_name] = self.number + 1
         self.reduction: BucketReduction | None = None
-        """The reduction of the window under way, once it has begun."""
+        """The reduction of the current window, once it has begun."""
         self.trainable_ids: set[int] = set()
-        """The parameters that were trainable when the window began."""
+        """The ids of the parameters that were trainable when the window began."""
         self.window_ended()
 
     def parameters(self) -> list[Tensor]:
         return names.parameters_of(self.optimizer)
 
     def take_part(self) -> None:
-        """Keep the module from reducing by itself for as long as this object lives."""
+        """Suppress the module's own reduction while this object is alive."""
         if self.module is not None:
             reduce_again = names.leave_reduction_out(self.module)
             weakref.finalize(self, reduce_again).atexit = False
@@ -113,7 +117,7 @@ class WorkerGroup(Workers):
         has_shards = any(map(names.is_sharded, self.parameters()))
         if self.size > 1 and is_only_pass and not has_shards:
             reduction = self.begin(gradient_sum)
-            # A single bucket would be complete when the pass is over.
+            # A single bucket would be complete only when the pass is over.
             if len(reduction.buckets) > 1 and gradient_sum.follow_additions(
                 reduction.gradient_added
             ):
@@ -123,7 +127,7 @@ class WorkerGroup(Workers):
     def begin(
         self, gradient_sum: GradientSum, part: Sequence[Tensor] | None = None
     ) -> BucketReduction:
-        # A parameter that was frozen since the window began may have a sum.
+        # A parameter that was frozen after the window began may have a sum.
         parameters = [
             parameter
             for parameter in (self.parameters() if part is None else part)
@@ -200,7 +204,8 @@ class WorkerGroup(Workers):
     def abandon(self, numbers: Sequence[float]) -> None:
         reduction = self.reduction
         if reduction is not None and reduction.launch_count:
-            # A worker that is gone cannot be waited for, and nothing is left to keep.
+            # It is useless to wait for a worker that is gone, and there is nothing to
+            # keep.
             with suppress(RuntimeError):
                 self.finish(
                     reduction, kit.initial_state(1.0), numbers, is_discarded=True

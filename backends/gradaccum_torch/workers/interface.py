@@ -1,4 +1,4 @@
-"""The workers that share a window; here one worker alone."""
+"""The workers that share a window. The base class is a single worker."""
 
 from __future__ import annotations
 
@@ -17,49 +17,53 @@ from gradaccum_torch.gradient_watch import GradientWatch
 from gradaccum_torch.torch_private.names import is_sharded, mesh_of
 
 Measure = Callable[[Gradients], tuple[float, bool]]
-"""Returns the norm of sums that the same workers hold, and whether they are finite."""
+"""Returns the norm of sums that the same workers have, and whether they are finite."""
 MakeGradientSum = Callable[
     [Callable[[], list[Tensor]], GradientWatch, Options], GradientSum
 ]
 
 
 class ReducedWindow(NamedTuple):
-    """A window that several workers share, as all of them have it."""
+    """A window that several workers share, after its reduction."""
 
     gradients: Gradients
     weight: float
     overflow: bool
     is_open: bool
-    """Some worker has a micro-batch."""
+    """Whether any worker has a micro-batch."""
     numbers: Sequence[float]
-    """The extensions' numbers, added up."""
+    """The extensions' numbers, added up over the workers."""
 
 
 class Workers:
-    """One worker alone: its window is the complete one."""
+    """A single worker, whose window is already complete."""
 
     is_shared = False
-    """Other workers share the window, so that its end must `all_reduce`."""
+    """Whether other workers share the window, so that its end has to call
+    `all_reduce`.
+    """
     place = (0, 1)
-    """The rank and the number of workers to which a saved part of a sum belongs."""
+    """The rank and the number of workers, which are saved with this worker's part of a
+    sum.
+    """
     group: dist.ProcessGroup | None = None
-    """The process group of the workers; None: this worker is alone, or a mesh of
+    """The process group of the workers. None if this worker is alone, or if a mesh of
     several groups shares its parameters.
     """
     is_reducing = False
-    """The reduction of the open window has begun."""
+    """Whether the reduction of the open window has begun."""
     stages: dist.ProcessGroup | None = None
-    """The stages of a pipeline, each with an optimizer of its own: one norm, one clip and
-    one decision on overflow for all of them.
+    """The stages of a pipeline, each of which has its own optimizer. Norm, clipping and
+    the decision on overflow are common to all stages.
     """
     norm_groups: Sequence[dist.ProcessGroup] = ()
-    """The dimensions of the workers' mesh, if a part of the workers has a parameter
-    alone.
+    """The dimensions of the workers' mesh, if some parameters are only on a part of the
+    workers.
     """
     device: torch.device | str = "cpu"
-    """Where workers add up their numbers."""
+    """The device on which workers add up their numbers."""
     make_gradient_sum: MakeGradientSum | None = None
-    """Makes the place of the sum where the workers' engine keeps it."""
+    """Creates the sum if the parallel module itself keeps it."""
 
     def all_reduce(
         self,
@@ -69,10 +73,10 @@ class Workers:
         guard: UpdateGuard,
         parameters: Sequence[Tensor] | None = None,
     ) -> ReducedWindow:
-        """Add up the windows of all workers; collective.
+        """Add up the windows of all workers. Collective.
 
-        - `guard`: is broken while the sums are written.
-        - `parameters`: those whose sums are added up; None: all.
+        - `guard`: is marked as broken while the sums are written.
+        - `parameters`: the parameters whose sums are added up; None means all.
         """
         gradients = gradient_sum.gradients()
         is_open = state.micro_step > 0
@@ -81,8 +85,8 @@ class Workers:
     def flush(
         self, close: Callable[[], None], between: Callable[[], None], is_open: bool
     ) -> None:
-        """Close the open window by `close`, and as many more as other workers have; call
-        `between` two of them.
+        """Close the open window with `close`, and as many more windows as other workers
+        have. Call `between` between two windows.
         """
         if is_open:
             close()
@@ -90,11 +94,11 @@ class Workers:
     def norm(
         self, state: State, sums: Gradients, measure: Measure
     ) -> tuple[float, bool]:
-        """Return the norm of the window, and whether all of it is finite; collective
+        """Return the norm of the window, and whether all of it is finite. Collective
         over `norm_groups` and the stages.
 
         Raises:
-            UsageError: a worker did not come in time.
+            UsageError: a worker did not arrive in time.
         """
         if self.norm_groups:
             square, is_finite = self._share_of_square(sums, measure)
@@ -109,8 +113,9 @@ class Workers:
         return root_of_sum(norm**2, is_finite, [self.stages], self.device, state)
 
     def _share_of_square(self, sums: Gradients, measure: Measure) -> tuple[float, bool]:
-        """Return the square of the norm of this worker's parameters, each divided by the
-        number of workers that have it, and whether all of it is finite.
+        """Return the sum of the squared norms of this worker's parameters, each divided
+        by the number of workers that have the parameter, and whether all of them are
+        finite.
         """
         parts: dict[Any, Gradients] = {}
         for parameter, total in sums.items():
@@ -125,27 +130,27 @@ class Workers:
         return square, is_finite
 
     def weightless_pass(self) -> AbstractContextManager[object] | None:
-        """Return a context in which a backward pass delivers zeros, if other workers wait
-        for the pass of a loss of weight 0.
+        """Return a context in which a backward pass produces zeros. Return None unless
+        other workers wait for the backward pass of a loss with weight 0.
         """
         return None
 
     def last_pass(
         self, gradient_sum: GradientSum, is_only_pass: bool
     ) -> AbstractContextManager[object]:
-        """Return a context for a backward pass that ends the window, under which its sums
-        may be reduced already.
+        """Return a context for a backward pass that ends the window. Its sums may
+        already be reduced during the pass.
 
         - `is_only_pass`: the micro-batch will most likely have no other backward pass.
         """
         return nullcontext()
 
     def take_part(self) -> None:
-        """Begin to share windows, once nothing can refuse the optimizer any more."""
+        """Begin to share windows, once no check can reject the optimizer any more."""
 
     def abandon(self, numbers: Sequence[float]) -> None:
         """Take part in the reduction that has begun, and let all workers raise, because
-        this one has discarded its window.
+        this worker has discarded its window.
         """
 
     def window_ended(self) -> None:
@@ -163,7 +168,7 @@ def root_of_sum(
     state: State,
 ) -> tuple[float, bool]:
     """Return the root of the sum of squares over the workers, and whether all are
-    finite; collective.
+    finite. Collective.
     """
     numbers = [square, 0.0] if is_finite else [0.0, 1.0]
     square, overflows = add_numbers(numbers, groups, device, state)
@@ -179,10 +184,10 @@ def add_numbers(
     state: State,
 ) -> list[float]:
     """Return the sums of `numbers` over the workers of all `groups`, which are the
-    dimensions of a mesh; collective.
+    dimensions of a mesh. Collective.
 
     Raises:
-        UsageError: a worker did not come in time.
+        UsageError: a worker did not arrive in time.
     """
     added_numbers = torch.tensor(numbers, dtype=torch.float64, device=device)
     try:

@@ -1,12 +1,12 @@
-"""The reduction of a window's sums in buckets, some of them under its last backward
+"""The reduction of a window's sums in buckets, some of them during its last backward
 pass.
 
-All workers reduce the same buckets in the same order: the trainable parameters, last
-one first, as their gradients come. A worker without a sum adds zeros. So each worker
-may begin when it can: under the backward pass that ends its window, as
-`DistributedDataParallel` does for a single batch (Li et al., "PyTorch Distributed:
-Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.3), or at
-the window's end.
+All workers reduce the same buckets in the same order: the trainable parameters, from
+the last to the first, as their gradients come. A worker without a sum contributes
+zeros. Each worker can therefore begin as early as possible: during the backward pass
+that ends its window, as `DistributedDataParallel` does for a single batch (Li et al.,
+"PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020,
+section 3.2.3), or at the end of the window.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Bucket = list[Tensor]
 BUCKET_BYTES = 25 * 2**20
 """The size of `DistributedDataParallel`'s buckets."""
 LARGE_BYTES = 4 * 2**20
-"""From here on a collective of its own costs less than packing and unpacking (measured
-with gloo, two processes).
+"""From this size on, a separate collective costs less than packing and unpacking
+(measured with gloo, two processes).
 """
 
 
@@ -48,20 +48,22 @@ class BucketReduction:
         self.dtype_of = partial(sum_dtype, accumulate_dtype=accumulate_dtype)
         self.buckets = buckets(parameters[::-1], self.dtype_of)
         self.contributions: set[int] = set()
-        """The ids of the parameters of which this worker had a sum."""
+        """The ids of the parameters for which this worker had a sum."""
         self.bucket_numbers: dict[int, int] = {}
         for number, bucket in enumerate(self.buckets):
             self.bucket_numbers.update(dict.fromkeys(map(id, bucket), number))
         self.missing = [set(map(id, bucket)) for bucket in self.buckets]
-        """The parameters of each bucket whose last gradient has not arrived."""
+        """For each bucket, the parameters whose last gradient has not arrived yet."""
         self.launch_count = 0
         self.works: list[dist.Work] = []
         self.copies: list[tuple[Tensor, Tensor]] = []
-        """The sums that are not contiguous, with the place of their reduced numbers."""
+        """The sums that are not contiguous, each with the tensor of its reduced
+        values.
+        """
 
     def gradient_added(self, parameter: Tensor) -> None:
-        """Note that the sum of `parameter` has its last gradient; reduce the buckets that
-        are complete.
+        """Note that the sum of `parameter` has its last gradient, and reduce the
+        buckets that are complete.
         """
         number = self.bucket_numbers[id(parameter)]
         if number < self.launch_count:
@@ -115,14 +117,14 @@ def buckets(
     tensors: Iterable[Tensor],
     dtype_of: Callable[[Tensor], torch.dtype],
 ) -> list[Bucket]:
-    """Return the tensors that are reduced together: a large one alone, small ones of one
-    dtype and device.
+    """Return the tensors that are reduced together: each large tensor by itself, and
+    small tensors of one dtype and device in one bucket.
     """
     complete_buckets: list[Bucket] = []
     bucket: Bucket = []
     size = 0
     for tensor in tensors:
-        # By the size alone, which is the same on every worker, as a layout may not be.
+        # Use only the size, which is the same on every worker; a layout may differ.
         nbytes = tensor.numel() * dtype_of(tensor).itemsize
         if nbytes >= LARGE_BYTES:
             complete_buckets.append([tensor])

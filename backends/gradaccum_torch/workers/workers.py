@@ -1,5 +1,5 @@
-"""The workers of an optimizer: those of its module, those that hold parts of its
-parameters, or this one alone.
+"""The workers of an optimizer: the workers of its module, the workers that have parts
+of its parameters, or only this worker.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from gradaccum_torch.workers.group import WorkerGroup
 from gradaccum_torch.workers.interface import Workers
 
 ALONE = "alone"
-"""What the user gives for ``process_group=`` where a process shares no window."""
+"""The value of ``process_group=`` for a process that shares no window."""
 UNNAMED_WORKERS = (
-    "gradaccum: {} processes are up, and nothing says which of them share this"
-    " optimizer's windows, so that each process divides by its own weights. Write"
+    "gradaccum: {} processes are running, but it is not known which of them share"
+    " this optimizer's windows, so each process divides by its own weights. Write"
     " module=DistributedDataParallel(model), or process_group= with the workers that"
     ' share them. Write process_group="alone" if this process trains by itself, or if'
-    " something else averages the gradients of each micro-batch, which is right only"
-    " where all processes have the same weights."
+    " something else averages the gradients of each micro-batch. That average is"
+    " right only if all processes have the same weights."
 )
 
 
@@ -57,8 +57,8 @@ def workers_of(
     parameters = parameters_of(optimizer)
     if are_flattened(parameters):
         raise ArgumentValueError(
-            "optimizer: expected parameters that FSDP1 has not flattened; got those of"
-            " FullyShardedDataParallel (FSDP1). Shard the model with"
+            "optimizer: expected parameters that FSDP1 has not flattened; got"
+            " parameters of FullyShardedDataParallel (FSDP1). Shard the model with"
             " torch.distributed.fsdp.fully_shard (FSDP2)."
         )
     sync = require_choice("gradient_sync", gradient_sync, get_args(GradientSync))
@@ -75,8 +75,8 @@ def workers_of(
     elif not (workers.is_shared or is_alone) and processes() > 1:
         text = UNNAMED_WORKERS.format(processes())
         warnings.warn(text, GradAccumWarning, stacklevel=5)
-    # After the comparison of the workers' options: where one alone has this one, that
-    # tells all of them.
+    # This check comes after the comparison of the workers' options: if only one worker
+    # has this option, the comparison raises on all workers.
     if workers.place[1] > 1 and isinstance(options.steps, UntilWeight):
         raise shared_until_weight_error(options.steps)
     return workers

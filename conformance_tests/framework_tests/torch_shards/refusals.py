@@ -96,7 +96,7 @@ NOT_WRAPPED = [
     (
         lambda _: plain(flat(), process_group=mesh_of((2, 1)).get_group("shard")),
         ArgumentValueError,
-        ("optimizer", "one on the ranks [0, 1]"),
+        ("optimizer", "a parameter on ranks [0, 1]"),
     ),
     (lambda _: plain(flattened()), ArgumentValueError, ("FSDP1", "fully_shard")),
 ]
