@@ -21,6 +21,7 @@ IN_PROCESS = [
 FROM_FILES = programs_of("mindspore")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("framework", "program"),
     IN_PROCESS,

@@ -37,6 +37,7 @@ def value(p):
     return float(p.asnumpy()[0])
 
 
+@pytest.mark.slow
 @pytest.mark.every_mode
 @pytest.mark.parametrize("mode", ["pynative", "jit", "graph"])
 @pytest.mark.parametrize("kind", INNER)

@@ -87,6 +87,7 @@ SOUND: dict[str, tuple[Model, Loss]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", deep_but(("batch norm", "seed"), PLANTED))
 def test_mistake_is_named(name: str) -> None:
     model, loss_fn, kind, where = PLANTED[name]
