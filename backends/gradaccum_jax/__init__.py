@@ -1,4 +1,4 @@
-"""Gradient accumulation for JAX and optax, behind `gradaccum.wrap` of an
+"""Gradient accumulation for JAX and optax: `gradaccum.wrap` for an
 `optax.GradientTransformation`.
 
 tx = gradaccum.wrap(optax.adamw(1e-3), steps=4)

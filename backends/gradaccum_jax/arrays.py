@@ -1,7 +1,7 @@
-"""Arrays and trees: names for arguments, leaves, dtypes and the axes of a batch.
+"""Arrays and trees: type aliases, leaves, dtypes and the axes of a batch.
 
-Most names are `Any` to a type checker: JAX passes arrays and tracers to the same
-function.
+Most aliases are `Any` to a type checker, because JAX passes arrays and tracers to the
+same functions.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from jax import lax
 from gradaccum import ArgumentValueError
 
 Array = Any
-"""A `jax.Array`, concrete or traced, or what JAX takes for one: a NumPy array, a Python
-number.
+"""A `jax.Array`, concrete or traced, or a value that JAX accepts as an array: a NumPy
+array or a Python number.
 """
 
 DType = Any
-"""A dtype, or what `jnp.dtype` makes into one."""
+"""A dtype, or a value that `jnp.dtype` converts to a dtype."""
 
 Tree = Any
 """A pytree of arrays: dicts, lists, tuples, registered classes."""
 
 Params = Any
-"""The tree of the model's parameters; None where the caller gave none."""
+"""The tree of the model's parameters; None if the caller passed no parameters."""
 
 Updates = Any
 """The tree of updates, or of their shapes and dtypes."""
 
 InnerState = Any
-"""The tree that the inner optimizer keeps; under `master_weights.on_masters` the pair
+"""The tree of the inner optimizer's state; with `master_weights.on_masters`, the pair
 (its own state, masters).
 """
 
@@ -45,8 +45,8 @@ Leaves = list[Array]
 """The leaves of a tree, in JAX's order."""
 
 Gradients = list[Array]
-"""A micro-batch's gradients in the order of the accumulator's leaves, None for a
-parameter that took no part: see `checks.align`.
+"""A micro-batch's gradients in the order of the accumulator's leaves, with None where
+there is nothing to add: see `checks.align`.
 """
 
 Axes = frozenset[str]
@@ -55,16 +55,16 @@ Axes = frozenset[str]
 Extra = dict[str, Any]
 
 typeof: Any = jax.typeof
-"""`jax.typeof`, whose annotations a type checker does not take."""
+"""`jax.typeof` as `Any`, because a type checker rejects its annotations."""
 
 
-# Trees that other libraries and users build: flax nnx's variables, None in place of a
+# Trees from other libraries and from users: flax nnx's variables, and None instead of a
 # leaf.
 
 
 def plain(tree: Tree) -> Tree:
-    """Replace each flax nnx variable by its array, as `flax.nnx.pure` does, without
-    flax.
+    """Replace each flax nnx variable with its array, like `flax.nnx.pure` but without
+    importing flax.
     """
     return jax.tree.map(
         lambda node: node[...] if is_variable(node) else node, tree, is_leaf=is_variable
@@ -72,13 +72,13 @@ def plain(tree: Tree) -> Tree:
 
 
 is_none = functools.partial(operator.is_, None)
-"""True of None: ``is_leaf=is_none`` keeps the place of a leaf that is not there. No
-Python function, as JAX asks it of every node.
+"""True if the argument is None: ``is_leaf=is_none`` keeps each None as a leaf. For
+speed it is not a Python function, because JAX calls it for every node.
 """
 
 
 def is_masked(node: object) -> bool:
-    """True if optax has left parameters out in this place."""
+    """True if `node` is optax's placeholder for parameters that a mask leaves out."""
     return isinstance(node, optax.MaskedNode)
 
 
@@ -86,27 +86,29 @@ def is_variable(node: object) -> bool:
     return hasattr(type(node), "raw_value")
 
 
-# The dtypes that meet at the end of a window: those of parameters, gradients, sums, and
-# of the inner optimizer's gradients.
+# The dtypes that are combined at the end of a window: of the parameters, the gradients,
+# the sums, and the gradients that the inner optimizer receives.
 
 
 class GradientTypes(NamedTuple):
-    """The types of the inner optimizer's gradients, leaf by leaf."""
+    """The dtypes of the inner optimizer's gradients, leaf by leaf."""
 
     dtypes: list[DType]
-    """The dtype in which the optimizer gets the gradient."""
+    """The dtypes of the gradients that the optimizer receives."""
     update_dtypes: list[DType]
-    """The updates come in the dtypes that they have for such gradients."""
+    """The updates have the dtypes that the optimizer gives them for gradients of these
+    dtypes.
+    """
 
 
 def gradient_types(
     accumulator: Tree, params: Params, gradients: Gradients | None
 ) -> GradientTypes:
-    """Return the wider dtype of parameter and gradient: a caller who widened a gradient
-    gets the update of plain optax.
+    """Return the wider dtype of parameter and gradient for each leaf. A gradient that
+    the caller widened then gives the same update as in plain optax.
 
-    An unknown gradient, as in a flush, may have had either dtype: the optimizer then
-    gets the sum unrounded.
+    In a flush the gradients' dtypes are unknown, so the optimizer receives the sum
+    without rounding.
     """
     totals = jax.tree.leaves(accumulator, is_leaf=is_none)
     parameters: Leaves = [None] * len(totals)
@@ -136,14 +138,15 @@ def gradient_types(
 
 def takes_part(leaf: Array) -> bool:
     """True if `leaf` has a real or complex floating dtype. Other parameters have no
-    gradient and stay as they are.
+    gradient and never change.
     """
     return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
 
 
 def moving_of(tree: Tree) -> tuple[Leaves, Callable[..., Tree]]:
-    """Return the leaves that take part, and ``put(leaves)``, which puts others there,
-    and ``still(leaf)`` for the rest.
+    """Return the floating leaves, and a function ``put(leaves, still)`` that returns
+    `tree` with `leaves` in their place and every other leaf replaced by
+    ``still(leaf)``.
     """
     all_leaves, structure = jax.tree.flatten(tree)
 
@@ -174,15 +177,15 @@ def wider(a: DType, b: DType) -> DType:
 
 
 def cast_like(tree: Tree, like: Tree) -> Tree:
-    """Cast `tree` to the dtypes of `like`, never weakly typed; a None in it becomes the
-    leaf of `like`.
+    """Cast `tree` to the dtypes of `like`, without weak types; replace each None in
+    `tree` with the leaf of `like`.
     """
     return jax.tree.map(_cast, tree, like, is_leaf=is_none)
 
 
 def strong(tree: Tree) -> Tree:
-    """Return `tree` without weakly typed arrays: a scan's carry must not change
-    type.
+    """Return `tree` without weak types, because the type of a scan's carry must not
+    change.
     """
     return cast_like(tree, tree)
 
@@ -191,7 +194,7 @@ def _cast(leaf: Array, like: Array) -> Array:
     if leaf is None:
         return like
     dtype = jnp.result_type(like)
-    if jnp.issubdtype(dtype, jax.dtypes.extended):  # random keys stay
+    if jnp.issubdtype(dtype, jax.dtypes.extended):  # random keys are not cast
         return leaf
     return lax.convert_element_type(leaf, dtype)
 
@@ -202,17 +205,19 @@ def is_half(leaf: Array) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize < 4
 
 
-# The axes of a batch: which axis of a leaf has the items.
+# The axes of a batch: the axis of each leaf along which the items lie.
 
 
 KEY = "key"
-"""In place of an axis: the leaf is a random key, folded by the micro-batch's number."""
+"""Marks a random key, instead of an axis; the key is folded with the micro-batch's
+number.
+"""
 Axis = int | str | None
-"""A batch axis >= 0, None for what every micro-batch is given whole, or `KEY`."""
+"""A batch axis >= 0; None for a leaf that every micro-batch gets whole; or `KEY`."""
 
 
 def spread_over(prefix: Tree, tree: Tree, argument: str) -> list[Any]:
-    """Return one value of `prefix` for each leaf of `tree`, as
+    """Return one value of `prefix` for each leaf of `tree`, like
     `gradaccum.kit.spread`.
     """
     if type(prefix) is list and isinstance(tree, tuple):
@@ -227,15 +232,15 @@ def spread_over(prefix: Tree, tree: Tree, argument: str) -> list[Any]:
     except ValueError as error:
         raise ArgumentValueError(
             f"{argument}: expected a prefix of {jax.tree.structure(tree)}; got"
-            f" {prefix!r} ({type(prefix).__name__}). Give one value for all, or a tree"
-            " whose keys and lengths are those of the tree that it is for."
+            f" {prefix!r} ({type(prefix).__name__}). Pass one value for all leaves, or"
+            " a tree with the same keys and lengths."
         ) from error
     return values
 
 
 def is_constant(leaf: object) -> bool:
-    """True if a leaf is a constant of the program: no array, and no float, which may
-    change from call to call.
+    """True if a leaf is a constant of the compiled program: neither an array nor a
+    float, because a float may change from call to call.
     """
     may_change: Any = jax.Array | np.ndarray | np.generic | float | complex
     return not (isinstance(leaf, may_change) or hasattr(leaf, "__jax_array__"))
@@ -250,9 +255,9 @@ def axis_of(path: str, leaf: Array, axis: Any) -> Axis:
     rank = np.ndim(leaf)
     if not -rank <= axis < rank:
         raise ArgumentValueError(
-            f"{path}: expected an array with an axis {axis} of items; got a"
-            f" {type(leaf).__name__} of shape {np.shape(leaf)}. Pass it by position,"
-            " with axes=None, if every micro-batch is given it whole; make a list with"
-            " one number per item an array."
+            f"{path}: expected an array with an axis {axis} for its items; got a"
+            f" {type(leaf).__name__} of shape {np.shape(leaf)}. If every micro-batch"
+            " needs the whole value, pass it by position, with axes=None. If it is a"
+            " list with one number per item, convert the list to an array."
         )
     return int(axis % rank)

@@ -1,4 +1,4 @@
-"""The backend object, which the core finds by name and `gradaccum.wrap` by the
+"""The backend object. The core finds it by name, and `gradaccum.wrap` finds it by the
 optimizer's type.
 """
 
@@ -63,26 +63,27 @@ class JaxBackend:
         Args:
             optimizer: an `optax.GradientTransformation`.
             options: the checked options.
-            axis_name: the mesh axis, or several in a tuple, whose devices share the
-                window as one large batch. For use in `jax.shard_map`, most simply by
-                `gradaccum_jax.data_parallel`. The devices make the same calls, and
-                reduce once, at the window's end; a device without an item passes weight
-                0.
-            shard_axes: the mesh axis, or several in a tuple, along which parameters are
-                sharded inside `jax.shard_map`: the norm is that of all shards, and all
-                devices decide alike. ``()`` if each device has a model of its own.
-                Leave it out under `jax.jit` alone.
-            mesh: the `jax.sharding.Mesh` of `axis_name`, for ``tx.init(params)``
-                outside of `gradaccum_jax.data_parallel`. Without it `init` takes the
-                mesh that is set around it.
+            axis_name: the mesh axis, or a tuple of several axes, whose devices share
+                the window as one large batch. The option is for use inside
+                `jax.shard_map`, most simply through `gradaccum_jax.data_parallel`. All
+                devices make the same calls, and their sums are reduced once, at the end
+                of the window. A device without items passes weight 0.
+            shard_axes: the mesh axis, or a tuple of several axes, along which
+                parameters are sharded inside `jax.shard_map`. The norm is then computed
+                over all shards, and all devices make the same decision. Pass ``()`` if
+                each device has a model of its own. Leave the option out if you use only
+                `jax.jit`.
+            mesh: the `jax.sharding.Mesh` that has the axes in `axis_name`, for calls of
+                ``tx.init(params)`` outside `gradaccum_jax.data_parallel`. Without this
+                option `init` uses the mesh of the surrounding context.
 
         Raises:
-            ArgumentTypeError: `optimizer` is wrapped already; `init` raises it for an
-                inner optimizer that accumulates.
-            ArgumentValueError: a callable in ``steps`` returns no int >= 1 for step 0,
-                or a size is more than int32 can hold.
-            UsageError: ``steps=until_weight(...)`` with an `axis_name`: each device
-                would end its window by its own weight.
+            ArgumentTypeError: `optimizer` is already wrapped. `init` raises this error
+                if the inner optimizer itself accumulates gradients.
+            ArgumentValueError: a callable in ``steps`` does not return an int >= 1 for
+                step 0, or a size does not fit into an int32.
+            UsageError: ``steps=until_weight(...)`` is combined with an `axis_name`, so
+                that each device would end its window according to its own weight.
         """
         if accumulation_of(optimizer) is not None:
             raise wrapped_twice_error(optimizer)
@@ -106,9 +107,7 @@ backend = JaxBackend()
 
 
 class JaxOptions(WrapOptions, total=False):
-    """The options of `wrap`: those of `gradaccum.wrap`, and those of
-    `JaxBackend.wrap`.
-    """
+    """The options of `gradaccum.wrap` and the options of `JaxBackend.wrap`."""
 
     loss_scale: float | LossScale | None
     axis_name: Axes
@@ -119,5 +118,5 @@ class JaxOptions(WrapOptions, total=False):
 def wrap(
     optimizer: optax.GradientTransformation, steps: Steps, **options: Unpack[JaxOptions]
 ) -> Wrapped:
-    """Wrap an optax transformation: `gradaccum.wrap`, typed."""
+    """Wrap an optax transformation, like `gradaccum.wrap` but with precise types."""
     return cast(Wrapped, wrap_with(backend, optimizer, steps, **options))

@@ -1,5 +1,5 @@
-"""Checks of arguments, at the call that is wrong, before anything changed, while JAX
-traces.
+"""Checks of arguments. They run while JAX traces the faulty call, before anything has
+changed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from gradaccum_jax.gradient_sum import has_sum
 from gradaccum_jax.state import AccumulationState
 
 ACCUMULATING = (AccumulationState, optax.MultiStepsState, optax.ApplyEvery)
-"""The states of optimizers that accumulate."""
+"""The types of the states of optimizers that accumulate gradients."""
 
 
 def require_dtype(accumulate_dtype: DType) -> DType:
@@ -46,8 +46,8 @@ def require_dtype(accumulate_dtype: DType) -> DType:
         return None
     dtype = accumulate_dtype
     if isinstance(dtype, str):
-        # By attribute of jnp, to get JAX's own bfloat16: another package may have
-        # registered one with NumPy under that name.
+        # Look the name up in jnp to get JAX's own bfloat16, because another package may
+        # have registered another bfloat16 with NumPy under this name.
         dtype = getattr(jnp, dtype, dtype)
     with suppress(TypeError):
         dtype = jnp.dtype(dtype)
@@ -57,8 +57,8 @@ def require_dtype(accumulate_dtype: DType) -> DType:
 
 
 def require_params_alone(params: Params) -> None:
-    """Raise if a flax nnx variable is a random stream, with which each micro-batch would
-    draw the same mask, or stands beside parameters without being one.
+    """Raise if `params` contains a flax nnx random stream, with which each micro-batch
+    would draw the same mask, or if it mixes parameters with other nnx variables.
     """
     flat = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_variable)[0]
     kinds_by_path = {
@@ -70,17 +70,18 @@ def require_params_alone(params: Params) -> None:
     for path, kinds in kinds_by_path.items():
         if "RngState" in kinds or (has_parameters and "Param" not in kinds):
             raise ArgumentTypeError(
-                f"params{jax.tree_util.keystr(path)}: expected parameters alone; got a"
+                f"params{jax.tree_util.keystr(path)}: expected only parameters; got a"
                 f" {kinds[0]} of a flax nnx module. Write graph, params, rest ="
-                " nnx.split(model, nnx.Param, ...), and in the loss function of params"
-                " model = nnx.merge(graph, params, rest, copy=True). Return what the"
-                " model changes in rest as aux; for random streams, write"
-                " nnx.reseed(model, default=key) with a key of the batch."
+                " nnx.split(model, nnx.Param, ...), and begin the loss function of"
+                " (params, ...) with model = nnx.merge(graph, params, rest, copy=True)."
+                " Return as aux what the model changes in rest. For random streams,"
+                " also write nnx.reseed(model, default=key) there, with a key from the"
+                " batch."
             )
 
 
 def require_plain(inner_state: InnerState) -> None:
-    """Raise if the inner optimizer accumulates by itself."""
+    """Raise if the inner optimizer itself accumulates gradients."""
 
     def is_accumulating(node: object) -> bool:
         return isinstance(node, ACCUMULATING)
@@ -90,23 +91,23 @@ def require_plain(inner_state: InnerState) -> None:
         raise wrapped_twice_error(node)
 
 
-# Numbers that come with a micro-batch or with the end of a window.
+# Numbers that the caller passes with a micro-batch or at the end of a window.
 
 
 def as_weight(weight: Scalar, dtype: DType) -> Scalar:
-    """Return a micro-batch's weight as a scalar array of `dtype`; None as it is.
+    """Return a micro-batch's weight as a scalar array of `dtype`, or None for None.
 
-    The value of a traced weight is not known: a negative or non-finite one counts as a
-    non-finite gradient.
+    The value of a traced weight is unknown here. If it is negative or not finite, the
+    micro-batch is treated as if its gradient were not finite.
     """
     if weight is None:
         return None
-    if hasattr(weight, "__jax_array__"):  # a symbolic size of `jax.export` has one
+    if hasattr(weight, "__jax_array__"):  # such as a symbolic size of `jax.export`
         weight = jnp.asarray(weight)
     if np.shape(weight) != ():
         raise ArgumentTypeError(
-            f"weight: expected a scalar; got shape {np.shape(weight)}. Sum the weights"
-            " of the items: weight=mask.sum()."
+            f"weight: expected a scalar; got an array of shape {np.shape(weight)}. Add"
+            " up the weights of the items, for example weight=mask.sum()."
         )
     if isinstance(weight, jax.core.Tracer):
         return weight.astype(dtype)
@@ -114,10 +115,10 @@ def as_weight(weight: Scalar, dtype: DType) -> Scalar:
 
 
 def as_denominator(denominator: Scalar, options: Options, dtype: DType) -> Scalar:
-    """Return the divisor of a window as a scalar array of `dtype`; None as it is.
+    """Return the divisor of a window as a scalar array of `dtype`, or None for None.
 
-    The value of a traced divisor is not known: if it is not finite or not above 0, the
-    window ends without an update.
+    The value of a traced divisor is unknown here. If it is not finite or not above 0,
+    the window ends without an update.
     """
     if isinstance(denominator, jax.core.Tracer):
         kit.require_denominator_allowed(options)
@@ -128,7 +129,7 @@ def as_denominator(denominator: Scalar, options: Options, dtype: DType) -> Scala
 
 
 def as_loss(value: Scalar, dtype: DType) -> Scalar:
-    """Return a micro-batch's loss as a scalar array of `dtype`; None as it is."""
+    """Return a micro-batch's loss as a scalar array of `dtype`, or None for None."""
     if value is None:
         return None
     return jnp.asarray(value).astype(dtype).reshape(())
@@ -141,11 +142,11 @@ NamedLeaves = list[tuple[str, Array]]
 
 
 def align(gradients: Tree, accumulator: Tree) -> Gradients:
-    """Return the gradients in the order of the sum's leaves; None for a parameter that
-    takes no part.
+    """Return the gradients in the order of the sum's leaves, with None where there is
+    nothing to add.
 
-    NumPy's arrays are copied: JAX reads their memory later, when the caller may have
-    written the next micro-batch's gradient there.
+    NumPy arrays are copied, because JAX reads their memory later, when the caller may
+    already have written the next micro-batch's gradient there.
     """
     totals, structure = _named_leaves(accumulator)
     named_gradients, gradient_structure = _named_leaves(gradients)
@@ -154,7 +155,7 @@ def align(gradients: Tree, accumulator: Tree) -> Gradients:
         raise gradient_error(
             "",
             "the structure of the parameters",
-            f"another structure, which differs in {sorted(names)[:3]}",
+            f"a structure that differs at {sorted(names)[:3]}",
         )
     aligned_gradients: Gradients = []
     for (name, total), (_, gradient) in zip(totals, named_gradients, strict=True):
@@ -166,7 +167,9 @@ def align(gradients: Tree, accumulator: Tree) -> Gradients:
         shape = np.shape(gradient)
         if shape != total.shape:
             raise gradient_error(
-                name, f"a gradient of shape {total.shape}", f"one of shape {shape}"
+                name,
+                f"a gradient of shape {total.shape}",
+                f"a gradient of shape {shape}",
             )
         if isinstance(gradient, np.ndarray):
             gradient = gradient.copy()
@@ -175,7 +178,9 @@ def align(gradients: Tree, accumulator: Tree) -> Gradients:
 
 
 def _named_leaves(tree: Tree) -> tuple[NamedLeaves, Tree]:
-    """Return the leaves by path, None and float0 as None, and the structure."""
+    """Return the leaves with their paths, and the tree's structure; a leaf of dtype
+    float0 is returned as None.
+    """
     flat, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)
     leaves: NamedLeaves = []
     for path, leaf in flat:
@@ -188,5 +193,5 @@ def _named_leaves(tree: Tree) -> tuple[NamedLeaves, Tree]:
 def gradient_error(name: str, expected: str, found: str) -> GradientError:
     return GradientError(
         f"grads{name}: expected {expected}; got {found}. Differentiate with respect to"
-        " the parameters that tx.init was given."
+        " the parameters that you passed to tx.init."
     )

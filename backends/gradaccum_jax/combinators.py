@@ -1,8 +1,8 @@
-"""The one wrapped optimizer inside of what optax's combinators made.
+"""Find the one wrapped optimizer inside a transformation that optax's combinators made.
 
 `optax.chain`, `optax.partition` and `optax.masked` keep their parts in closures, and
-hand extra arguments on to them. So a question to the wrapped part travels as such an
-argument, and the part answers in place of taking in a micro-batch.
+pass extra arguments on to these parts. So a `Question` to the wrapped part is passed as
+an extra argument, and the part answers it instead of adding a micro-batch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gradaccum_jax.update import no_update
 
 T = TypeVar("T")
 QUESTION = "gradaccum_question"
-"""The extra argument's name."""
+"""The name of the extra argument."""
 Answer = Callable[[Any, AccumulationState, Params, Extra], tuple[Updates, Any]]
 """``answer(accumulation, state, params, extra)``."""
 
@@ -40,7 +40,6 @@ class Question:
     accumulation: Any = None
     """The wrapped part, once it has answered."""
     updates: Updates = None
-    """The wrapped part's updates."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
@@ -73,12 +72,12 @@ def close_part(
     extra: Extra,
     close: Answer,
 ) -> tuple[Updates, Tree]:
-    """Close the window of the wrapped part by `close`; return updates of the whole tree
-    and the new state.
+    """Close the window of the wrapped part through `close`; return the updates of the
+    whole tree and the new state.
 
-    No other part takes in a micro-batch: the state and the parameters of a part beside
-    the wrapped one do not change. What follows the wrapped part in a chain changes its
-    updates, so it must have no state.
+    No other part processes a micro-batch, so the states and the parameters of the other
+    parts do not change. A transformation that follows the wrapped part in a chain
+    changes its updates, so it must not have a state.
     """
     question = Question(close)
     updates, new_state = _ask_part(tx, state, params, extra, question)
@@ -98,7 +97,7 @@ def close_part(
 
 
 def new_part(state: T, part: AccumulationState) -> T:
-    """Return `state` with another state of the wrapped optimizer in it."""
+    """Return `state` with `part` as the new state of the wrapped optimizer."""
     new_state: T = jax.tree.map(
         lambda node: part if is_state(node) else node, state, is_leaf=is_state
     )
@@ -130,16 +129,18 @@ def _require_no_state_around(before: Tree, after: Tree) -> None:
     for (path, leaf), new_leaf in zip(flat, new_leaves, strict=True):
         if not is_state(leaf) and new_leaf is not leaf:
             raise UsageError(
-                "tx: expected no state behind the wrapped part, because flush cannot"
-                f" update that state; got state{jax.tree_util.keystr(path)}. Wrap the"
-                " whole chain: gradaccum.wrap(optax.chain(...))."
+                "tx: expected no stateful transformation after the wrapped optimizer,"
+                " because flush cannot update its state; got"
+                f" state{jax.tree_util.keystr(path)}. Wrap the whole chain:"
+                " gradaccum.wrap(optax.chain(...))."
             )
 
 
 def not_wrapped_error(tx: object) -> ArgumentTypeError:
     return ArgumentTypeError(
         f"tx: expected a wrapped optimizer; got a {type(tx).__name__} that is not"
-        " wrapped. Pass what gradaccum.wrap returned. flush, discard and check_state"
-        " also take an optax.chain that holds it; for one call, frozen parameters go"
-        " into the batch, with axes=None."
+        " wrapped. Pass the optimizer that gradaccum.wrap returned. flush, discard and"
+        " check_state also accept an optax.chain that contains this optimizer."
+        " value_and_update does not: pass frozen parameters to it in the batch, with"
+        " axes=None."
     )

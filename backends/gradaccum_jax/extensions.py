@@ -1,7 +1,7 @@
-"""The observer of a window, which does not change it: its loss, in the fields ``loss``
-and ``last_loss`` of the state.
+"""The window's loss, in the fields ``loss`` and ``last_loss`` of the state. Recording
+it changes nothing else in the window.
 
-A loss that was not passed is NaN, stored as `state.UNKNOWN` says.
+A loss that was not passed is NaN, which is stored as `state.UNKNOWN`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gradaccum_jax.state import (
 
 
 def first_losses(dtype: DType) -> dict[str, Scalar]:
-    """Return the fields before the first micro-batch."""
+    """Return the two fields as they are before the first micro-batch."""
     return {"loss": jnp.zeros((), dtype), "last_loss": jnp.full((), UNKNOWN, dtype)}
 
 
@@ -42,7 +42,7 @@ def add_loss(
 
 
 def close_loss(state: AccumulationState, loss: Scalar) -> AccumulationState:
-    """Return the state after a window of this `loss`."""
+    """Return the state after a window whose loss was `loss`."""
     last_loss = like(as_stored(loss), state.last_loss)
     return discard_loss(state)._replace(last_loss=last_loss)
 

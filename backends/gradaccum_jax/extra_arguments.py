@@ -1,11 +1,12 @@
-"""The extra arguments of ``tx.update`` and ``flush``, which the inner optimizer gets.
+"""The extra arguments of ``tx.update`` and ``flush``, which are passed to the inner
+optimizer.
 
-Some describe one batch: optax has `grad` and `value_fn` for line searches, `grad_fn`
-for SAM, and `obj_fn` for Sophia. The inner optimizer runs at the window's end, where a
-streaming loop has those of the last micro-batch only, and would continue with a
-function that does not belong to the gradient. So the caller closes the window and
-passes those of the whole window. `value` is another matter: losses add up, and the
-inner optimizer gets the window's (see `extensions`).
+Some of them describe one batch: optax has `grad` and `value_fn` for line searches,
+`grad_fn` for SAM, and `obj_fn` for Sophia. The inner optimizer runs at the end of the
+window. A loop then has only the last micro-batch's function, which does not belong to
+the window's gradient. So the caller passes the whole window's arguments to `flush`.
+`value` is different: losses add up, so the inner optimizer gets the window's loss (see
+`extensions`).
 """
 
 from __future__ import annotations
@@ -20,25 +21,28 @@ from gradaccum_jax.arrays import Extra
 OF_A_BATCH = ("grad", "value_fn", "grad_fn", "obj_fn")
 """optax's extra arguments that describe the gradient's batch."""
 KNOWN = frozenset(("value", *OF_A_BATCH))
-"""What an inner optimizer may be given without declaring it."""
+"""The extra arguments that are allowed even if the inner optimizer does not declare
+them.
+"""
 
 
 def declared_by(inner: optax.GradientTransformation) -> frozenset[str]:
-    """Return the names of the arguments that an inner optimizer declares."""
     if not isinstance(inner, optax.GradientTransformationExtraArgs):
         return frozenset()
     return frozenset(signature(inner.update).parameters)
 
 
 def require_declared(extra: Extra, declared: frozenset[str]) -> None:
-    """Raise unless the inner optimizer declares each extra argument: an `optax.chain`
-    would take a misspelt ``weight=`` and ignore it.
+    """Raise unless the inner optimizer declares each extra argument, because an
+    `optax.chain` would accept a misspelt ``weight=`` and ignore it.
     """
     for name in extra.keys() - declared - KNOWN:
         raise ArgumentTypeError(
-            f"{name}: expected an argument of this call, or one that the inner"
-            " optimizer declares; got neither. weight= and last= belong to tx.update,"
-            " denominator= to gradaccum_jax.flush. Around an optax.chain declare it:"
+            f"{name}: expected an argument of this call or of the inner optimizer;"
+            " got a name that neither of them declares. weight= and last= are arguments"
+            " of tx.update, and denominator= is an argument of gradaccum_jax.flush. If"
+            " a part of an optax.chain needs the argument, wrap the chain in a"
+            " transformation that declares it:"
             f" def update(updates, state, params, *, {name}, **extra)."
         )
 
@@ -47,8 +51,8 @@ def require_none_of_a_batch(extra: Extra) -> None:
     for name in OF_A_BATCH:
         if extra.get(name) is not None:
             raise UsageError(
-                f"{name}: expected nothing in a window of several micro-batches; got"
-                " that of one micro-batch. Wrap with steps=None, and close the window"
-                " with what belongs to all of it: gradaccum_jax.flush(tx, state,"
-                f" params, {name}=...)."
+                f"{name}: expected no such argument in a window of several"
+                " micro-batches; got an argument that describes one micro-batch. Wrap"
+                " with steps=None, and close the window with the argument for the whole"
+                f" window: gradaccum_jax.flush(tx, state, params, {name}=...)."
             )

@@ -1,4 +1,6 @@
-"""The sum of a window's gradients, in the tree of the parameters, and its arithmetic."""
+"""The sum of a window's gradients, in a tree like the parameters, and the arithmetic on
+this sum.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,10 @@ from gradaccum_jax.xla import run_if
 
 def sum_dtype(leaf: Array, accumulate_dtype: DType) -> DType:
     """Return the dtype in which gradients of `leaf` are summed: float32 for half
-    precision, else the leaf's own.
+    precision, otherwise the leaf's own dtype.
 
-    `accumulate_dtype` replaces both for every leaf that takes part. Complex leaves stay
-    complex.
+    If `accumulate_dtype` is not None, it is used instead for every floating leaf. The
+    sum of a complex leaf is always complex.
     """
     leaf_dtype = jnp.result_type(leaf)
     if not takes_part(leaf):
@@ -47,8 +49,8 @@ def sum_dtype(leaf: Array, accumulate_dtype: DType) -> DType:
 
 
 def zeros(params: Params, accumulate_dtype: DType) -> Tree:
-    """Return an empty sum for `params`: one array per leaf; None for random keys, and
-    where `params` has None.
+    """Return a sum of zeros for `params`: one array per leaf, but None for random keys
+    and where `params` has None.
     """
 
     def empty_sum(leaf: Array) -> Array:
@@ -60,8 +62,8 @@ def zeros(params: Params, accumulate_dtype: DType) -> Tree:
     return jax.tree.map(empty_sum, params)
 
 
-# A frozen parameter has no sum: its place holds an array without elements, of shape
-# (0, 0, *shape of the parameter), which no parameter of an everyday model has.
+# A frozen parameter has no sum. The tree contains an array without elements instead, of
+# shape (0, 0, *shape of the parameter), which no parameter of an ordinary model has.
 
 
 def without_sum(total: Array) -> Array:
@@ -86,10 +88,10 @@ def weight_dtype(tree: Tree) -> DType:
 
 
 def add(accumulator: Tree, gradients: Gradients, factor: Scalar, adds: Scalar) -> Tree:
-    """Add ``factor * gradients`` to the sum if `adds` holds; a factor of None is 1.
+    """Add ``factor * gradients`` to the sum if `adds` is true; ``factor=None`` means 1.
 
-    A weight of 0 must add exactly nothing, even of a NaN, so a select leaves the
-    product out.
+    With weight 0 the sum must not change, even if the gradient is NaN. So a select
+    discards the product.
     """
 
     def add_leaf(total: Array, gradient: Array) -> Array:
@@ -104,7 +106,7 @@ def add(accumulator: Tree, gradients: Gradients, factor: Scalar, adds: Scalar) -
 
 
 def all_finite(gradients: Gradients, factor: Scalar) -> Scalar:
-    """True if ``factor * gradients`` is finite; a factor of None is 1."""
+    """True if ``factor * gradients`` is finite; ``factor=None`` means 1."""
     is_finite = jnp.asarray(True)
     for gradient in gradients:
         if gradient is None:
@@ -122,8 +124,8 @@ def divide(accumulator: Tree, divisor: Scalar) -> Tree:
 
 
 def keeps_dtypes(accumulator: Tree, divisor: Scalar) -> bool:
-    """True if each leaf divided by `divisor` has the leaf's dtype: a half-precision sum
-    divided by a float32 is a float32.
+    """True if division by `divisor` keeps the dtype of each leaf. A half-precision sum
+    divided by a float32 becomes float32.
     """
     return all(
         leaf.dtype == wider(leaf.dtype, divisor.dtype)
@@ -143,30 +145,34 @@ def clear(tree: Tree) -> Tree:
 
 
 def select(predicate: Scalar, a: Array, b: Array) -> Array:
-    """Return `a` or `b`, of one type: `jnp.where` would be a function of its own in the
-    program, called once for each array.
+    """Return `a` if `predicate` is true, else `b`, which has the same type. `jnp.where`
+    would become a separate function in the program, called once for each array.
     """
     return lax.select(jnp.asarray(predicate), a, b)
 
 
-# The global norm of the sum. It is finite if and only if every element is.
+# The global norm of the sum. It is finite if and only if every element is finite.
 #
-# Squares of large finite elements overflow, and squares of tiny ones vanish. Only then
-# the sum is measured again, times a power of two that brings it into range.
+# Squares of large finite elements overflow, and squares of tiny elements underflow.
+# Only in these cases is the norm measured again, after the sum was multiplied by a
+# power of two that brings the squares into range.
 
 
 SMALL_SIZE = 2**14
-"""Elements of an array at most that is measured together with others of its type."""
+"""Arrays of at most this many elements are measured together with other arrays of their
+type.
+"""
 GROUP_SIZE = 10
-"""XLA compiles a kernel for each sum of squares. So the squares of small arrays of one
-type are added up element by element before: a step of 150 arrays, of 64 and of 64 x 64
-elements, then compiles in 1.5 s in place of 12.8 s (JAX 0.7.1 on a CPU). Beyond ten,
-XLA takes longer to compile a kernel than for two.
+"""The number of small arrays that are measured together. XLA compiles a kernel for each
+sum of squares, so the squares of small arrays of one type are first added up element by
+element. A step with 150 arrays of 64 and of 64 x 64 elements then compiles in 1.5 s
+instead of 12.8 s (JAX 0.7.1 on a CPU). For more than ten arrays, XLA takes longer to
+compile one kernel than two kernels.
 """
 
 
 def measure(accumulator: Tree, dtype: DType, shard_axes: ShardAxes = None) -> Scalar:
-    """Return the global 2-norm in `dtype`, over all shards; inf if an element is inf or
+    """Return the global 2-norm over all shards in `dtype`; inf if an element is inf or
     NaN.
     """
     arrays = [array.astype(dtype) for array in _real_parts(accumulator)]
@@ -186,8 +192,8 @@ def measure(accumulator: Tree, dtype: DType, shard_axes: ShardAxes = None) -> Sc
 
 
 def _square_root(squares: Scalar) -> Scalar:
-    """Return the root, with the derivative 0 at 0: a window of zero gradients has no
-    0 x inf.
+    """Return the square root with the derivative 0 at 0, so that the derivative for a
+    window of zero gradients does not contain 0 x inf.
     """
     is_zero = squares == 0
     return jnp.where(is_zero, 0, jnp.sqrt(jnp.where(is_zero, 1, squares)))
@@ -195,16 +201,16 @@ def _square_root(squares: Scalar) -> Scalar:
 
 def _sum_of_squares(arrays: Leaves, factor: Scalar, shard_axes: ShardAxes) -> Scalar:
     """Return the sum of the squares of all elements, each times `factor`, over all
-    shards. An array of which each device has a copy counts once.
+    shards. An array is counted once if each device has a copy of it.
     """
     sums: dict[tuple[str, ...], Scalar] = {}
     for group in _groups_of_one_type(arrays):
         axes = shards_of(group[0], shard_axes)
         total = sums.get(axes, jnp.zeros_like(factor))
-        # XLA:CPU before JAX 0.10 writes out squares. The dependence, on a number that
-        # is never below 0, makes it measure one group after the other: AdamW on four
-        # arrays needs temporary memory of 0.25 times the parameters in place of 1.0
-        # (JAX 0.7.1).
+        # Before JAX 0.10, XLA:CPU writes the squares to memory. The artificial
+        # dependence on the total, which is never below 0, makes XLA measure one group
+        # after the other. AdamW on four arrays then needs temporary memory of 0.25
+        # times the parameters instead of 1.0 times (JAX 0.7.1).
         group_factor = jnp.where(total < 0, total, factor)
         squares = [jnp.square(array * group_factor) for array in group]
         sums[axes] = total + jnp.sum(functools.reduce(operator.add, squares))
@@ -215,7 +221,9 @@ def _sum_of_squares(arrays: Leaves, factor: Scalar, shard_axes: ShardAxes) -> Sc
 
 
 def _groups_of_one_type(arrays: Leaves) -> list[Leaves]:
-    """Return small arrays of one type in groups, and each large one alone."""
+    """Return groups of small arrays of one type, and each large array as a group by
+    itself.
+    """
     by_type: dict[Any, Leaves] = {}
     for place, array in enumerate(arrays):
         kind = typeof(array) if array.size <= SMALL_SIZE else place
@@ -241,7 +249,8 @@ def fits(accumulator: Tree, divisor: Scalar, dtypes: list[DType]) -> Scalar:
     """True if every finite element of the sum stays finite in
     ``(sum / divisor).astype(dtype)``: a bool scalar.
 
-    The largest magnitude decides, because dividing and rounding are monotonic.
+    It is enough to check the largest magnitude, because division and rounding are
+    monotonic.
     """
     all_fit = jnp.asarray(True)
     for leaf, dtype in zip(jax.tree.leaves(accumulator), dtypes, strict=True):
@@ -252,8 +261,8 @@ def fits(accumulator: Tree, divisor: Scalar, dtypes: list[DType]) -> Scalar:
 
 
 def _is_narrower(dtype: DType, total_dtype: DType) -> bool:
-    """True if `dtype` is narrower than the quotient: a division by a float32 makes
-    float32 even of a half-precision sum.
+    """True if `dtype` is narrower than the dtype of the quotient. Dividing even a
+    half-precision sum by a float32 gives a float32.
     """
     if not jnp.issubdtype(total_dtype, jnp.inexact):
         return False
@@ -262,19 +271,19 @@ def _is_narrower(dtype: DType, total_dtype: DType) -> bool:
 
 
 def _largest(leaf: Array) -> Scalar:
-    """Return the largest magnitude of a real array in float32 or wider; NaN if an
-    element is.
+    """Return the largest magnitude in a real array, in float32 or wider; NaN if an
+    element is NaN.
 
-    Row by row: XLA:CPU takes minutes to compile several reductions of whole matrices to
-    scalars side by side.
+    The array is reduced row by row, because XLA:CPU takes minutes to compile several
+    reductions of whole matrices to scalars in one program.
     """
     rows = jnp.atleast_1d(leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)))
     return jnp.max(jnp.maximum(jnp.max(rows, axis=-1), -jnp.min(rows, axis=-1)))
 
 
 def _limit(dtype: DType) -> float:
-    """Return the smallest magnitude that rounds to infinity, half a step beyond the
-    largest number: 65520 for float16.
+    """Return the smallest magnitude that rounds to infinity. It lies half a rounding
+    step above the largest finite number: 65520 for float16.
     """
     largest = float(jnp.finfo(dtype).max)
     return largest + 2.0 ** (math.frexp(largest)[1] - int(jnp.finfo(dtype).nmant) - 2)

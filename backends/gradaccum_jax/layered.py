@@ -1,8 +1,8 @@
-"""The layered window of a model of stacked layers: all micro-batches pass one layer
-before the next, and backwards likewise.
+"""The layered window, for a model of stacked layers: all micro-batches pass through one
+layer before the next layer, in the forward and in the backward pass.
 
-A layer's sum is complete when the last micro-batch has passed the layer. The layer is
-updated then, and its gradient freed.
+A layer's sum is complete when the last micro-batch has passed backwards through the
+layer. Then the layer is updated, and its gradient is freed.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def layered_value_and_update(
     axes: Tree = 0,
     merge_aux: MergeAux = None,
 ) -> LayeredValueAndUpdate:
-    """Return a function that makes a large batch's window layer by layer, for a model
-    of equal layers with stacked parameters.
+    """Return a function that computes a large batch's window layer by layer, for a
+    model of identical layers with stacked parameters.
 
         tx = gradaccum.wrap(optax.adamw(1e-3), steps=None, on_overflow="ignore")
         step = layered_value_and_update(embed, block, loss_fn, tx, steps=8)
@@ -75,47 +75,49 @@ def layered_value_and_update(
         step = jax.jit(step, donate_argnums=(0, 1))
         loss, params, state = step(params, state, x, y)
 
-    The activations between the layers live for the whole batch, and each layer runs a
-    second time in the backward pass. In exchange one layer's gradient is alive at a
-    time. The outer parameters and each layer have a state of the inner optimizer of
-    their own, which gets one of them at a time, a layer without its leading axis. An
-    optimizer that looks at several of them, such as `optax.clip_by_global_norm`, is
-    refused. An optimizer that draws random numbers is refused too: it would draw the
-    same numbers for each layer.
+    The activations between the layers are kept for the whole batch, and each layer runs
+    a second time in the backward pass. In exchange, only one layer's gradient is in
+    memory at a time. The outer parameters and each layer have their own state of the
+    inner optimizer. The optimizer is called for one of them at a time, and gets a layer
+    without its leading axis. So an optimizer that reads several of them at once, such
+    as `optax.clip_by_global_norm`, is rejected. An optimizer that draws random numbers
+    is rejected too, because it would draw the same numbers for each layer.
 
     Args:
-        prelude: ``prelude(outer, *micro_batch)`` returns the first layer's activations,
-            any tree of arrays. Integers in it, such as a mask, have no gradient.
+        prelude: ``prelude(outer, *micro_batch)`` returns the first layer's input
+            activations, as any tree of arrays. Integers in the tree, such as a mask,
+            have no gradient.
         layer: ``layer(params of one layer, activations, *micro_batch)`` returns
             activations of the same shapes and dtypes.
         loss_fn: ``loss_fn(outer, activations, *micro_batch)`` returns a floating
             scalar, or ``(loss, aux)`` with `has_aux`.
-        tx: from `gradaccum.wrap` with ``steps=None`` and ``on_overflow="ignore"``,
-            without `clip_norm` and `skip_norm`.
+        tx: an optimizer from `gradaccum.wrap` with ``steps=None`` and
+            ``on_overflow="ignore"``, but without `clip_norm` and `skip_norm`.
         has_aux: as for `value_and_grad`.
-        steps: likewise.
-        micro_batch_size: likewise.
-        weight: likewise.
-        axes: likewise. A random key k of a micro-batch is ``jax.random.fold_in(k, 0)``
-            in the prelude, ``fold_in(k, l + 1)`` in layer number l and
-            ``fold_in(k, layers + 1)`` in `loss_fn`.
-        merge_aux: likewise.
+        steps: as for `value_and_grad`.
+        micro_batch_size: as for `value_and_grad`.
+        weight: as for `value_and_grad`.
+        axes: as for `value_and_grad`. From a micro-batch's random key k, the prelude
+            gets ``jax.random.fold_in(k, 0)``, layer number l gets
+            ``fold_in(k, l + 1)``, and `loss_fn` gets ``fold_in(k, layers + 1)``.
+        merge_aux: as for `value_and_grad`.
 
     Returns:
         A function of ``(params, state, *batch)`` that returns
-        ``(loss, params, state)``, or ``((loss, aux), params, state)``: the updated
-        parameters. `params` is ``(outer, layers)``, where each array of `layers` has a
-        leading axis of the layers. Its ``init(params)`` returns the first state.
+        ``(loss, params, state)``, or ``((loss, aux), params, state)``, with the updated
+        parameters. `params` is ``(outer, layers)``, where each array in `layers` has a
+        leading axis with one entry per layer. The function's ``init(params)`` returns
+        the first state.
 
     Raises:
         ArgumentTypeError: `tx` is not wrapped.
-        ArgumentValueError: `tx` closes windows by itself, or an option makes no sense;
-            or at a call, as for `value_and_grad`.
+        ArgumentValueError: `tx` was not wrapped with ``steps=None``, or an option makes
+            no sense. A call raises it in the same cases as for `value_and_grad`.
         UsageError: `tx` or its inner optimizer cannot work layer by layer.
     """
     accumulation = require_open(tx)
     if kit.measures(accumulation.options):
-        raise inseparable_error("options that look at the gradients of all layers")
+        raise inseparable_error("options that need the gradients of all layers")
     spec = LossSpec(
         loss_fn, has_aux, merge_aux, weight, accumulation.options, accumulation.axes
     )
@@ -129,7 +131,7 @@ def layered_value_and_update(
 
 
 class Part(NamedTuple):
-    """The outer parameters, or a layer, and what the inner optimizer keeps of it."""
+    """The outer parameters or one layer, with the inner optimizer's state for them."""
 
     params: Tree
     inner_state: InnerState
@@ -180,8 +182,8 @@ class LayeredValueAndUpdate(LargeBatchFunction):
         ) -> tuple[tuple[Part, Stacks], None]:
             layer_parts, upstream = carry
             number, border = number_and_border
-            # The layers are read where they are written: beside an array that is only
-            # read, XLA would keep a copy of all.
+            # The layers are read from the carry, to which they are also written. If
+            # they were read from a separate array, XLA would keep a copy of all layers.
             layer_part = entry_at(layer_parts, number)
             sums, upstream = passes.pull_back(
                 self.layer,
@@ -221,7 +223,7 @@ class LayeredValueAndUpdate(LargeBatchFunction):
 
 @dataclass(frozen=True)
 class LayeredPasses:
-    """The passes of one call over the micro-batches, while it is traced."""
+    """The passes over the micro-batches in one call, while the call is traced."""
 
     function: LayeredValueAndUpdate
     batch: LargeBatch
@@ -287,8 +289,9 @@ class LayeredPasses:
         return activations, borders, numbers
 
     def head(self, activations: Stacks, numbers: Array) -> Any:
-        """Return the window's numbers, the sums of the outer parameters, the gradients
-        by the activations, the weights, and the loss with its aux.
+        """Return the window's state without its trees, the sums of the outer
+        parameters, the gradients with respect to the activations, the weights, and the
+        loss with its aux.
         """
         spec = self.function.spec
         dtype = jnp.result_type(self.state.weight)
@@ -310,7 +313,7 @@ class LayeredPasses:
             window = self.function.accumulation.add(
                 window, (), weight, loss.astype(dtype)
             )
-            # A weight that is not usable closes the window as one that overflowed.
+            # A weight that is not usable closes the window as if it had overflowed.
             weight = jnp.where(weight > 0, weight, 0)
             outer_gradients = gradients[:outer_count]
             sums = add_gradients(sums, outer_gradients, weight, spec.options)
@@ -340,8 +343,8 @@ class LayeredPasses:
         weights: Stacks,
         key_number: Scalar,
     ) -> tuple[Leaves, Stacks]:
-        """Add the gradients by `params` to `sums`; return them, and the gradients by
-        the inputs.
+        """Add the gradients with respect to `params` to `sums`; return the sums, and
+        the gradients with respect to the inputs.
         """
         moving, put = moving_of(self.copy(params))
         options = self.function.spec.options
@@ -368,7 +371,9 @@ class LayeredPasses:
     def close(
         self, window: AccumulationState, part: Part, sums: Leaves
     ) -> tuple[Part, AccumulationState]:
-        """Update a part by its sums; return it, and the window's numbers after that."""
+        """Update a part with its sums; return the part, and the window's state after
+        the update.
+        """
         put = moving_of(part.params)[1]
         state = window._replace(
             accumulator=put(sums, jnp.zeros_like),
@@ -397,8 +402,8 @@ def with_entry(tree: Tree, entry: Tree, number: Scalar) -> Any:
 def require_separable(
     inner: optax.GradientTransformationExtraArgs, outer: Tree, layers: Tree
 ) -> None:
-    """Raise if the second update of the outer parameters or of a layer reads anything
-    of another one, or if an update draws random numbers.
+    """Raise if the second update of the outer parameters or of a layer depends on
+    another of these parts, or if an update draws random numbers.
     """
 
     def second_updates(params: Tree, first: Tree, second: Tree) -> Tree:
@@ -420,7 +425,7 @@ def require_separable(
         arguments_read = zip(3 * places, is_read, strict=True)
         if any(read and of_place != place for of_place, read in arguments_read):
             raise inseparable_error(
-                "an inner optimizer that looks at several, such as"
+                "an inner optimizer that reads several layers at once, such as"
                 " optax.clip_by_global_norm"
             )
 
@@ -428,6 +433,6 @@ def require_separable(
 def inseparable_error(found: str) -> UsageError:
     return UsageError(
         f"tx: expected an optimizer that updates each layer by itself; got {found}."
-        ' Write gradaccum.wrap(..., steps=None, on_overflow="ignore") without a norm,'
-        " or call gradaccum_jax.value_and_update."
+        ' Write gradaccum.wrap(..., steps=None, on_overflow="ignore") without'
+        " clipping or skipping by a norm, or call gradaccum_jax.value_and_update."
     )

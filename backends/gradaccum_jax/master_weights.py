@@ -2,7 +2,7 @@
 Training", 2018, section 3.1).
 
 The inner optimizer updates the masters. The update of a half-precision parameter is the
-float32 distance from the model's value to the rounded master.
+float32 difference between the rounded master and the model's value.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gradaccum_jax.state import the_state
 
 SMALLEST_NORMAL_FLOAT16 = 2.0**-14
 FLOAT16_SUBNORMALS = 2.0**24
-"""How many float16 subnormals lie in an interval of length 1."""
+"""The reciprocal of the distance between float16 subnormals."""
 
 
 def masters_of(params: Params) -> Tree:
@@ -56,8 +56,9 @@ def in_place_of(params: Params, masters: Tree) -> Params:
 def on_masters(
     inner: optax.GradientTransformationExtraArgs, has_masters: bool
 ) -> optax.GradientTransformationExtraArgs:
-    """Return `inner` with the state (inner's own, masters): on masters in place of
-    half-precision parameters if `has_masters`, else with None for masters.
+    """Return `inner` as a transformation whose state is the pair (the state of `inner`,
+    masters). If `has_masters` is true, `inner` updates the masters instead of the
+    half-precision parameters; otherwise the masters are None.
     """
 
     def init(params: Params) -> InnerState:
@@ -96,18 +97,19 @@ def distance(p: Array, master: Array) -> Array:
     """Return the float32 u for which ``(p + u).astype(p.dtype)``, as
     `optax.apply_updates` computes it, is the rounded `master`.
 
-    Let q be the rounded master, t the bits of the half-precision significand (11 or 8),
-    u = fl(q - p). Where p/2 <= q <= 2p, u is exact (Sterbenz, "Floating-Point
-    Computation", 1974). Elsewhere two float32 roundings leave p + u off by at most
-    2^-24 (|q - p| + |q|), up to a factor of 1 + 2^-24, and numbers within 2^-(t+1) |q|
-    of q round to it. So the result is q bit for bit while |p| <= (2^(23 - t) - 4)
-    |q|: 4092 |q| in float16, 32764 |q| in bfloat16; and where q is 0, or
-    |q - p| <= 1 in float16, as such a multiple of 2^-24 is a float32.
+    Let q be the rounded master, t the number of bits in the half-precision significand
+    (11 or 8), and u = fl(q - p). If p/2 <= q <= 2p, u is exact (Sterbenz,
+    "Floating-Point Computation", 1974). Otherwise two float32 roundings leave p + u off
+    by at most 2^-24 (|q - p| + |q|), up to a factor of 1 + 2^-24, and numbers within
+    2^-(t+1) |q| of q round to q. So the result is q, bit for bit, as long as |p| <=
+    (2^(23 - t) - 4) |q|, which is 4092 |q| in float16 and 32764 |q| in bfloat16. The
+    result is also q if q is 0, or if |q - p| <= 1 in float16, because such a multiple
+    of 2^-24 is a float32.
 
     All this holds unless q - p is beyond float32 or, in bfloat16, below 2^-126, which
-    XLA flushes to 0. A parameter that shrinks by more in one update, but not to 0, is
-    off by at most 2^-23 |p|, and right again after the next update. `apply_updates` has
-    no such limits.
+    XLA flushes to 0. A parameter that shrinks by a larger factor in one update, but not
+    to 0, is off by at most 2^-23 |p|, and is right again after the next update.
+    `apply_updates` does not have these limits.
     """
     parameter = jnp.asarray(p).astype(jnp.float32)
     target = round_master(master, jnp.result_type(p))
@@ -117,14 +119,15 @@ def distance(p: Array, master: Array) -> Array:
 
 
 def round_master(master: Array, dtype: DType) -> Array:
-    """Round `master`, float32, to the nearest number of the half-precision `dtype`, as
-    float32.
+    """Round the float32 `master` to the nearest number of the half-precision `dtype`;
+    return it as float32.
 
-    XLA may leave out a conversion there and back (its ``xla_allow_excess_precision``).
+    Converting to `dtype` and back would not do, because XLA may leave out such a pair
+    of conversions (its ``xla_allow_excess_precision``).
     """
     if dtype == jnp.bfloat16:
         return lax.reduce_precision(master, exponent_bits=8, mantissa_bits=7)
-    # makes subnormals 0
+    # flushes subnormals to 0
     normal = lax.reduce_precision(master, exponent_bits=5, mantissa_bits=10)
     subnormal = (
         lax.round(master * FLOAT16_SUBNORMALS, lax.RoundingMethod.TO_NEAREST_EVEN)
@@ -137,20 +140,20 @@ def apply_updates(params: Params, updates: Updates, state: Tree) -> Params:
     """Run `optax.apply_updates`, but set half-precision parameters to their rounded
     masters, whatever their values were.
 
-    The two differ only for a parameter that shrinks by more than three orders of
-    magnitude in one update, or is inf or NaN.
+    The two functions differ only for a parameter that shrinks by more than three orders
+    of magnitude in one update, or that is inf or NaN.
 
     Args:
-        params: the parameters, also in flax nnx's variables.
-        updates: from `update` or `flush`.
-        state: from the same call, or a tree that holds exactly one wrapped optimizer's
-            state for these parameters.
+        params: the parameters, which may be in flax nnx's variables.
+        updates: the updates from `update` or `flush`.
+        state: the state from the same call, or a tree that contains exactly one state
+            of a wrapped optimizer for these parameters.
 
     Returns:
         The new parameters, in the dtypes of `params`.
 
     Raises:
-        ArgumentTypeError: `state` holds no such state, or several.
+        ArgumentTypeError: `state` contains no such state, or several.
     """
     params = plain(params)
     masters = jax.tree.map(

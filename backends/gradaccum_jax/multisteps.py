@@ -1,5 +1,5 @@
-"""A drop-in replacement for `optax.MultiSteps`, for code written for it; new code gets
-more from `gradaccum.wrap`.
+"""A drop-in replacement for `optax.MultiSteps`, for existing code. New code should use
+`gradaccum.wrap`, which offers more.
 """
 
 from __future__ import annotations
@@ -38,39 +38,38 @@ SkipFunction = Callable[[Updates, Scalar, Params], tuple[Scalar, Tree]]
 
 
 class MultiSteps:
-    """Drop-in replacement for `optax.MultiSteps`, with its state type, that fixes:
+    """Drop-in replacement for `optax.MultiSteps`, with the same state type. It fixes:
 
-    - work thrown away: the inner optimizer runs once per window, not in every
-      mini-step;
-    - lasting NaN: an inf or NaN neither stays in the sum nor reaches the parameters
-      through an update of ``0 * NaN`` in mid-window;
-    - lost precision: `accumulator_dtype` is by default float32 for half precision and
-      the parameter's own otherwise, not float32 for all;
+    - wasted work: the inner optimizer runs once per window, not in every mini-step;
+    - lasting NaN: an inf or NaN neither remains in the sum nor reaches the parameters
+      in mid-window through an update of ``0 * NaN``;
+    - lost precision: `accumulator_dtype` defaults to float32 for half precision and to
+      the parameter's own dtype otherwise, not to float32 for all parameters;
     - None: a gradient that is None counts as zero;
-    - lost arguments: `gradient_transformation` keeps extra arguments, which optax's
-      drops inside an `optax.chain`;
-    - schedules: NumPy's ints and pairs ``(first gradient_step, steps)`` are taken, and
-      a size below 1 is refused;
+    - lost arguments: `gradient_transformation` passes on extra arguments, which optax's
+      method drops inside an `optax.chain`;
+    - schedules: NumPy's ints and pairs ``(first gradient_step, steps)`` are accepted,
+      and a size below 1 is rejected;
     - compilation: a loop outside `jax.jit` compiles once.
 
-    `acc_grads` holds the running mean (the sum without `use_grad_mean`); a rejected
-    mini-step changes nothing but `skip_state`; without a `should_skip_update_fn` a
-    gradient that is not finite reaches the inner optimizer; extra arguments such as
-    `value` are those of the window's last mini-step.
+    `acc_grads` contains the running mean, or the sum if `use_grad_mean` is False. A
+    rejected mini-step changes nothing but `skip_state`. Without a
+    `should_skip_update_fn`, a gradient that is not finite reaches the inner optimizer.
+    Extra arguments such as `value` come from the window's last mini-step.
 
     Args:
         opt: the wrapped optimizer.
-        every_k_schedule: mini-steps per update: an int >= 1, or a function of
-            `gradient_step` that returns one. Its value is not known under `jax.jit`:
-            there a window of less than one mini-step never ends, as in optax.
-        use_grad_mean: mean over the mini-steps; False: sum.
-        should_skip_update_fn:
-            ``f(updates, gradient_step, params) -> (skip, skip_state)``, such as
-            `optax.skip_not_finite`; `skip` is a bool scalar.
-        accumulator_dtype: dtype of `acc_grads`.
+        every_k_schedule: the number of mini-steps per update: an int >= 1, or a
+            function of `gradient_step` that returns such an int. Under `jax.jit` the
+            returned value is not known, so a window of less than one mini-step never
+            ends there, as in optax.
+        use_grad_mean: True for the mean over the mini-steps, False for their sum.
+        should_skip_update_fn: ``f(updates, gradient_step, params) -> (skip,
+            skip_state)``, such as `optax.skip_not_finite`; `skip` is a bool scalar.
+        accumulator_dtype: the dtype of `acc_grads`.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: an argument is not as above.
+        ArgumentTypeError, ArgumentValueError: an argument is not as described above.
     """
 
     def __init__(
@@ -116,13 +115,13 @@ class MultiSteps:
         params: Params = None,
         **extra_args: Any,
     ) -> tuple[Updates, optax.MultiStepsState]:
-        """Take one mini-step; return the inner optimizer's updates at the end of a
-        window, zeros before it.
+        """Process one mini-step; return the inner optimizer's updates at the end of a
+        window, and zeros before.
 
         Raises:
-            GradientError: `updates` has another structure or shape than `acc_grads`.
-            ArgumentTypeError, ArgumentValueError: a function `every_k_schedule`
-                returned no int >= 1, outside `jax.jit`.
+            GradientError: `updates` differs from `acc_grads` in structure or shape.
+            ArgumentTypeError, ArgumentValueError: outside `jax.jit`, a function
+                `every_k_schedule` did not return an int >= 1.
         """
         check_known(self._options.steps, state.gradient_step)
         gradients = align(updates, state.acc_grads)
@@ -182,11 +181,11 @@ class MultiSteps:
     def _add(
         self, state: optax.MultiStepsState, gradients: Gradients, is_accepted: Scalar
     ) -> Tree:
-        """Return the sum, or the running mean: mean + (gradient - mean) / (number of
-        mini-steps).
+        """Return the new sum, or the new running mean: mean + (gradient - mean) /
+        (number of mini-steps).
         """
         if not self._use_grad_mean:
-            # never True while XLA compiles: see `window.add`
+            # not a constant when XLA compiles: see `window.add`
             adds = is_accepted & (state.mini_step >= 0)
             return gradient_sum.add(state.acc_grads, gradients, None, adds)
 

@@ -1,9 +1,9 @@
 """The wrapped optimizer that `gradaccum.wrap` returns for an optax transformation, with
 `flush` and `discard`.
 
-A loop outside `jax.jit` compiles once. `wrap` returns a plain
-`optax.GradientTransformationExtraArgs`, whose two functions are methods of an
-`Accumulation`, where `flush` and `discard` find the options.
+`wrap` returns a plain `optax.GradientTransformationExtraArgs`. Its two functions are
+methods of an `Accumulation`, in which `flush` finds the options. A loop outside
+`jax.jit` compiles once.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Accumulation:
     """An inner optimizer and the checked options."""
 
     transformation: optax.GradientTransformation
-    """The optimizer as it was wrapped."""
+    """The optimizer that was passed to `wrap`."""
     options: Options
     axes: tuple[str, ...] = ()
     """The mesh axes whose devices share the window."""
@@ -100,7 +100,7 @@ class Accumulation:
 
     @cached_property
     def inner(self) -> optax.GradientTransformationExtraArgs:
-        """The wrapped optimizer under `master_weights.on_masters`."""
+        """The same optimizer, extended by `master_weights.on_masters`."""
         inner = optax.with_extra_args_support(self.transformation)
         return on_masters(inner, self.options.master_weights)
 
@@ -110,8 +110,8 @@ class Accumulation:
         return declared_by(self.transformation)
 
     def init(self, params: Params) -> AccumulationState:
-        """Return the state before the first micro-batch, with one sum in the structure
-        of `params`.
+        """Return the state before the first micro-batch, with a sum in the structure of
+        `params`.
         """
         group.require_axes(self.axes)
         group.same("params", params, self.axes)
@@ -149,8 +149,8 @@ class Accumulation:
         last: Scalar = None,
         **extra: Any,
     ) -> tuple[Updates, AccumulationState]:
-        """Take in one micro-batch; return the inner optimizer's updates at the end of
-        the window, zeros before it.
+        """Add one micro-batch; return the inner optimizer's updates at the end of the
+        window, and zeros before.
 
         If `last` is True, the window ends with this micro-batch.
         """
@@ -290,34 +290,36 @@ def flush(
     denominator: Scalar = None,
     **extra: Any,
 ) -> tuple[Updates, S]:
-    """Close the open window: make the update of the micro-batches that it holds.
+    """Close the open window: make an update from the micro-batches that it contains.
 
-    An empty window changes nothing: then `result` says neither applied nor skipped.
+    If the window is empty, nothing changes, and `result` says neither applied nor
+    skipped.
 
     The inner optimizer gets the window's loss as ``value`` if the micro-batches passed
-    theirs, unless `extra` has one.
+    their losses, unless `extra` contains a ``value``.
 
     Args:
-        tx: from `gradaccum.wrap`; or an `optax.chain`, `optax.partition` or
-            `optax.masked` with one such part. The parts before and beside it stay as
-            they are; what follows it in a chain changes its updates.
-        state: the state of `tx`; flax nnx's ``optimizer.opt_state`` too, as in the
-            recipes.
-        params: the parameters, if the inner optimizer wants them, and with master
-            weights. The updates have their dtypes.
-        denominator: with ``steps=None``, what the sum is divided by in place of its
-            weight: a finite scalar > 0.
-        extra: passed on to the inner optimizer.
+        tx: an optimizer from `gradaccum.wrap`; or an `optax.chain`, `optax.partition`
+            or `optax.masked` with one such part. The parts before the wrapped part and
+            next to it do not change. A part that follows the wrapped part in a chain
+            changes the updates.
+        state: the state of `tx`; flax nnx's ``optimizer.opt_state`` is accepted too, as
+            in the recipes.
+        params: the parameters, which are needed with master weights, or if the inner
+            optimizer needs them. The updates have the dtypes of the parameters.
+        denominator: with ``steps=None``, a finite scalar > 0 by which the sum is
+            divided, instead of by its weight.
+        extra: arguments that are passed on to the inner optimizer.
 
     Returns:
-        The updates, zeros if none was made, and the new state.
+        The updates, which are zeros if no update was made, and the new state.
 
     Raises:
-        ArgumentTypeError: `tx` is not wrapped, or the inner optimizer declares no
-            argument of the name of an `extra`.
-        ArgumentValueError: `denominator` is no finite number > 0, or stands beside
-            ``steps``.
-        UsageError: what follows the wrapped part in a chain has a state of its own.
+        ArgumentTypeError: `tx` is not wrapped, or the inner optimizer does not declare
+            an argument in `extra`.
+        ArgumentValueError: `denominator` is not a finite number > 0, or is combined
+            with ``steps``.
+        UsageError: a part that follows the wrapped part in a chain has a state.
     """
 
     def close(
@@ -337,8 +339,8 @@ M = TypeVar("M")
 
 
 def epoch(loader: Iterable[M], *, progress: bool = False) -> kit.Epoch[tuple[M, bool]]:
-    """Return an iterator over the micro-batches of a loader, each beside whether it is
-    the last one.
+    """Return an iterator over the micro-batches of a loader, each paired with a bool
+    that is True only for the last micro-batch.
 
         for batch, last in gradaccum_jax.epoch(loader):
             # step calls tx.update(grads, state, params, weight=n, last=last)
@@ -347,12 +349,12 @@ def epoch(loader: Iterable[M], *, progress: bool = False) -> kit.Epoch[tuple[M, 
     The loader is read one micro-batch ahead.
 
     Args:
-        loader: yields the micro-batches.
+        loader: an iterable over the micro-batches.
         progress: show a progress bar with rich.
 
     Raises:
-        ArgumentTypeError: `loader` is no iterable, or `progress` no bool.
-        ModuleNotFoundError: `progress` without rich.
+        ArgumentTypeError: `loader` is not an iterable, or `progress` is not a bool.
+        ModuleNotFoundError: `progress` is set, but rich is not installed.
 
     Examples:
         >>> list(epoch([10, 20, 30]))
@@ -373,36 +375,37 @@ def _one_ahead(batches: Iterator[M]) -> Iterator[tuple[M, bool]]:
 
 
 def discard(tx: optax.GradientTransformation, state: S) -> S:
-    """Forget the open window: no update, nothing counted, the loss scale untouched.
+    """Discard the open window: make no update, do not count the window, and leave the
+    loss scale unchanged.
 
     Args:
         tx: as in `flush`.
-        state: likewise.
+        state: as in `flush`.
 
     Raises:
-        ArgumentTypeError: `state` holds no wrapped optimizer's state, or several.
+        ArgumentTypeError: `state` contains no wrapped optimizer's state, or several.
     """
     state = plain(state)
     return new_part(state, window.discard(the_state(state)))
 
 
 def accumulation_of(tx: object) -> Accumulation | None:
-    """Return the `Accumulation` of what `gradaccum.wrap` returned; None for another
-    object.
-    """
+    """Return the `Accumulation` of `tx` if it came from `gradaccum.wrap`, else None."""
     owner = getattr(getattr(tx, "update", None), "__self__", None)
     return owner if isinstance(owner, Accumulation) else None
 
 
 def require_open(tx: optax.GradientTransformation) -> Accumulation:
-    """Raise unless `tx` is wrapped with ``steps=None``: the call closes its window."""
+    """Return the `Accumulation` of `tx`; raise unless `tx` was wrapped with
+    ``steps=None``, because the calling function itself closes the window.
+    """
     accumulation = accumulation_of(tx)
     if accumulation is None:
         raise not_wrapped_error(tx)
     if accumulation.options.steps is not None:
         raise ArgumentValueError(
-            "tx: expected one wrapped with steps=None, as this call closes the window;"
-            f" got steps={accumulation.options.steps!r}. Write"
+            "tx: expected an optimizer wrapped with steps=None, because this call"
+            f" closes the window; got steps={accumulation.options.steps!r}. Write"
             " gradaccum.wrap(optimizer, steps=None)."
         )
     return accumulation

@@ -1,4 +1,6 @@
-"""Record what an optax optimizer is handed while a loop runs, for the loop check."""
+"""Record the gradients that an optax optimizer receives while a loop runs, for the loop
+check.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,17 @@ from gradaccum import kit
 
 
 class RecorderState(NamedTuple):
-    """The number of updates so far, because callbacks may come out of order."""
+    """The number of updates so far. The recorded gradients are stored under this
+    number, because callbacks may run out of order.
+    """
 
     updates: jax.Array
 
 
 class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
-    """An optax transformation for the inner optimizer's place, which records what the
-    optimizer would be handed and makes updates of zeros: the parameters stay.
+    """An optax transformation to use instead of the inner optimizer. It records the
+    gradients that the optimizer would receive, and returns updates of zeros, so the
+    parameters do not change.
 
         recorder = gradaccum_jax.LoopRecorder()
         state = train(optax.MultiSteps(recorder, 4))
@@ -59,16 +64,18 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
         weight: Callable[..., float] | None = None,
         **options: Any,
     ) -> kit.LoopReport:
-        """Say which micro-batches each update held, and with what weight.
+        """Report which micro-batches each update contained, and with what weights.
 
         Args:
-            state: the optimizer's state at the loop's end, or what holds it. It tells
-                which updates were made, where a wrapper computes each and takes some.
-            loss_fn: ``loss_fn(params, *micro_batch)``, a scalar, before anything
-                divides or weighs it.
-            params: the parameters of the loop, which did not move.
-            micro_batches: what the loop trained on, in its order.
-            weight: ``weight(*micro_batch)``. Default: the number of items.
+            state: the optimizer's state at the end of the loop, or a tree that contains
+                it. It shows which updates were applied, because a wrapper may compute
+                an update in every step but apply only some.
+            loss_fn: ``loss_fn(params, *micro_batch)`` returns the loss, a scalar that
+                is not yet divided or weighted.
+            params: the parameters of the loop, which the loop did not change.
+            micro_batches: the micro-batches that the loop trained on, in its order.
+            weight: ``weight(*micro_batch)`` returns a micro-batch's weight; by default
+                its number of items.
             options: ``reduction``, ``steps`` and ``clip_norm``, as in
                 `gradaccum.check_loop`.
         """

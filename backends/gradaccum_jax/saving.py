@@ -1,8 +1,8 @@
 """Saving and loading: a restored state is checked against the optimizer that resumes
 with it.
 
-Libraries that restore without a target return plain dicts and lists, with the paths of
-the state, by which they are checked.
+Libraries that restore without a target return plain dicts and lists. These have the
+same paths as the state, so they are checked by path.
 """
 
 from __future__ import annotations
@@ -39,28 +39,29 @@ from gradaccum_jax.workers.group import by_kind
 
 
 def check_state(tx: optax.GradientTransformation, state: Tree, params: Params) -> Tree:
-    """Return a restored `state` to resume with, as JAX arrays in the structure of `tx`.
+    """Check a restored `state`; return it as JAX arrays in the structure of the state
+    of `tx`.
 
-    This checks the paths, every shape and every dtype. An open window resumes only
-    under the options that it was made under: `reduction`, `on_overflow`, `steps` and
-    the kind of loss scale, or the scale itself if it is constant. Between two windows
-    all of these may change: the saved loss scale is kept only if it is dynamic in both
-    runs. Not for use under `jit`: it looks at values.
+    All paths, shapes and dtypes are checked. An open window can be resumed only with
+    the options that it was saved with: `reduction`, `on_overflow`, `steps`, and the
+    kind of loss scale, or the scale itself if it is constant. Between two windows all
+    of these may change, and the saved loss scale is kept only if it is dynamic in both
+    runs. Do not call this under `jit`, because it reads values.
 
-    With ``axis_name`` the state is that of as many devices as it was saved on;
-    `gradaccum_jax.redistributed` brings it to others.
+    With ``axis_name`` the state is for as many devices as it was saved on;
+    `gradaccum_jax.redistributed` converts it to another number of devices.
 
     Args:
-        tx: what `gradaccum.wrap` returned; or an `optax.chain`, `optax.partition` or
-            `optax.masked` with one such part.
-        state: as the checkpoint returned it, arrays of NumPy or JAX: an
-            `AccumulationState`, or the nested dicts of `flax.serialization` and orbax
-            restored without a target; or flax nnx's ``optimizer.opt_state``, as in the
-            recipes.
+        tx: an optimizer from `gradaccum.wrap`; or an `optax.chain`, `optax.partition`
+            or `optax.masked` with one such part.
+        state: the state from the checkpoint, with NumPy or JAX arrays: an
+            `AccumulationState`; or the nested dicts that `flax.serialization` and orbax
+            return if they restore without a target; or flax nnx's
+            ``optimizer.opt_state``, as in the recipes.
         params: the parameters, or their `jax.ShapeDtypeStruct`.
 
     Raises:
-        CheckpointError: something differs; names it. Nothing was changed.
+        CheckpointError: something differs; the message says what. Nothing was changed.
         ArgumentTypeError: `tx` is not wrapped.
     """
     accumulation = accumulation_of(tx)
@@ -89,8 +90,8 @@ def _on_devices(like: AccumulationState, restored_state: Tree) -> AccumulationSt
 
 def _resume(state: AccumulationState, options: Options) -> AccumulationState:
     options = options._replace(steps=_on_the_host(options.steps))
-    # Not what each device has for itself: another process may hold it, and nothing here
-    # depends on it.
+    # Leave out the fields that differ between devices, because another process may hold
+    # them. Nothing here depends on them.
     shared_state = state._replace(weight=np.zeros(()), overflow=np.zeros((), bool))
     saved_fields = State(
         *(np.asarray(field).item() for field in fields_of(shared_state))
@@ -116,7 +117,9 @@ def _on_the_host(steps: Schedule) -> Schedule:
 
 
 def rebuild(tree: Tree, like: Tree) -> Any:
-    """Return the leaves of `tree` in the structure of `like`, if they match."""
+    """Return the leaves of `tree` in the structure of `like`; raise if they do not
+    match.
+    """
     given_leaves = by_path(tree)
     expected_leaves = by_path(like)
     for path in [*expected_leaves, *given_leaves]:
@@ -124,23 +127,23 @@ def rebuild(tree: Tree, like: Tree) -> Any:
         given_kind = _kind_at(path, given_leaves)
         if given_kind != kind:
             raise CheckpointError(
-                f"state.{path}: expected {kind}; got {given_kind}. Continue with the"
-                " optimizer and the parameters that the checkpoint was made with."
+                f"state.{path}: expected {kind}; got {given_kind}. Resume with the"
+                " optimizer and the parameters that the checkpoint was saved with."
             )
     leaves = [_copy(given_leaves[path]) for path in expected_leaves]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 def _copy(leaf: Array) -> Array:
-    """Copy to a JAX array: JAX would share the memory of NumPy's, which the user may
-    write into.
+    """Copy `leaf` to a JAX array, because JAX would share the memory of a NumPy array,
+    which the user may overwrite.
     """
     return jnp.array(leaf) if isinstance(leaf, np.ndarray) else jnp.asarray(leaf)
 
 
 def by_path(tree: Tree) -> dict[str, Array]:
-    """Return leaves by names joined with dots, the same for a tuple and for the dict
-    that a library made of it.
+    """Return the leaves by path: names joined with dots, which are the same for a tuple
+    and for the dict that a library made from it.
     """
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
     name_of = partial(jax.tree_util.keystr, simple=True, separator=".")
@@ -149,7 +152,7 @@ def by_path(tree: Tree) -> dict[str, Array]:
 
 def _kind_at(path: str, leaves: dict[str, Array]) -> str:
     if path not in leaves:
-        return "nothing at all"
+        return "no array"
     leaf = leaves[path]
     dtype = getattr(leaf, "dtype", type(leaf).__name__)
     return f"an array of shape {np.shape(leaf)} and dtype {dtype}"

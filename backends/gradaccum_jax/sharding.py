@@ -1,9 +1,9 @@
-"""Types that say how devices differ: JAX's private names, and the differences between
-its versions.
+"""The types that say how values differ between devices: JAX's private names, and the
+differences between its versions.
 
-`jax.shard_map` keeps in a value's type the mesh axes along which the value differs from
-device to device. A loop or a conditional must return the types of its arguments. So
-axes that a flag would gain are added before.
+Inside `jax.shard_map`, a value's type contains the mesh axes along which the value
+differs from device to device. A loop or a conditional must return values of the types
+that it received. So if a flag would add axes to these types, the axes are added before.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from gradaccum_jax.arrays import Array, Axes, Tree, typeof
 
 T = TypeVar("T")
 ShardAxes = tuple[str, ...] | None
-"""The axes along which parameters are sharded; None: nobody said."""
+"""The axes along which parameters are sharded; None if the user did not name them."""
 
 
 def axes_of(value: Array) -> Axes:
-    """Return the manual axes along which an array, or an abstract value, varies; none
-    outside of `jax.shard_map`.
+    """Return the manual axes along which an array, or an abstract value, varies;
+    outside `jax.shard_map` there are none.
     """
     if not isinstance(value, (jax.Array, jax.core.AbstractValue)):
         return frozenset()
@@ -61,7 +61,7 @@ def vary(tree: T, axes: Axes) -> T:
         missing = tuple(sorted(axes - axes_of(leaf)))
         if not missing:
             return leaf
-        if hasattr(library, "pcast"):  # JAX 0.10; 0.7 has the other name
+        if hasattr(library, "pcast"):  # JAX 0.10; in 0.7 it is `pvary`
             return library.pcast(leaf, missing, to="varying")
         return library.pvary(leaf, missing)
 
@@ -71,8 +71,8 @@ def vary(tree: T, axes: Axes) -> T:
 def with_axes_of_results(
     predicate: Scalar, function: Callable[[T], T], operand: T
 ) -> tuple[Callable[[T], T], T]:
-    """Return `function` and `operand`, marked as varying along all axes along which the
-    operand, the results or the `predicate` that decides between them vary.
+    """Return `function` and `operand`, marked as varying along every axis along which
+    the operand, the results or the `predicate` varies.
     """
     leaves, structure = jax.tree.flatten(operand)
     while True:
@@ -97,7 +97,7 @@ def shards_of(leaf: Array, shard_axes: ShardAxes) -> tuple[str, ...]:
 
 
 def everywhere(flag: Scalar, shard_axes: ShardAxes) -> Scalar:
-    """True if `flag` holds on every device that has a part of the model: a bool
+    """True if `flag` is true on every device that has a part of the model: a bool
     scalar.
     """
     axes = shards_of(flag, shard_axes)
@@ -113,26 +113,27 @@ def explicitly_sharded(leaf: Array) -> bool:
 
 # The devices that share an axis of an array.
 #
-# An array knows its sharding. So does a traced type on an explicit mesh. On an ordinary
-# mesh (``AxisType.Auto``) a traced type names the mesh, and XLA decides later who holds
-# what. A type names no mesh under ``jax.jit(..., in_shardings=...)`` of a NumPy array.
+# An array knows its sharding, and so does a traced type on an explicit mesh. On an
+# ordinary mesh (``AxisType.Auto``) a traced type names only the mesh, and XLA decides
+# later which device holds what. Under ``jax.jit(..., in_shardings=...)`` the type of a
+# NumPy array names no mesh.
 
 
 class AxisShards(NamedTuple):
-    """The shards of one axis, all of one size."""
+    """The number of equal shards of one axis."""
 
     known: int
-    """How many the array or its type tells of."""
+    """The number of shards that the array or its type shows."""
     possible: int
-    """A multiple of `known`: how many there may be."""
+    """The largest possible number of shards, a multiple of `known`."""
 
 
 ONE_SHARD = AxisShards(1, 1)
 
 
 def axis_shards(leaf: Array, axis: int, others: Tree) -> AxisShards:
-    """Return the shards of an axis of `leaf`; a type that names no mesh may lie on a
-    mesh of `others`.
+    """Return the shards of an axis of `leaf`. If its type names no mesh, it may be
+    sharded over a mesh of `others`.
     """
     if manual_axes() or not isinstance(leaf, jax.Array):
         return ONE_SHARD
@@ -159,8 +160,8 @@ def _shards_by_type(sharding: Any, axis: int, others: Tree) -> AxisShards:
 
 
 def _most_devices(tree: Tree) -> int:
-    """Return the size of the largest mesh with automatic axes, of those around this
-    call and of the arrays in `tree`; 1 without such a mesh.
+    """Return the size of the largest mesh with automatic axes, among the mesh around
+    this call and the meshes of the arrays in `tree`; 1 if there is no such mesh.
     """
     arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
     meshes: list[Any] = [typeof(leaf).sharding.mesh for leaf in arrays]
@@ -169,13 +170,13 @@ def _most_devices(tree: Tree) -> int:
 
 
 def _is_automatic(mesh: Any) -> bool:
-    """True if XLA decides along some axis which device has what."""
+    """True if XLA decides, along some axis of `mesh`, which device holds what."""
     return not mesh.empty and AxisType.Auto in mesh.axis_types
 
 
 def divide_axis(array: Array, axis: int, blocks: int) -> Array:
-    """Return `array` with an axis of blocks, which keeps the sharding, in front of
-    `axis`.
+    """Return `array` with `axis` divided into two axes: an axis of blocks, which keeps
+    the sharding, and an axis within a block.
     """
     length = array.shape[axis] // blocks
     shape = (*array.shape[:axis], blocks, length, *array.shape[axis + 1 :])
@@ -185,7 +186,7 @@ def divide_axis(array: Array, axis: int, blocks: int) -> Array:
 
 
 def merge_axis(array: Array, axis: int) -> Array:
-    """Return `array` with `axis` and the axis after it as one, the reverse of
+    """Return `array` with `axis` and the axis after it merged, the reverse of
     `divide_axis`.
     """
     shape = (
@@ -208,20 +209,21 @@ def _reshaped(
 
 # A value that is the same on all devices although its type says that it may differ.
 #
-# At a window's end the reduced sum takes the place of each device's own sum, in the
-# same buffer. The loop that does it has one type for both: that of values which vary.
-# The numbers that are made of the reduced sum are the same on all devices, and only
-# this package knows. Without a word for that, the updates would need a second buffer of
+# At the end of a window the reduced sum replaces each device's own sum in the same
+# buffer. The conditional that does this has one type for both sums: the type of values
+# that vary. Values computed from the reduced sum are the same on all devices, but JAX's
+# types do not show this. With these types, the updates would need a second buffer of
 # the model's size, or another collective.
 #
-# JAX has no such word. Here it is: a primitive that changes the type and nothing else.
+# JAX has no operation to correct them, so this primitive changes the type and nothing
+# else.
 
 
 replicated_p: Any = core.Primitive("replicated")
 
 
 def replicated(tree: T, axes: tuple[str, ...]) -> T:
-    """Mark `tree` as not varying along `axes`, which the caller knows."""
+    """Mark `tree` as not varying along `axes`; the caller must be sure of this."""
 
     def retype(leaf: Array) -> Array:
         varying_axes = tuple(sorted(axes_of(leaf) & frozenset(axes)))
@@ -233,7 +235,7 @@ def replicated(tree: T, axes: tuple[str, ...]) -> T:
 
 
 def _type_after(operand: Any, *, axes: tuple[str, ...]) -> Any:
-    # JAX 0.7; the type of JAX 0.10 knows more ways than one to differ.
+    # JAX 0.7. In JAX 0.10 a type records several ways in which a value may differ.
     if hasattr(operand, "vma"):
         return operand.update(vma=operand.vma - frozenset(axes))
     varying = operand.mat.varying - frozenset(axes)

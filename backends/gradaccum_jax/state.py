@@ -1,8 +1,8 @@
 """The state of an accumulation as a pytree, and the results that users read from it.
 
-It is flat, with the same field names in every backend, which
-`optax.tree_utils.tree_get` finds. It holds arrays only, so no field can be lost in a
-flatten.
+The state is flat and has the same field names in every backend, so
+`optax.tree_utils.tree_get` finds the fields. It contains only arrays, so no field is
+lost when the state is flattened.
 """
 
 from __future__ import annotations
@@ -20,69 +20,73 @@ from gradaccum_jax.arrays import Array, DType, InnerState, Tree
 from gradaccum_jax.sharding import axes_of, manual_axes, vary
 
 STEPS = 4
-"""The place of ``steps`` among the codes of `AccumulationState.terms`."""
+"""The index of ``steps`` in `AccumulationState.terms`."""
 
 
 class AccumulationState(NamedTuple):
     """The state between two micro-batches. Scalars have shape ``()``."""
 
     micro_step: Scalar
-    """int32: micro-batches in the open window."""
+    """int32: the number of micro-batches in the open window."""
     optimizer_step: Scalar
-    """int32: updates applied."""
+    """int32: the number of updates applied."""
     skipped_windows: Scalar
-    """int32: windows closed without an update."""
+    """int32: the number of windows closed without an update."""
     weight: Scalar
-    """float32, float64 with float64 accumulators: sum of the weights in the open
+    """float32, or float64 with float64 accumulators: the sum of the weights in the open
     window.
     """
     overflow: Scalar
-    """bool: some micro-batch of the open window is known to have had a non-finite
+    """bool: a micro-batch of the open window is known to have had a non-finite
     gradient.
     """
     loss_scale: Scalar
-    """float32: the factor of the loss before differentiation."""
+    """float32: the factor by which the loss is multiplied before differentiation."""
     growth_tracker: Scalar
-    """int32: clean windows since the loss scale last changed."""
+    """int32: the number of windows without overflow since the loss scale last changed.
+    """
     accumulator: Tree
     """The open window's sum, scaled and undivided, in the tree of the parameters.
-    Between two windows it holds what the last update left there.
+    Between two windows it contains leftover values from the last update.
     """
     inner_state: InnerState
-    """The wrapped optimizer's own state; with master weights that of the masters."""
+    """The wrapped optimizer's own state; with master weights, its state for the
+    masters.
+    """
     last_applied: Scalar
     """bool: the last event closed a window with an update."""
     last_skipped: Scalar
-    """bool: the last event closed a window without one."""
+    """bool: the last event closed a window without an update."""
     last_overflow: Scalar
     """bool: the last event closed a window that had overflowed, or dropped its
     micro-batch.
     """
     last_grad_norm: Scalar
-    """dtype of `weight`: global 2-norm of the last closed window's gradient before
-    clipping; inf if it overflowed; 0 before any; `UNKNOWN` if nothing asked for it.
+    """dtype of `weight`: the global 2-norm of the last closed window's gradient before
+    clipping; inf if the window overflowed; 0 before the first window; `UNKNOWN` if no
+    option needed the norm.
     """
     masters: Tree = None
-    """With ``master_weights=True`` the tree of the parameters: float32 masters of the
-    half-precision ones, None for the others.
+    """With ``master_weights=True``, a tree like the parameters, with float32 masters of
+    the half-precision parameters and None for the other parameters.
     """
     terms: Array = None
     """int32, shape (5,): format, reduction, on_overflow, kind of loss scale and steps
-    of the open window: `gradaccum.kit.encode_terms`.
+    of the open window, as `gradaccum.kit.encode_terms` encodes them.
     """
     loss: Scalar = None
     """dtype of `weight`: the open window's losses, added up as `gradaccum.kit.add_loss`
-    does; `UNKNOWN` if one was not told.
+    does; `UNKNOWN` if a loss was not passed.
     """
     last_loss: Scalar = None
-    """dtype of `weight`: the last closed window's loss, unscaled; `UNKNOWN` before any,
-    and where it was not told.
+    """dtype of `weight`: the last closed window's loss, unscaled; `UNKNOWN` before the
+    first window, and if a loss was not passed.
     """
 
 
 def fresh(start: State, weight_dtype: DType, **trees: Tree) -> AccumulationState:
-    """Return the state before the first micro-batch. Every scalar has its own array: no
-    buffer may be donated twice.
+    """Return the state before the first micro-batch. Every scalar has its own array,
+    because no buffer may be donated twice.
     """
     dtypes = {**kit.FIELD_DTYPES, "weight": weight_dtype}
     fields: dict[str, Any] = {
@@ -99,14 +103,18 @@ def fresh(start: State, weight_dtype: DType, **trees: Tree) -> AccumulationState
 
 
 def first_terms(options: Options) -> Array:
-    """Return the terms before a callable ``steps`` was called."""
+    """Return the terms before the first micro-batch, without calling a callable
+    ``steps``.
+    """
     if not kit.is_known(options.steps):
         return current_terms(options, None)
     return current_terms(options, kit.steps_at(options.steps, 0, kit.select))
 
 
 def current_terms(options: Options, steps: Scalar) -> Array:
-    """Return the codes of the open window's terms, which each micro-batch writes."""
+    """Return the encoded terms of the open window, which each micro-batch stores in the
+    state.
+    """
     codes = kit.encode_terms(kit.terms_of(options._replace(steps=None), 0))
     terms = jnp.asarray(codes, jnp.int32)
     if steps is None:
@@ -130,8 +138,8 @@ def fields_of(state: AccumulationState) -> Fields:
 
 
 def with_fields(state: AccumulationState, fields: Fields) -> AccumulationState:
-    """Return `state` with new `fields`, each in its old type, which a scan's carry must
-    keep.
+    """Return `state` with new `fields`. Each keeps its old type, because the type of a
+    scan's carry must not change.
     """
     return AccumulationState._make((*all_like(fields, fields_of(state)), *state[7:]))
 
@@ -141,7 +149,7 @@ def like(new: Scalar, old: Scalar) -> Array:
 
 
 def all_like(news: Sequence[Scalar], olds: Sequence[Scalar]) -> list[Array]:
-    """Cast each of `news` to the dtype and the mesh axes of its old value."""
+    """Cast each new value to the dtype and the mesh axes of its old value."""
     arrays = [
         jnp.asarray(new, jnp.result_type(old))
         for new, old in zip(news, olds, strict=True)
@@ -163,9 +171,10 @@ def the_state(tree: Tree) -> AccumulationState:
     states = find_states(tree)
     if len(states) != 1:
         raise ArgumentTypeError(
-            "state: expected the state of a wrapped optimizer, or a tree that holds"
-            f" one; got a {type(tree).__name__} that holds {len(states)} of them. Pass"
-            " what tx.init(params) or tx.update(...) returned."
+            "state: expected the state of a wrapped optimizer, or a tree that"
+            f" contains exactly one such state; got a {type(tree).__name__} that"
+            f" contains {len(states)} such states. Pass the state that tx.init(params)"
+            " or tx.update(...) returned."
         )
     return states[0]
 
@@ -174,8 +183,8 @@ def result(state: Tree) -> StepResult:
     """Return the result of the last update, flush or discard.
 
     Args:
-        state: the state of a wrapped optimizer, or a tree that holds exactly one, such
-            as the state of an `optax.chain`.
+        state: the state of a wrapped optimizer, or a tree that contains exactly one
+            such state, for example the state of an `optax.chain`.
 
     Returns:
         A `StepResult` of `jax.Array` scalars, shape ``()``: bools; `grad_norm` and
@@ -183,12 +192,12 @@ def result(state: Tree) -> StepResult:
         counters int32.
 
     Raises:
-        ArgumentTypeError: `state` holds no such state, or several.
+        ArgumentTypeError: `state` contains no such state, or several.
     """
     window_state = the_state(state)
     overflow = jnp.asarray(window_state.last_overflow)
     if overflow.ndim > jnp.ndim(window_state.last_applied):
-        overflow = overflow.any(axis=0)  # one for each device
+        overflow = overflow.any(axis=0)  # one flag per device
     return StepResult(
         applied=jnp.asarray(window_state.last_applied),
         skipped=jnp.asarray(window_state.last_skipped),
@@ -202,21 +211,21 @@ def result(state: Tree) -> StepResult:
 
 
 def describe(state: Tree) -> str:
-    """Return the state in one line:
+    """Return a description of the state in one line:
     ``micro-batch 2 of 4, update 17, 1 skipped, scale 65536``.
 
-    The size is that of the last micro-batch's window. This waits for the device; call
-    it outside of compiled code.
+    The description shows the size of the last micro-batch's window. Call this outside
+    compiled code, because it waits for the device.
 
     Args:
         state: as in `result`.
 
     Raises:
-        ArgumentTypeError: `state` holds no accumulation's state, or several.
+        ArgumentTypeError: `state` contains no wrapped optimizer's state, or several.
     """
     window_state = the_state(state)
     code = int(window_state.terms[STEPS])
-    # each device that shares a window has a weight of its own
+    # each device that shares a window has its own weight
     fields = State(*(jnp.sum(field).item() for field in fields_of(window_state)))
     return kit.status(fields, UntilWeight(-code) if code < 0 else code or None)
 
@@ -229,21 +238,22 @@ def scale_loss(loss: Scalar, state: Tree) -> Scalar:
         state: as in `result`.
 
     Raises:
-        ArgumentTypeError: `state` holds no accumulation's state, or several.
+        ArgumentTypeError: `state` contains no wrapped optimizer's state, or several.
     """
     return loss * jnp.asarray(the_state(state).loss_scale)
 
 
-# Numbers that nobody knows, as the state stores them: the loss of a window that was
-# given none, the norm of a window that nobody measured.
+# How the state stores unknown numbers: the loss of a window whose losses were not
+# passed, and the norm of a window that was not measured.
 #
-# They are NaN wherever anything is computed. But ``jax_debug_nans`` stops at each NaN
-# that leaves a jitted function, and a state leaves one in every micro-batch. So the
-# state stores the lowest float32 in a NaN's place, which is no sum of losses.
+# Computations treat such a number as NaN. But ``jax_debug_nans`` stops at each NaN that
+# leaves a jitted function, and every micro-batch returns a state from a jitted
+# function. So the state stores the lowest float32 instead of NaN; no sum of losses has
+# this value.
 
 
 UNKNOWN = float(jnp.finfo(jnp.float32).min)
-"""Exact in float64 too."""
+"""This number is exact in float64 too."""
 
 
 def as_stored(number: Scalar) -> Scalar:
@@ -251,5 +261,5 @@ def as_stored(number: Scalar) -> Scalar:
 
 
 def as_read(number: Scalar) -> Scalar:
-    with jax.debug_nans(False):  # this NaN is no accident
+    with jax.debug_nans(False):  # this NaN is intended
         return jnp.where(number == UNKNOWN, jnp.nan, number)

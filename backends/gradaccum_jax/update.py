@@ -1,9 +1,9 @@
-"""The inner optimizer's call at the end of a window: made once or not at all, with no
-second buffer of the parameters' size.
+"""The call of the inner optimizer at the end of a window. It is made at most once, and
+needs no second buffer of the parameters' size.
 
-If the inner optimizer runs, its updates take the sum's place, where the next window's
-first micro-batch overwrites them. The parameters are closed over, not carried. So XLA
-works in place, and a micro-batch in mid-window costs the addition and a select.
+If the inner optimizer runs, its updates replace the sum, and the next window's first
+micro-batch overwrites them. The parameters are closed over instead of carried. So XLA
+works in place, and a micro-batch in mid-window costs only the addition and a select.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from gradaccum_jax.xla import run_if
 
 
 class Update(NamedTuple):
-    """A call of the inner optimizer that the end of a window may make."""
+    """A call of the inner optimizer that may be made at the end of a window."""
 
     optimizer: Callable[..., tuple[Any, Any]]
     """``optimizer(gradients, state, params, **extra)``: the inner transformation's
@@ -70,11 +70,12 @@ class Update(NamedTuple):
         divisor: Scalar,
         apply: Scalar,
     ) -> tuple[Updates, Tree, InnerState]:
-        """Run the inner optimizer if `apply` holds. A divisor of None says that the sum
-        is divided already.
+        """Run the inner optimizer if `apply` is true. ``divisor=None`` means that the
+        sum is already divided.
 
         Returns:
-            The updates twice and the new state; otherwise zeros, the sum and the state.
+            The updates, the updates again in the sum's buffer, and the new state; if
+            `apply` is false, zeros, the sum and the old state.
         """
         update_types = self._update_types(accumulator, inner_state, divisor)
         buffer = jax.tree.map(_wide_enough, accumulator, update_types)
@@ -101,7 +102,7 @@ class Update(NamedTuple):
     def _update_types(
         self, accumulator: Tree, inner_state: InnerState, divisor: Scalar
     ) -> Updates:
-        """Return the updates' shapes and dtypes; nothing of the call enters the
+        """Return the shapes and dtypes of the updates, without adding the call to the
         program.
         """
 
@@ -121,7 +122,9 @@ class Update(NamedTuple):
         return jax.tree.unflatten(structure, gradients)
 
     def _optimize(self, gradients: Tree, inner_state: InnerState) -> tuple[Any, Any]:
-        """Call the optimizer; without ``value`` if it takes none, as optax's SAM."""
+        """Call the optimizer, without ``value`` if it does not accept this argument, as
+        optax's SAM does not.
+        """
         extra = self.extra
         try:
             results = self.optimizer(gradients, inner_state, self.params, **extra)
@@ -130,7 +133,7 @@ class Update(NamedTuple):
                 raise
             extra = {name: extra[name] for name in extra if name != "value"}
             results = self.optimizer(gradients, inner_state, self.params, **extra)
-        return same("what the inner optimizer made", results, self.axes)
+        return same("result of the inner optimizer", results, self.axes)
 
 
 def _wide_enough(total: Array, update: Array) -> Array:
@@ -138,8 +141,9 @@ def _wide_enough(total: Array, update: Array) -> Array:
 
 
 def _updates_that_move(updates: Updates, accumulator: Tree) -> Updates:
-    """Replace the update of each parameter that takes no part by the sum, an exact 0 in
-    its dtype, and that of a frozen one by the array in its sum's place.
+    """Replace the update of each parameter without a floating dtype with its sum, an
+    exact 0 in the parameter's dtype, and the update of each frozen parameter with an
+    array without elements.
     """
 
     def update_that_moves(total: Array, update: Array) -> Array:
@@ -156,11 +160,11 @@ def without_frozen(
     inner_state: InnerState,
     params: Params,
 ) -> Tree:
-    """Return the sum without those of frozen parameters, whose gradients `optimizer`
-    does not read, such as those under `optax.set_to_zero`.
+    """Return `accumulator` without the sums of frozen parameters, whose gradients
+    `optimizer` does not read, for example because of `optax.set_to_zero`.
 
-    It returns every sum if weight decay, or another use of parameters, could move one of
-    them.
+    All sums are kept if weight decay, or another use of parameters, could change a
+    frozen parameter.
     """
     totals, structure = jax.tree.flatten(accumulator)
     count = len(totals)
@@ -173,7 +177,7 @@ def without_frozen(
     try:
         program = jax.make_jaxpr(results)(totals, params).jaxpr
     except Exception:
-        # The optimizer wants arguments that only a micro-batch has.
+        # The optimizer needs arguments that exist only with a micro-batch.
         return accumulator
     uses_state = [True] * len(program.outvars[count:])
     is_read = partial_eval.dce_jaxpr(program, [True] * count + uses_state)[1]
@@ -189,8 +193,8 @@ def without_frozen(
 
 
 def no_update(leaf: Array) -> Array:
-    """Return -0.0, the one zero that leaves every parameter bit for bit as it is: -0.0
-    + 0.0 is 0.0, but x + -0.0 is x.
+    """Return zeros like `leaf`: always -0.0, because adding -0.0 leaves every parameter
+    unchanged, bit for bit. Adding 0.0 would change -0.0 to 0.0.
     """
     zero: complex = 0
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):

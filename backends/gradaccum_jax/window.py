@@ -1,7 +1,7 @@
-"""The open window: take in a micro-batch, close the window where it ends, forget it.
+"""The open window: add a micro-batch, close the window at its end, or discard it.
 
-Only the device knows whether a window ends, so every micro-batch runs one program:
-`add`, then `close`, which changes the state only if `at_end` holds.
+Only the device knows whether a window ends. So every micro-batch runs the same program:
+`add`, then `close`, which closes the window only if `at_end` is true.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ from gradaccum_jax.workers.group import ReducedWindow, all_reduce, require_known
 from gradaccum_jax.xla import run_if
 
 Event = tuple[Scalar, Scalar, Scalar]
-"""The last event as a state has it: applied, skipped, overflow."""
+"""The last event as the state stores it: applied, skipped, overflow."""
 
 
 class MicroBatch(NamedTuple):
     """A micro-batch's gradients, weight and loss."""
 
     gradients: Gradients
-    """Aligned with the sum's leaves; None adds nothing."""
+    """In the order of the sum's leaves; None adds nothing."""
     weight: Scalar = None
-    """A scalar array; None: 1."""
+    """A scalar array; None means 1."""
     loss: Scalar = None
     """A scalar array, unscaled; None if it was not passed."""
 
@@ -70,8 +70,8 @@ def add(
     options: Options,
     shard_axes: ShardAxes = None,
 ) -> tuple[AccumulationState, Scalar]:
-    """Add a micro-batch to the window; return the state, and a bool scalar: the
-    micro-batch was dropped.
+    """Add a micro-batch to the window; return the state, and a bool scalar that is true
+    if the micro-batch was dropped.
     """
     gradients = micro_batch.gradients
     weight = micro_batch.weight
@@ -87,10 +87,11 @@ def add(
         finite = everywhere(gradient_sum.all_finite(gradients, factor), shard_axes)
     if not kit.is_known(options.steps):
         finite = finite & (number_of(steps) >= 1)
-    # Only the running program knows this, as it looks at the total. XLA:CPU vectorises
-    # select(add), but compiles a bare in-place add to a scalar loop (JAX 0.7).
+    # `adds` is never a constant of the program, because `usable` looks at the total
+    # weight. This matters: XLA:CPU vectorises select(add), but compiles a bare in-place
+    # add to a scalar loop (JAX 0.7).
     adds = usable(fields, weight, finite)
-    # Between two windows there is what the last window left.
+    # Between two windows the accumulator contains leftover values from the last window.
     total = gradient_sum.emptied(state.accumulator, fields[0] == 0)
     total = gradient_sum.add(total, gradients, factor, adds)
     state = with_fields(state, accumulate(fields, weight, finite, jnp.where))
@@ -101,12 +102,13 @@ def add(
 
 
 class Ending(NamedTuple):
-    """The results of a window's end, without the update."""
+    """The results of closing a window, apart from its update."""
 
     state: AccumulationState
-    """That of a window that makes no update, without its trees."""
+    """The state after the window, without its trees."""
     total: Tree
-    """The sum of all devices that share the window; None if they do not."""
+    """The sum over all devices that share the window; None if the window is not shared.
+    """
     apply: Scalar
     divisor: Scalar
     loss: Scalar
@@ -122,14 +124,14 @@ def close(
     takes_loss: bool,
     denominator: Scalar = None,
 ) -> tuple[Updates, AccumulationState]:
-    """Close the window where it ends: make its update or skip it, and count that;
-    elsewhere return zeros and leave `event`.
+    """Close the window if `at_end` is true: make its update or skip it, and count the
+    window. Otherwise return zeros, and a state whose last event is `event`.
 
     There are three conditionals: the first decides, the second divides the sum in
-    place, the third runs the inner optimizer. XLA:CPU runs a branch breadth first: if
-    the optimizer's branch divided, all divided gradients would live at once, of which
-    AdamW reads each twice (JAX 0.7.1: temporary memory of 1.0 times the parameters in
-    place of 0.25).
+    place, and the third runs the inner optimizer. The division is separate because
+    XLA:CPU runs a branch breadth first. If the optimizer's branch divided the sum, all
+    divided gradients would be in memory at once, because AdamW reads each of them twice
+    (JAX 0.7.1: temporary memory of 1.0 times the parameters instead of 0.25 times).
     """
     require_known_axes(state.accumulator, update.axes, update.shard_axes)
     bare_state = with_event(
@@ -184,8 +186,8 @@ def close(
         total, inner_state, divisor, ending.apply
     )
     if is_shared:
-        # On its way out of `data_parallel` a device's sum gets a leading axis, for
-        # which XLA would copy it; a select is written in place.
+        # `data_parallel` adds a leading axis to each device's sum. XLA would copy the
+        # sum for this axis, but writes a select in place.
         total = gradient_sum.emptied(total, at_end)
     return updates, ending.state._replace(
         accumulator=total, inner_state=inner_state, masters=masters, terms=state.terms
@@ -199,16 +201,18 @@ def discard(state: AccumulationState) -> AccumulationState:
     return with_event(state, False, False, False)
 
 
-# The end of a window: the norm of its sum, and the decision on it.
+# The end of a window: the norm of its sum, and the decision whether to apply the
+# update.
 #
-# With ``on_overflow="ignore"`` and no option that asks for the norm, nothing is
-# measured.
+# With ``on_overflow="ignore"`` and no option that needs the norm, nothing is measured.
 
 
 def decide_on(
     fields: Fields, total: Tree, update: Update, divides: Options
 ) -> Decision:
-    """Return the decision on a window that ends, under the options that divide it."""
+    """Return the decision on a window that ends; `divides` contains the options by
+    which its sum is divided.
+    """
     dtype = jnp.result_type(fields[3])
     norm = jnp.full((), jnp.nan, dtype)
     finite = jnp.asarray(True)
@@ -222,11 +226,11 @@ def decide_on(
     return Decision(*decide(fields, norm, finite, divides, jnp.where, largest))
 
 
-# The size of a window where a callable in ``steps`` says it.
+# The size of a window if a callable in ``steps`` determines it.
 #
-# A concrete value is checked as in every backend; the value of a traced one is not
-# known. If it turns out below 1, each micro-batch counts as not finite, so that no
-# update is made and the result says so.
+# A concrete size is checked as in every backend, but a traced size is not known. If it
+# turns out to be below 1, each micro-batch counts as not finite, so that no update is
+# made and the result shows it.
 
 
 def number_of(size: Scalar) -> Scalar:
@@ -234,8 +238,9 @@ def number_of(size: Scalar) -> Scalar:
 
 
 def check_known(schedule: kit.Schedule, optimizer_step: Scalar = 0) -> None:
-    """Check the open window's size if a loop outside `jax.jit` knows it, and the first
-    window's size before. Only for a callable it waits for the last update.
+    """Check the open window's size if it is known, as in a loop outside `jax.jit`;
+    without an `optimizer_step`, check the first window's size. If ``steps`` is a
+    callable, this waits for the last update.
     """
     if kit.is_known(schedule) or isinstance(optimizer_step, jax.core.Tracer):
         return

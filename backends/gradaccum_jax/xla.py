@@ -1,4 +1,4 @@
-"""The compilation of a step: once outside of `jax.jit`, and with branches that the
+"""How a step is compiled: only once outside `jax.jit`, and with branches that the
 device chooses.
 """
 
@@ -21,17 +21,17 @@ TRACEABLE = (jax.Array, np.ndarray, np.generic, float)
 
 
 def call_jitted(jitted_function: Any, *arguments: Tree) -> Any:
-    """Call what `jax.jit` returned; or the function inside it if a leaf is a function, a
-    flag or another static value.
+    """Call a function that `jax.jit` returned; or call the function inside it if a leaf
+    of the arguments is a function, a flag or another static value.
 
-    Called op by op from Python, the conditionals of a step would compile anew in every
-    micro-batch. Under `jax.jit` the jitted form is inlined.
+    If a step were called from Python op by op, its conditionals would be compiled again
+    in every micro-batch. Under `jax.jit` the jitted function is inlined.
     """
     is_traceable = all(
         isinstance(leaf, TRACEABLE) for leaf in jax.tree.leaves(arguments)
     )
-    # Sums are wider than gradients by design; a user's "strict" would refuse to mix
-    # them.
+    # Sums are wider than gradients by design. With the user's setting "strict", JAX
+    # would refuse to mix the two dtypes.
     with jax.numpy_dtype_promotion("standard"):
         if is_traceable:
             return jitted_function(*arguments)
@@ -39,9 +39,10 @@ def call_jitted(jitted_function: Any, *arguments: Tree) -> Any:
 
 
 def run_if(predicate: Scalar, function: Callable[[T], T], operand: T) -> T:
-    """Return ``function(operand)`` if `predicate` holds, else `operand`, in its types.
+    """Return ``function(operand)`` if `predicate` is true, else `operand`; both have
+    the same types.
 
-    Under `jax.vmap` it is a select: both are computed.
+    Under `jax.vmap` this is a select: both results are computed.
     """
     arrays = jax.tree.map(jnp.asarray, operand)
     if manual_axes():

@@ -71,19 +71,19 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "misspelt weight": (
         lambda: update(wrap(optax.adam(0.1)), wieght=3.0),
         TYPE,
-        f"wieght: {NO_ARGUMENT}.*weight= and last= belong",
+        f"wieght: {NO_ARGUMENT}.*weight= and last= are",
     ),
     "weight of a flush": (
         lambda: flush(wrap(steps=None), weight=3.0),
         TYPE,
-        f"weight: {NO_ARGUMENT}.*denominator= to",
+        f"weight: {NO_ARGUMENT}.*denominator= is",
     ),
     "function of the last micro-batch": (
         lambda: update(
             wrap(optax.lbfgs(), steps=None), value_fn=lambda p: 0.0, last=True
         ),
         USAGE,
-        "value_fn: expected nothing in a window of several micro-batches",
+        "value_fn: expected no such argument in a window of several micro-batches",
     ),
     "wrapped": (lambda: wrap(wrap()), TYPE, INNER),
     "wrapped in a chain": (lambda: update(wrap(optax.chain(wrap()))), TYPE, INNER),
@@ -110,7 +110,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
             )
         ),
         USAGE,
-        r"tx: expected no state behind.*got state\[1\]\.count.*Wrap the whole",
+        r"tx: expected no stateful transformation after.*got state\[1\]\.count.*Wrap the whole",
     ),
     "list of flags": (
         lambda: large_batch(ONE, X, [True] * 6),

@@ -84,6 +84,6 @@ def test_variables_that_are_no_parameters_are_refused(words: str) -> None:
     for call in calls:
         with pytest.raises(
             gradaccum.ArgumentTypeError,
-            match=rf"^params.*: expected parameters alone; got {words}.*nnx\.",
+            match=rf"^params.*: expected only parameters; got {words}.*nnx\.",
         ):
             call(model)

@@ -1,9 +1,10 @@
-"""The call of a large batch, which compiles itself, and the largest micro-batch that
-fits.
+"""A call with a large batch, which compiles its own program, and the search for the
+largest micro-batch that fits in memory.
 
-XLA knows the memory of a compiled program: the whole batch is compiled, then half of
-it, and so on, until a program is within the limit. If the device runs out all the same,
-the size is halved again. Several processes decide alike by the user's limit.
+XLA reports how much memory a compiled program needs. The program is compiled for the
+whole batch, then for half of it, and so on, until it fits the limit. If the device
+still runs out of memory, the size is halved again. Several processes choose the same
+size, because they use the limit that the user passed.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class LargeBatchFunction(ABC):
 
     @abstractmethod
     def run(self, model_arguments: Any, batch: LargeBatch) -> Any:
-        """Run on a batch that is cut."""
+        """Run on a batch that `cut_batch` has split."""
 
     def call(
         self,
@@ -45,7 +46,9 @@ class LargeBatchFunction(ABC):
         arguments: tuple[Tree, ...],
         keywords: dict[str, Any],
     ) -> Any:
-        """Cut the batch and run; each value of a keyword has a program of its own."""
+        """Split the batch and run. Each value of a keyword argument such as a flag has
+        its own program.
+        """
         batch = read_batch(arguments, keywords, self.splitting)
         if self._size_search is not None:
             return self._size_search(model_arguments, batch)
@@ -73,8 +76,8 @@ class SizeSearch:
         self.sizes = sizes
         self.programs: dict[Hashable, Callable[..., Any]] = {}
         self.identity = object()
-        """The function's part of its keys. The process's sizes keep it alive, so that no
-        later function has the same.
+        """Identifies this function in the keys of `sizes`, which keep the object alive,
+        so that no later function gets the same identity.
         """
 
     def __call__(self, model_arguments: Tree, batch: LargeBatch) -> Any:
@@ -102,8 +105,8 @@ class SizeSearch:
     def attempt(
         self, name: Hashable, model_arguments: Tree, batch: LargeBatch, limit: int
     ) -> tuple[Any, Exception | str | None]:
-        """Return the result and None; or None and why it did not fit, without the
-        error's frames, which hold arrays.
+        """Return the result and None; or None and the reason why the batch did not fit.
+        An error is returned without its traceback, which would keep arrays alive.
         """
         try:
             if name in self.programs:
@@ -112,12 +115,12 @@ class SizeSearch:
             needed_bytes = bytes_of(program, (model_arguments, batch))
             if needed_bytes > limit:
                 return None, f"{needed_bytes} bytes"
-            # A device may report only at the end that memory ran out.
+            # A device may report only at the end of a run that it is out of memory.
             library: Any = jax
             result = library.block_until_ready(program(model_arguments, batch))
         except jax.errors.JaxRuntimeError as error:
-            # GPU's and TPU's RESOURCE_EXHAUSTED, and XLA:CPU's INTERNAL with "Out of
-            # memory allocating ... bytes".
+            # GPUs and TPUs raise RESOURCE_EXHAUSTED, and XLA:CPU raises INTERNAL with
+            # "Out of memory allocating ... bytes".
             message = str(error)
             ran_out = message.startswith("RESOURCE_EXHAUSTED")
             if not ran_out and "out of memory" not in message.lower():
@@ -133,8 +136,8 @@ class SizeSearch:
 
 
 def bytes_of(program: Any, arguments: Tree) -> int:
-    """Return the bytes that a run needs beside arguments on the device already, on the
-    device that needs most.
+    """Return the bytes that a run needs in addition to the arguments already on the
+    device, for the device that needs most.
     """
     stats = program.memory_analysis()
     host_arrays = [
@@ -152,12 +155,12 @@ def bytes_of(program: Any, arguments: Tree) -> int:
 
 
 def free_bytes(arguments: Tree) -> int:
-    """Return the free memory of the device that has least, among those that hold the
-    arguments.
+    """Return the free memory of the device that has least, among the devices that hold
+    the arguments.
     """
     if jax.process_count() > 1:
         raise unknown_limit_error(
-            f"{jax.process_count()} processes, each with free memory of its own"
+            f"{jax.process_count()} processes, each with its own free memory"
         )
     sizes = []
     for device in devices_of(arguments):
@@ -177,7 +180,9 @@ def devices_of(arguments: Tree) -> set[Any]:
 
 
 def _type_of(leaf: Any) -> Hashable:
-    """Return what a program is compiled for: a constant's value, an array's type."""
+    """Return the part of a program's key for a leaf: a constant's value, or an array's
+    type.
+    """
     if is_constant(leaf):
         return type(leaf), leaf
     return typeof(leaf), getattr(leaf, "sharding", None)

@@ -1,8 +1,8 @@
 """A large batch and its micro-batches.
 
-Arrays are data of the compiled program; axes, sizes and plain values such as flags are
-constants of it: one program for each shape of batch. Users add classes to JAX's trees,
-so `jax.tree` walks the batch.
+Arrays are inputs of the compiled program. Axes, sizes and plain values such as flags
+are constants of it, so each shape of batch has its own program. The batch is traversed
+with `jax.tree`, because users add their own classes to JAX's trees.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from gradaccum_jax.sharding import AxisShards, axis_shards, divide_axis, merge_a
 
 C = TypeVar("C")
 PLAIN = (str, bytes, bool, int, float, complex)
-"""The types of values that have no items: every micro-batch gets them whole."""
+"""The types of values without items: every micro-batch gets such a value whole."""
 Weight = Callable[..., Any] | Array | None
-"""A function of a micro-batch's arguments, an array with a number per item, or None:
-1 for each item.
+"""A function of a micro-batch's arguments, an array with a number per item, or None,
+which means 1 for each item.
 """
 Stacks = list[Tree]
-"""Trees of arrays with a leading axis of micro-batches: first those of equal size, then
-the smaller last one, if there is one.
+"""Trees of arrays with a leading axis of micro-batches: a tree of the micro-batches of
+equal size, then a tree of the smaller last micro-batch, if there is one.
 """
 
 
 class Splitting(NamedTuple):
-    """The user's options that divide a batch and weigh its parts."""
+    """The user's options for dividing a batch and weighting its parts."""
 
     division: Division
     axes: Tree
@@ -59,20 +59,20 @@ class MicroBatch(NamedTuple):
 
     arguments: tuple[Tree, ...]
     named_arrays: dict[str, Tree]
-    """The arguments that hold arrays and are passed by keyword."""
+    """The keyword arguments that contain arrays."""
     flags: dict[str, Any]
-    """The keyword arguments that hold no array."""
+    """The keyword arguments that contain no array."""
     item_weights: Array
-    """Real, shape (items,); None if the user gave no weights of items."""
+    """Real, shape (items,); None if the user passed no weight for each item."""
     items: int
 
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Constant:
-    """A value that is no array, as a part of a batch's structure.
+    """A value that is not an array, as a part of a batch's structure.
 
-    A compiled program is found again by it, and 1 equals True: hence the type.
+    It is part of a compiled program's key, with its type, because 1 equals True.
     """
 
     kind: type
@@ -102,10 +102,10 @@ class EqualMicroBatches(NamedTuple):
     """Consecutive micro-batches of one size."""
 
     first: int
-    """The number of the first one among all micro-batches."""
+    """The number of the first of these micro-batches among all micro-batches."""
     micro_batches: int
     items: int
-    """The items of each."""
+    """The number of items in each micro-batch."""
 
 
 @partial(
@@ -115,17 +115,20 @@ class EqualMicroBatches(NamedTuple):
 )
 @dataclass(frozen=True)
 class LargeBatch:
-    """The arguments of a call, and how they are cut."""
+    """The arguments of a call, and how they are split."""
 
     trees: tuple[Tree, ...]
-    """As in `MicroBatch`, for all items; a value that is no array is a `Constant`."""
+    """As in `MicroBatch`, for all items; a value that is not an array is a `Constant`.
+    """
     axes: tuple[Axis, ...]
-    """The axis of items of each array, in JAX's order."""
+    """The batch axis of each array, in JAX's order."""
     items: int
     size: int
-    """Items of a micro-batch; the last one may be smaller."""
+    """The number of items in a micro-batch; the last micro-batch may be smaller."""
     blocks: int = 1
-    """Blocks of consecutive items. A micro-batch takes equally many items of each."""
+    """The number of blocks of consecutive items. A micro-batch takes equally many items
+    from each block.
+    """
 
     @property
     def count(self) -> int:
@@ -142,8 +145,8 @@ class LargeBatch:
     def micro_batch(
         self, number: Scalar, items: int, key_numbers: tuple[Scalar, ...]
     ) -> MicroBatch:
-        """Return micro-batch `number`, which has `items` items. A random key is folded
-        by `key_numbers`.
+        """Return micro-batch `number`, which has `items` items. Random keys are folded
+        with `key_numbers`.
         """
         start = number * (self.size // self.blocks)
         length = items // self.blocks
@@ -166,7 +169,7 @@ class LargeBatch:
 def take_items(
     array: Array, axis: int, start: Scalar, length: int, blocks: int
 ) -> Array:
-    """Return `length` items of each block, from `start` on, block after block."""
+    """Return `length` items of each block, from index `start` on, block after block."""
     array = jnp.asarray(array)
     if blocks == 1:
         return lax.dynamic_slice_in_dim(array, start, length, axis)
@@ -214,8 +217,8 @@ def read_batch(
             if is_sparse(owner):
                 raise ArgumentValueError(
                     f"{name}: expected a dense array to split; got a"
-                    f" {type(owner).__name__}. Write .todense(), or axes=None if every"
-                    " micro-batch needs the whole array."
+                    f" {type(owner).__name__}. Convert it with .todense(), or pass"
+                    " axes=None if every micro-batch needs the whole array."
                 )
             sizes.append((name, np.shape(leaf)[axis]))
     lists = [
@@ -232,21 +235,24 @@ def read_batch(
 
 
 def is_batch(tree: Tree) -> bool:
-    """True if a keyword's value has arrays, or is a list or dict, which may have items
-    too; else it is a constant.
+    """True if the value of a keyword argument contains arrays, or is a list or dict,
+    which may contain items too. Other values are constants.
     """
     has_array = any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(tree))
     return has_array or not isinstance(tree, Hashable)
 
 
 def is_sparse(node: object) -> bool:
-    """True of a sparse array: the first axis of its parts is not that of the items."""
+    """True if `node` is a sparse array, whose parts do not have the items along their
+    first axis.
+    """
     return hasattr(node, "todense")
 
 
 def _axes_of_leaves(arguments: Tree, axes: Tree) -> list[Any]:
-    """Return the axis of each leaf: None for a plain value that stands alone. A list of
-    plain values may have a value per item, so it keeps its axis, which is refused.
+    """Return the axis of each leaf: None for a plain value that is not in a list of
+    plain values. Such a list may have a value per item, so it keeps its axis, and is
+    rejected later.
     """
 
     def is_list_of_values(node: Any) -> bool:
@@ -280,22 +286,23 @@ def _weights_of_items(weight: Weight, items: int) -> Array:
     return jnp.asarray(weight)
 
 
-# A batch that devices share is cut in blocks.
+# A batch that devices share is split into blocks.
 #
-# A device holds consecutive items of a batch that is sharded over a mesh. Consecutive
-# micro-batches would lie on some of the devices: XLA would gather the batch, and every
-# device would compute all of it. So such a batch has as many blocks of consecutive
-# items as there are shards, and a micro-batch takes the same items of each block.
+# If a batch is sharded over a mesh, each device holds consecutive items. A micro-batch
+# of consecutive items would lie on only some of the devices, so XLA would gather the
+# batch, and every device would compute all of it. So such a batch has as many blocks of
+# consecutive items as shards, and a micro-batch takes the same items from each block.
 #
-# The array, or its type on an explicit mesh, says how many shards there are. Under
-# `jax.jit` a type on an ordinary mesh names the mesh alone. Then the mesh's devices are
-# taken for the shards; if there are fewer, a shard has several blocks. The micro-batches
-# must not grow much by that, since each device may hold the whole batch.
+# The array, or its type on an explicit mesh, shows the number of shards. Under
+# `jax.jit` a type on an ordinary mesh names only the mesh. Then its number of devices
+# is used as the number of shards. If there are fewer, a shard has several blocks. The
+# micro-batches must not become much larger, because each device may hold the whole
+# batch.
 
 
 def cut_batch(batch: LargeBatch, size: int, others: Tree = ()) -> LargeBatch:
-    """Return the batch cut into micro-batches of `size` items, or of a few more if
-    devices share it. `others` are the other arguments of the call.
+    """Return the batch split into micro-batches of `size` items, or of a few more items
+    if devices share the batch. `others` are the other arguments of the call.
     """
     known_shards = 1
     possible_shards = 1
@@ -321,10 +328,11 @@ def _round_up(size: int, factor: int) -> int:
 
 # The loop over the micro-batches.
 #
-# Micro-batches of equal size are one `lax.scan`, whose body XLA compiles once. A smaller
-# last one is a second body, and is not padded: a loss is a scalar, so nobody could take
-# padded items out of its mean. The second body costs compilation only: 9.0 s of CPU in
-# place of 5.4 s for an encoder of four layers, 0.8 s in place of 0.5 s for an MLP.
+# Micro-batches of equal size run in one `lax.scan`, whose body XLA compiles once. A
+# smaller last micro-batch is compiled as a second body. It is not padded, because a
+# loss is a scalar, and padded items could not be removed from its mean. The second body
+# costs only compilation time: 9.0 s of CPU instead of 5.4 s for an encoder of four
+# layers, and 0.8 s instead of 0.5 s for an MLP.
 
 
 def for_each_micro_batch(
@@ -339,13 +347,14 @@ def for_each_micro_batch(
     """Run ``carry, outputs = body(carry, micro_batch, inputs)`` on each micro-batch.
 
     Args:
-        batch: a batch that is cut.
-        body: gets the micro-batch's own entry of `inputs`.
-        carry: the first one.
-        inputs: stacks, as they are returned.
-        axis_names: the mesh axes whose devices share the batch: random keys differ
-            between them.
-        key_number: if given, random keys are folded by it too.
+        batch: a batch that `cut_batch` returned.
+        body: the function to run. Its `inputs` are the micro-batch's own entry of
+            `inputs`.
+        carry: the first carry.
+        inputs: stacks, in the form in which this function returns them.
+        axis_names: the mesh axes whose devices share the batch. Random keys differ
+            between these devices.
+        key_number: if given, random keys are also folded with this number.
 
     Returns:
         The last carry, and the stacked outputs.
@@ -392,7 +401,7 @@ def concatenate_items(batch: LargeBatch, stacks: Stacks) -> Tree:
     def concatenate(*arrays: Array) -> Array:
         blocks = batch.blocks
         for part, array in zip(parts, arrays, strict=True):
-            if array.shape[1] % part.items:  # no rows of items
+            if array.shape[1] % part.items:  # the rows are not items
                 blocks = 1
         by_block = [_rows_by_block(array, blocks) for array in arrays]
         return merge_axis(jnp.concatenate(by_block, axis=1), 0)
@@ -401,19 +410,19 @@ def concatenate_items(batch: LargeBatch, stacks: Stacks) -> Tree:
 
 
 def _rows_by_block(array: Array, blocks: int) -> Array:
-    """Return rows of shape (micro-batches, rows of one, ...) with the axes (blocks,
-    rows of one block, ...).
+    """Reshape rows of shape (micro-batches, rows per micro-batch, ...) to (blocks, rows
+    per block, ...).
     """
     by_block = jnp.swapaxes(divide_axis(array, 1, blocks), 0, 1)
     return merge_axis(by_block, 1)
 
 
 def weight_of(micro_batch: MicroBatch, weight: Weight, dtype: DType) -> Scalar:
-    """Return the weight of a micro-batch: a float if the program knows it, else a
-    scalar of `dtype`.
+    """Return the weight of a micro-batch: a float if the weight is known while tracing,
+    else a scalar array of `dtype`.
 
     A traced weight cannot be checked. If it is negative or not finite, it becomes NaN,
-    and so do loss and gradient: the mistake shows.
+    and so do the loss and the gradient, so that the mistake is visible.
     """
     if callable(weight):
         traced_weight = as_weight(

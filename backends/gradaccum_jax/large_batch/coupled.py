@@ -1,8 +1,9 @@
 """Losses that compare items across the whole batch, such as contrastive losses.
 
-The micro-batches run twice: for their outputs, and, after the loss of all outputs was
-differentiated, to carry each output's gradient to the parameters (Gao et al., "Scaling
-Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021, section 3.2).
+Each micro-batch runs twice: first for its outputs, and then, after the loss of all
+outputs was differentiated, to propagate the outputs' gradients to the parameters (Gao
+et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021,
+section 3.2).
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def coupled_value_and_grad(
     accumulate_dtype: DType = None,
     axis_name: str | tuple[str, ...] | None = None,
 ) -> Callable[..., Any]:
-    """Return a function that computes loss and gradient of a large batch whose items
-    the loss compares with each other.
+    """Return a function that computes the loss and the gradient of a large batch, for a
+    loss that compares the batch's items with each other.
 
         step = gradaccum_jax.coupled_value_and_grad(embed, info_nce, steps=8)
         loss, grads = step(params, images, texts)
@@ -60,29 +61,30 @@ def coupled_value_and_grad(
 
     Args:
         outputs_fn: ``outputs_fn(params, *micro_batch)`` returns a tree of arrays with
-            one or more rows per item along the leading axis. It runs twice: randomness
-            comes from a key in the batch.
+            one or more rows per item along the leading axis. It runs twice, so
+            randomness must come from a key in the batch.
         loss_fn: ``loss_fn(params, outputs)`` returns a floating scalar from the rows of
             the whole batch, in the order of the items; or ``(loss, aux)`` with
-            `has_aux`. It runs once; scale the loss in it, if at all. Outputs of
-            integers get no gradient.
+            `has_aux`. It runs once. If you scale the loss, do it in this function.
+            Integer outputs get no gradient.
         has_aux: as in `jax.value_and_grad`.
         steps: as for `value_and_grad`.
-        micro_batch_size: likewise.
-        axes: likewise.
-        accumulate_dtype: likewise.
-        axis_name: inside `jax.shard_map`: the mesh axes whose devices share the batch.
-            The outputs of all are gathered, device after device; the gradients are
-            reduced once.
+        micro_batch_size: as for `value_and_grad`.
+        axes: as for `value_and_grad`.
+        accumulate_dtype: as for `value_and_grad`.
+        axis_name: inside `jax.shard_map`, the mesh axes whose devices share the batch.
+            The outputs of all devices are gathered, device after device, and the
+            gradients are reduced once.
 
     Returns:
         A function of ``(params, *batch)`` that returns ``(loss, gradients)``, or
-        ``((loss, aux), gradients)``. Keywords go to `outputs_fn`, as for
-        `value_and_grad`.
+        ``((loss, aux), gradients)``. Keyword arguments are passed to `outputs_fn`, as
+        for `value_and_grad`.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an option makes no sense; or, at a call,
-            the batch cannot be divided so, or `loss_fn` returns no scalar.
+            the batch cannot be divided as requested, or `loss_fn` does not return a
+            scalar.
     """
     return CoupledValueAndGrad(
         Splitting(make_division(steps, micro_batch_size), axes, None),
@@ -111,8 +113,8 @@ class CoupledValueAndGrad(LargeBatchFunction):
 
     def run(self, params: Params, batch: LargeBatch) -> Any:
         require_params_alone(params)
-        jax.grad(lambda _: 0.0)(params)  # JAX itself refuses integers.
-        # Or `jax.grad` would reduce over the devices in every micro-batch.
+        jax.grad(lambda _: 0.0)(params)  # JAX itself rejects integers.
+        # Otherwise `jax.grad` would reduce over the devices in every micro-batch.
         varying = frozenset(self.axis_names) | varying_axes(params, batch)
         local_params = vary(params, varying)
         moving, put = moving_of(local_params)
@@ -168,7 +170,7 @@ class CoupledValueAndGrad(LargeBatchFunction):
 
     def loss_on_first_device(self, params: Params, outputs: Tree) -> Any:
         """Return the loss of all devices' outputs on the first device and 0 on the
-        others, so that the sum over the devices has each gradient once.
+        other devices, so that the sum over the devices contains each gradient once.
         """
         names = self.axis_names
         if not names:

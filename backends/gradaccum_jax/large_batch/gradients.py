@@ -40,7 +40,7 @@ S = TypeVar("S")
 
 
 class LossSpec(NamedTuple):
-    """The user's loss function and what becomes of its results."""
+    """The user's loss function, and how its results are combined."""
 
     loss_fn: Callable[..., Any]
     has_aux: bool
@@ -60,10 +60,12 @@ def run(
     add: Callable[[S, Leaves, Scalar, Scalar], S],
     scale: Scalar = None,
 ) -> tuple[Any, S, Scalar]:
-    """Add up the micro-batches' gradients: ``sums = add(sums, gradients, weight, loss)``.
+    """Add up the micro-batches' gradients:
+    ``sums = add(sums, gradients, weight, loss)``.
 
-    Return the loss, or loss and aux, the last sums, and the weight of all devices'
-    micro-batches. The loss is multiplied by `scale` before it is differentiated.
+    Return the loss, or the loss and aux, the last sums, and the weight of the
+    micro-batches of all devices. The loss is multiplied by `scale` before it is
+    differentiated.
     """
 
     def body(sums: S, micro_batch: MicroBatch, _: Any) -> tuple[S, Tree]:
@@ -82,8 +84,8 @@ def run(
 
 
 def summarize(spec: LossSpec, batch: LargeBatch, stacks: Stacks) -> tuple[Any, Scalar]:
-    """Combine the stacked losses, weights and auxes: return the loss, or loss and aux,
-    and the weight of all devices' micro-batches.
+    """Combine the stacked losses, weights and auxes: return the loss, or the loss and
+    aux, and the weight of the micro-batches of all devices.
     """
     losses, weights = concatenate_micro_batches([stack[:2] for stack in stacks])
     sum_dtype = gradient_sum.sum_dtype(losses, None)
@@ -121,8 +123,8 @@ def merge_auxes(
 def value_and_gradients(
     function: Callable[[Any], Any], by: Tree, has_aux: bool, scale: Scalar = None
 ) -> tuple[Scalar, Tree, Leaves]:
-    """Return loss and aux of ``function(by)``, and the gradient of loss times `scale`
-    by each floating leaf of `by`.
+    """Return the loss and aux of ``function(by)``, and the gradient of the loss times
+    `scale` with respect to each floating leaf of `by`.
     """
     moving, put = moving_of(by)
 
@@ -132,7 +134,7 @@ def value_and_gradients(
             raise kit.missing_aux_error(returned)
         loss, aux = returned if has_aux else (returned, None)
         if getattr(loss, "shape", ()) != ():
-            raise kit.scalar_loss_error(f"one of shape {loss.shape}")
+            raise kit.scalar_loss_error(f"a loss of shape {loss.shape}")
         return loss if scale is None else loss * scale, (loss, aux)
 
     (_, (loss, aux)), gradients = jax.value_and_grad(scaled_loss, has_aux=True)(moving)
@@ -150,8 +152,8 @@ def empty_sums(by: Tree, accumulate_dtype: DType) -> Leaves:
 def add_gradients(
     sums: Leaves, gradients: Leaves, weight: Scalar, options: Options
 ) -> Leaves:
-    """Add one micro-batch's gradients. With weight 0 it adds exactly nothing, even of a
-    NaN.
+    """Add one micro-batch's gradients. With weight 0 the sums do not change, even if a
+    gradient is NaN.
     """
     factor = None
     is_one = isinstance(weight, float) and weight == 1
@@ -169,8 +171,8 @@ def gradients_of(
 ) -> Tree:
     """Return the gradients of the large batch in the dtypes of the parameters.
 
-    A sum is reduced over `axis_names`, and over the axes along which it varies and its
-    parameter does not.
+    A sum is reduced over `axis_names`, and over the axes along which the sum varies but
+    its parameter does not.
     """
     moving, put = moving_of(params)
     gradients = []
@@ -183,8 +185,8 @@ def gradients_of(
 
 
 def denominator(weight: Scalar, options: Options) -> Scalar:
-    """Return the divisor of the sums: 1 for "sum", else the weight, or 1 for weight
-    0.
+    """Return the divisor of the sums: 1 for the reduction "sum", else the weight, or 1
+    if the weight is 0.
     """
     if options.reduction == "sum":
         return jnp.ones_like(weight)

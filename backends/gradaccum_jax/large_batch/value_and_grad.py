@@ -1,5 +1,5 @@
-"""`jax.value_and_grad` of a large batch with the memory of a micro-batch, and a wrapped
-optimizer's update from it.
+"""`jax.value_and_grad` for a large batch, with the memory of one micro-batch, and a
+wrapped optimizer's update from such a batch.
 """
 
 from __future__ import annotations
@@ -60,62 +60,69 @@ def value_and_grad(
     accumulate_dtype: DType = None,
     axis_name: str | tuple[str, ...] | None = None,
 ) -> Callable[..., Any]:
-    """Return a function that computes loss and gradient of a large batch micro-batch by
-    micro-batch, in place of `jax.value_and_grad`.
+    """Return a function that replaces `jax.value_and_grad`, and computes the loss and
+    the gradient of a large batch micro-batch by micro-batch.
 
         step = gradaccum_jax.value_and_grad(loss_fn, steps=8)
         loss, grads = step(params, x, y)
 
-    Micro-batches of one size are one `jax.lax.scan`; a smaller last one is compiled
-    beside it. A micro-batch has consecutive items. If the batch is sharded over a mesh,
-    a micro-batch has consecutive items of each shard, so that each device computes its
-    share. Outside of `jax.jit` the returned function jits itself: keep it, and pass
-    what changes as an argument, because all else that `loss_fn` reads is a constant.
+    Micro-batches of equal size run in one `jax.lax.scan`; a smaller last micro-batch is
+    compiled separately. A micro-batch contains consecutive items. If the batch is
+    sharded over a mesh, a micro-batch contains consecutive items of each shard, so that
+    each device computes its share. Outside `jax.jit` the returned function compiles
+    itself. So create it only once, and pass everything that changes as an argument,
+    because all other values that `loss_fn` reads are constants.
 
     Args:
         loss_fn: ``loss_fn(params, *micro_batch)`` returns a floating scalar, or
             ``(loss, aux)`` with `has_aux`.
         has_aux: as in `jax.value_and_grad`.
-        steps: at most so many micro-batches, of ceil(items / steps) items; the last one
-            may be smaller. For a sharded batch the size is rounded up to as many items
-            of each shard, where the shards are known.
-        micro_batch_size: items of a micro-batch, rounded up likewise; the last one may
-            be smaller. "auto" or a `gradaccum.AutoMicroBatchSize`: the largest that
-            fits; then call the function outside of `jax.jit`.
-        reduction: "mean": `loss_fn` takes a mean over weights; "sum": a sum;
-            "sum_per_item": a sum, to be divided by the batch's weight.
-        weight: the weight of a micro-batch: a function of its arguments, such as its
-            number of tokens, or an array of one number per item; by default its number
-            of items. A constant to JAX. A traced weight that is negative or not finite
-            makes loss and gradient NaN. Weight 0 adds nothing, even of a NaN; weights
-            that are all 0 give loss 0 and gradient 0.
-        axes: a prefix of the tuple of the batch's arguments: an axis of items, None for
-            what is passed whole, or "key" for a random key, of which micro-batch number
-            i gets ``jax.random.fold_in(key, i)``. A scalar typed key is "key" by
-            default, and plain Python values None; under a `jax.jit` of your own they
-            are arrays and need the None. A list of arrays of one kind that may be as
-            long as the batch needs ``[0, 0]``, an axis for each element.
-        merge_aux: None: each leaf of aux has a new first axis, with an entry for each
-            micro-batch. "concatenate": each leaf has a row per item; the rows come back
-            in the order of the items. A function: ``merge_aux(auxes, weights)`` gets a
-            list with the aux of each micro-batch and their weights; its result is
-            returned.
-        accumulate_dtype: dtype of the sum; by default float32 for half precision, else
-            the gradient's own. The gradient has its parameter's dtype.
-        axis_name: inside `jax.shard_map`: the mesh axes whose devices share the batch.
-            Loss and gradient are those of all devices' items, reduced once; aux is the
-            device's own.
+        steps: the largest number of micro-batches, each of ceil(items / steps) items;
+            the last micro-batch may be smaller. If the batch is sharded and its shards
+            are known, the size is rounded up so that a micro-batch has equally many
+            items of each shard.
+        micro_batch_size: the number of items in a micro-batch, rounded up in the same
+            way; the last micro-batch may be smaller. "auto" or a
+            `gradaccum.AutoMicroBatchSize` finds the largest size that fits in memory;
+            then call the function outside `jax.jit`.
+        reduction: "mean" if `loss_fn` returns a mean over the weights; "sum" if it
+            returns a sum; "sum_per_item" if it returns a sum that is to be divided by
+            the batch's weight.
+        weight: the weight of a micro-batch: a function of its arguments that returns,
+            for example, its number of tokens, or an array with one number per item; by
+            default its number of items. The weight is not differentiated. A traced
+            weight that is negative or not finite makes the loss and the gradient NaN. A
+            micro-batch of weight 0 adds nothing, even if its gradient is NaN. If all
+            weights are 0, the loss and the gradient are 0.
+        axes: a prefix of the tuple of the batch's arguments: the axis of the items;
+            None for an argument that every micro-batch gets whole; or "key" for a
+            random key, from which micro-batch number i gets
+            ``jax.random.fold_in(key, i)``. The default is "key" for a scalar typed key,
+            and None for a plain Python value. Under a `jax.jit` of your own, a plain
+            value is an array and needs an explicit None. A list of arrays of one kind
+            that may be as long as the batch needs ``[0, 0]``, an axis for each element.
+        merge_aux: with None, each leaf of aux gets a new first axis with one entry per
+            micro-batch. With "concatenate", each leaf must have a row per item, and the
+            rows are returned in the order of the items. A function
+            ``merge_aux(auxes, weights)`` gets a list of the micro-batches' auxes and a
+            list of their weights, and its result is returned.
+        accumulate_dtype: the dtype of the sum; by default float32 for half precision,
+            otherwise the gradient's own dtype. The returned gradient has its
+            parameter's dtype.
+        axis_name: inside `jax.shard_map`, the mesh axes whose devices share the batch.
+            The loss and the gradient are computed over the items of all devices and
+            reduced once; aux is the device's own.
 
     Returns:
-        A function of the same arguments that returns ``(loss, gradients)``, or
+        A function of ``(params, *batch)`` that returns ``(loss, gradients)``, or
         ``((loss, aux), gradients)``. The loss has shape () and the dtype that `loss_fn`
-        returns. Arrays that are passed by keyword are cut along axis 0, or along
-        `axes` where that is one axis for all. Keywords such as ``train=True`` are
-        constants that `loss_fn` gets with every micro-batch.
+        returns. Arrays that are passed by keyword are split along axis 0, or along
+        `axes` if `axes` is a single axis for all arguments. Keyword arguments such as
+        ``train=True`` are constants, which `loss_fn` gets with every micro-batch.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an option makes no sense; or, at a call,
-            the batch cannot be divided so, or the loss is no scalar.
+            the batch cannot be divided as requested, or the loss is not a scalar.
     """
     options = make_options(
         None, reduction=reduction, accumulate_dtype=require_dtype(accumulate_dtype)
@@ -140,14 +147,15 @@ class ValueAndGrad(LargeBatchFunction):
 
     def run(self, params: Params, batch: LargeBatch) -> Any:
         require_params_alone(params)
-        jax.grad(lambda _: 0.0)(params)  # JAX itself refuses integers.
+        jax.grad(lambda _: 0.0)(params)  # JAX itself rejects integers.
         options = self.spec.options
         names = self.spec.axis_names
-        # Or `jax.grad` would reduce over the devices in every micro-batch.
+        # Otherwise `jax.grad` would reduce over the devices in every micro-batch.
         varying = frozenset(names) | varying_axes(params, batch)
         unit = 1.0
         if self.spec.weight is None and options.reduction == "mean":
-            # In units of the largest micro-batch most weights are 1 and cost nothing.
+            # If weights are counted in units of the largest micro-batch, most weights
+            # are 1 and cost nothing.
             unit = float(batch.size)
 
         def add(sums: Leaves, gradients: Leaves, weight: Scalar, _: Scalar) -> Leaves:
@@ -175,42 +183,43 @@ def value_and_update(
     axes: Tree = 0,
     merge_aux: MergeAux = None,
 ) -> Callable[..., Any]:
-    """Return a function that computes a large batch's loss and its window's update.
+    """Return a function that computes the loss and the update of a large batch, which
+    is one window of `tx`.
 
         tx = gradaccum.wrap(optax.adamw(1e-3), steps=None, clip_norm=1.0)
         step = gradaccum_jax.value_and_update(loss_fn, tx, steps=8)
         loss, updates, state = step(params, state, x, y)
         params = gradaccum_jax.apply_updates(params, updates, state)
 
-    The call closes the window, with all options of `tx`. The update includes what an
-    open window held before.
+    The call closes the window, with all options of `tx`. If the window already
+    contained micro-batches, the update includes them.
 
     Args:
-        loss_fn: as for `value_and_grad`; the call scales the loss by itself. Parameters
-            of integers, bools or random keys take no part.
-        tx: from `gradaccum.wrap` with ``steps=None``. With ``axis_name``, the loss is
-            that of all devices, and aux is the device's own.
+        loss_fn: as for `value_and_grad`; the call itself scales the loss. Parameters
+            that are integers, bools or random keys are not trained.
+        tx: an optimizer from `gradaccum.wrap` with ``steps=None``. With ``axis_name``,
+            the loss is computed over all devices, and aux is the device's own.
         has_aux: as in `jax.value_and_grad`.
         steps: as for `value_and_grad`.
-        micro_batch_size: likewise.
-        weight: likewise.
-        axes: likewise.
-        merge_aux: likewise.
+        micro_batch_size: as for `value_and_grad`.
+        weight: as for `value_and_grad`.
+        axes: as for `value_and_grad`.
+        merge_aux: as for `value_and_grad`.
 
     Returns:
         A function of ``(params, state, *batch, **extra)`` that returns
         ``(loss, updates, state)``, or ``((loss, aux), updates, state)``. The loss is
         unscaled and includes dropped micro-batches; ``gradaccum_jax.result(...).loss``
-        excludes them. The updates, in the parameters' dtypes, are zeros if none was
-        made. The inner optimizer gets those of `extra` that it declares, and optax's
-        own if `loss_fn` has no arguments of these names; and the window's loss as
-        `value` unless `extra` has one. `loss_fn` gets the others, as for
-        `value_and_grad`.
+        excludes them. The updates have the parameters' dtypes, and are zeros if no
+        update was made. The inner optimizer gets the arguments in `extra` that it
+        declares, optax's own arguments if `loss_fn` has no arguments of these names,
+        and the window's loss as `value` unless `extra` contains a `value`. `loss_fn`
+        gets the other arguments, as for `value_and_grad`.
 
     Raises:
         ArgumentTypeError: `tx` is not wrapped.
-        ArgumentValueError: `tx` closes windows by itself, or an option makes no sense;
-            or at a call, as for `value_and_grad`.
+        ArgumentValueError: `tx` was not wrapped with ``steps=None``, or an option makes
+            no sense. A call raises it in the same cases as for `value_and_grad`.
     """
     accumulation = require_open(tx)
     return ValueAndUpdate(

@@ -15,9 +15,9 @@ from gradaccum.kit import Batch, as_loss, examine
 from gradaccum_jax.verification.subject import JaxSubject
 
 DIVIDED_LOSS = (
-    "the loss is divided by {steps}, and a window of {steps} micro-batches is divided by"
-    " itself. Most likely `loss / {steps}` is left of the old loop, and each update is"
-    " {steps} times too small: delete the division."
+    "the loss is divided by {steps}, although a window of {steps} micro-batches is"
+    " divided anyway. Most likely `loss / {steps}` is left over from the old loop, and"
+    " each update is {steps} times too small: delete the division."
 )
 
 
@@ -34,33 +34,35 @@ def verify(
 ) -> VerificationReport:
     """Check whether gradient accumulation is right for a loss, and if not, why.
 
-    JAX compiles `loss_fn` once per size of a micro-batch. Not for use under `jax.jit`,
-    because it looks at values.
+    JAX compiles `loss_fn` once for each size of a micro-batch. Do not call this under
+    `jax.jit`, because it reads values.
 
-    An item with a key of its own meets the same random numbers in each micro-batch, so
-    that its loss can be compared: split one key into a key per item, and bring them in
-    the batch. From one key for a micro-batch an item gets other numbers in another
-    micro-batch; the report says that such a loss cannot be compared. Verify it without
-    dropout (``deterministic=True`` in flax).
+    If the loss draws random numbers, split one key into a key per item, and pass these
+    keys in the batch. Then each item gets the same random numbers in every micro-batch,
+    so its loss can be compared. With one key per micro-batch, an item gets different
+    numbers in another micro-batch, and the report says that such a loss cannot be
+    compared. Verify such a loss without dropout (``deterministic=True`` in flax).
 
     Args:
-        params: the tree that the loss is differentiated by.
+        params: the tree with respect to which the loss is differentiated.
         loss_fn: ``loss_fn(params, *batch)`` returns a floating scalar.
-        batch: a tuple or list of the loss's other arguments, nests of arrays with the
-            items along axis 0: a few real items, at least `steps`. A dictionary is one
-            argument, or arguments by name.
-        steps: micro-batches that the batch is divided into, at least 2; by default 4,
-            or as many as there are items.
-        reduction: how accumulation will add up: "mean", "sum" or "sum_per_item".
-        weight: as accumulation will have it: a callable ``weight(*micro_batch)``, or an
-            array with one number per item.
-        axes: a prefix of the nest of `batch`: the axis of items, None for what each
-            micro-batch gets in full, or ``"key"`` for its random key.
-        has_aux: `loss_fn` returns ``(loss, aux)``, as for `jax.grad`.
+        batch: a tuple or list of the loss's other arguments, which are nests of arrays
+            with the items along axis 0. Pass a few real items, at least `steps`. A
+            dictionary is passed as one argument, or as keyword arguments if `loss_fn`
+            accepts its keys.
+        steps: the number of micro-batches that the batch is divided into, at least 2;
+            by default 4, or the number of items if there are fewer.
+        reduction: the reduction that you will accumulate with: "mean", "sum" or
+            "sum_per_item".
+        weight: the weight that you will accumulate with: a callable
+            ``weight(*micro_batch)``, or an array with one number per item.
+        axes: a tree prefix of `batch`: the axis of the items, None for an array that
+            each micro-batch gets in full, or ``"key"`` for a micro-batch's random key.
+        has_aux: True if `loss_fn` returns ``(loss, aux)``, as for `jax.grad`.
 
     Raises:
-        ArgumentValueError: arrays have unequal numbers of items, or `steps` or `weight`
-            does not suit the batch.
+        ArgumentValueError: arrays have different numbers of items, or `steps` or
+            `weight` does not suit the batch.
     """
     loss, arguments = as_loss(loss_fn, batch)
     item_batch = Batch(arguments, axes, is_array, take)

@@ -1,5 +1,5 @@
-"""A loss in JAX as `gradaccum.verify` runs it, in parts and under conditions. It has no
-state and no mode.
+"""A JAX loss that `gradaccum.verify` runs on parts of a batch, under different
+conditions. A JAX loss has no state and no mode.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ ROUNDOFFS = {
     "f32": 2.0**-23,
     "f64": 2.0**-52,
 }
-"""By the beginning of a dtype's name in a program, coarsest first."""
+"""The roundoff of each floating dtype, by the beginning of its name in a program,
+coarsest first.
+"""
 Numbers = np.ndarray[Any, Any]
 
 
 class JaxSubject:
-    """The `gradaccum.kit.Subject` of JAX."""
+    """The `gradaccum.kit.Subject` for JAX."""
 
     def __init__(
         self,
@@ -46,7 +48,7 @@ class JaxSubject:
         paths_and_leaves, self._structure = jax.tree_util.tree_flatten_with_path(params)
         self._leaves = [leaf for _, leaf in paths_and_leaves]
         self._places: dict[str, int] = {}
-        """By name, the places of the floating leaves."""
+        """The index of each floating leaf, by name."""
         for place, (path, leaf) in enumerate(paths_and_leaves):
             if is_floating(leaf):
                 self._places[jax.tree_util.keystr(path) or "params"] = place
@@ -61,7 +63,8 @@ class JaxSubject:
         for part in parts:
             arguments = self._batch.part(part)
             try:
-                # The loss may draw from Python or NumPy when JAX traces it.
+                # The loss may draw random numbers from Python or NumPy while JAX traces
+                # it.
                 self._host.restore(conditions.seed)
                 differentiate = self._differentiate(conditions.seed)
                 gradient_list = differentiate(values, arguments, conditions.scale)
@@ -78,8 +81,8 @@ class JaxSubject:
         return float(np.vdot(a, b).real)
 
     def precision(self, name: str) -> Precision:
-        """Return the precision; the smallest number is a normal one, because XLA
-        flushes subnormal numbers.
+        """Return the precision of a parameter. Its smallest number is a normal number,
+        because XLA flushes subnormal numbers to 0.
         """
         value = self._leaves[self._places[name]]
         smallest = float(jnp.finfo(value.dtype).smallest_normal)
@@ -99,17 +102,19 @@ class JaxSubject:
         return ()
 
     def is_divided_by(self, steps: int | None) -> bool:
-        """True if the loss is, at last, divided by `steps`, and not for a mean: of a
-        sum, or of as many terms.
+        """True if the loss ends with a division by `steps` that does not make a mean:
+        the dividend is not a sum.
         """
-        operations = self._program.eqns[-3:-1]  # before the scaling
+        operations = self._program.eqns[-3:-1]  # the operations before the scaling
         names = [operation.primitive.name for operation in operations]
         if names[-1:] != ["div"] or names[0] in ("add", "reduce_sum"):
             return False
         return bool(getattr(operations[-1].invars[1], "val", 0) == steps)
 
     def _values(self, perturbation: int | None = None) -> list[Any]:
-        """Return the floating leaves, moved by one rounding if so."""
+        """Return the floating leaves; with a `perturbation`, each element is changed by
+        one rounding error.
+        """
         values = [self._leaves[place] for place in self._places.values()]
         if perturbation is None:
             return values
@@ -123,8 +128,8 @@ class JaxSubject:
         ]
 
     def _differentiate(self, seed: int) -> Callable[..., Any]:
-        """Return the compiled gradient; another one for each seed, because numbers of
-        Python and NumPy are constants of a program.
+        """Return the compiled gradient. Each seed has its own program, because random
+        numbers from Python and NumPy are constants of a program.
         """
         if seed not in self._compiled:
             self._compiled[seed] = jax.jit(jax.grad(self._scaled_loss))
@@ -151,7 +156,7 @@ class JaxSubject:
 
     @cached_property
     def _roundoff(self) -> float:
-        """One rounding of the coarsest floating dtype in the program."""
+        """The roundoff of the coarsest floating dtype in the program."""
         names = re.findall(r"\b(b?f\d+)", str(self._program))
         return max(ROUNDOFFS[name] for name in names if name in ROUNDOFFS)
 

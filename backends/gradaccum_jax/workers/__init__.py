@@ -1,1 +1,1 @@
-"""Several devices: calls that they make together, inside `jax.shard_map`."""
+"""Windows that several devices share, inside `jax.shard_map`."""

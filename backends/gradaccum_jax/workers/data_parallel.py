@@ -1,11 +1,12 @@
-"""A step of one device, run on several: each gets its part of the batch, and all share
-the window.
+"""Run one device's step on several devices: each device gets its part of the batch, and
+all devices share the window.
 
-Parameters enter the user's step as copies, so that `jax.grad` gives each device its own
-gradient without reduction. The devices' own sums enter and leave by a leading axis; all
-else must come out the same on all devices. The types of copies cannot tell whether it
-does. So the step is traced once more before, with parameters that are typed as the same
-on all devices, and there JAX's types tell.
+The user's step gets the parameters as per-device copies, so that `jax.grad` gives each
+device its own gradient without a reduction. Outside `jax.shard_map`, the devices'
+own sums have a leading axis with one entry per device. All other results must be the
+same on all devices, but types derived from copies cannot show whether they are. So the
+step is first traced once more, with parameters typed as the same on all devices. In
+this trace JAX's types show which results differ.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ Spec = Any
 
 
 def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> Step:
-    """Run `step` on all devices of a mesh axis, with the batch split over them: one
-    window over all, reduced once at its end.
+    """Return a function that runs `step` on all devices of a mesh axis, with the batch
+    split over the devices. They share one window, which is reduced once, at its end.
 
         tx = gradaccum.wrap(optax.adamw(1e-3), steps=4, axis_name="data", mesh=mesh)
         state = tx.init(params)
@@ -46,31 +47,34 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
         train = jax.jit(train, donate_argnums=(0, 1))
         params, state, losses = train(params, state, x, y)
 
-    In the step, differentiate the device's own loss, not the devices' average.
-    ``weight=`` may differ between devices, and is 0 on a device without items. Random
-    keys go into the batch, one for each device.
+    In the step, differentiate the device's own loss, not the average over the devices.
+    ``weight=`` may differ between devices; it is 0 on a device without items. Pass
+    random keys in the batch, one for each device.
 
     Args:
-        step: ``step(params, state, *batch)`` returns ``(params, state, *rest)``;
-            ``step(params)`` returns a state, as ``tx.init`` does; flush and discard run
-            as ``step(params, state)``. `state` is that of an optimizer wrapped with
-            this `axis_name`, or a tree with it.
+        step: ``step(params, state, *batch)`` returns ``(params, state, *rest)``. A step
+            may also be ``step(params)``, which returns a state, as ``tx.init`` does. To
+            flush or discard, write ``step(params, state)``. `state` is the state of an
+            optimizer wrapped with this `axis_name`, or a tree that contains such a
+            state.
         mesh: a mesh with that axis. Along its other axes the compiler partitions the
             step, as under `jax.jit`.
-        axis_name: the axis, or several in a tuple.
+        axis_name: the axis, or a tuple of several axes.
 
     Returns:
-        A jitted function of the same arguments, for use under `jax.jit` too. Every
-        array of the batch is split along its first axis, whose length the number of
-        devices divides; a single bool, such as `last`, is the same on all. The open
-        window's sums, loss, weight and overflow flag, and each array of ``rest`` that
-        differs between devices, come out with a leading axis of the devices: a loss has
-        shape (devices,), or () if the step averages it by `jax.lax.pmean`.
+        A jitted function of the same arguments, which can also be used under `jax.jit`.
+        Every array of the batch is split along its first axis, whose length must be a
+        multiple of the number of devices. A single bool, such as `last`, is the same on
+        all devices. The open window's sums, loss, weight and overflow flag are returned
+        with a leading axis of the devices, and so is each array in ``rest`` that
+        differs between devices: for example, a loss has shape (devices,), or () if the
+        step averages it with `jax.lax.pmean`.
 
     Raises:
-        UsageError: `step` returns no state of an optimizer with this `axis_name`, or
-            parameters, state or what the optimizer reads are made of a device's own
-            batch, such as running averages that the step has not reduced.
+        UsageError: `step` does not return the state of an optimizer with this
+            `axis_name`; or the parameters, the state or values that the optimizer reads
+            depend on a device's own batch, such as running averages that the step has
+            not reduced.
     """
     axes = names_of(axis_name)
 
@@ -101,7 +105,7 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
             with params_typed_as(ParamsType.SAME):
                 params_and_state, _ = split_results(step(*args), args)
                 require_shared_window(params_and_state, axes)
-                require_shared("what step returned, ", params_and_state, axes)
+                require_shared("results of step", params_and_state, axes)
             return []
 
         _trace(on_each_device(check, []), leaves)
@@ -115,8 +119,8 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
             results.append(results_of(step_results, args, axes))
             return results[-1].leaves
 
-        # First for the types of what comes out alone, as jax.shard_map must be given
-        # their specs.
+        # The first trace only finds the types of the results, because jax.shard_map
+        # needs their specs.
         jax.eval_shape(
             on_each_device(lambda *args: step_with_copies(*args)[:0], []), *leaves
         )
@@ -127,23 +131,23 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
 
 
 def _trace(check: Step, leaves: list[Array]) -> None:
-    """Trace `check`, which raises if JAX's types tell that parameters or a state would
-    come out of the step different from device to device.
+    """Trace `check`, which raises if JAX's types show that the step would return
+    parameters or a state that differ between devices.
     """
     try:
         jax.eval_shape(check, *leaves)
     except GradAccumError:
         raise
     except Exception:
-        # Some steps have these types for copies alone: that of a `jax.custom_vjp`
-        # whose gradient is a device's own, or of a scan that begins with a parameter.
-        # What is wrong in the step itself is raised again where copies are traced.
+        # Some steps can be traced only with copies, such as a `jax.custom_vjp` whose
+        # gradient is the device's own, or a scan that begins with a parameter. An error
+        # in the step itself is raised again when copies are traced.
         pass
 
 
 def start_on(init: Step, mesh: Mesh | None, axes: tuple[str, ...]) -> Step:
-    """Return `init` that makes a shared window's state outside of `jax.shard_map` too,
-    on `mesh` or the mesh set around the call.
+    """Return `init` so that it also works outside `jax.shard_map`, on `mesh` or on the
+    mesh of the surrounding context.
     """
 
     def start(params: Tree) -> Tree:
@@ -156,11 +160,11 @@ def start_on(init: Step, mesh: Mesh | None, axes: tuple[str, ...]) -> Step:
     return start
 
 
-# The arguments of a step on their way into `jax.shard_map`.
+# The arguments of a step, before they enter `jax.shard_map`.
 
 
 def specs_of(index: int, arg: Tree, axes: tuple[str, ...]) -> list[Spec]:
-    """Return how the devices share argument number `index`, leaf by leaf."""
+    """Return the spec of each leaf of argument number `index`."""
     split, same = _specs(axes)
     if index > 1:
         return [same if _is_flag(leaf) else split for leaf in jax.tree.leaves(arg)]
@@ -171,16 +175,17 @@ def specs_of(index: int, arg: Tree, axes: tuple[str, ...]) -> list[Spec]:
 
 
 def _specs(axes: tuple[str, ...]) -> tuple[Spec, Spec]:
-    """Return the specs of arrays that are split along the first axis, and of equal
-    ones.
+    """Return the spec of an array that is split along its first axis, and of an array
+    that is the same on all devices.
     """
     spec: Any = jax.sharding.PartitionSpec
     return spec(axes if len(axes) > 1 else axes[0]), spec()
 
 
 def _typed_by(leaf: Array, spec: Spec, mesh: Mesh) -> Array:
-    """Return a leaf typed by its spec on a mesh of ``AxisType.Explicit``, the default
-    from JAX 0.9 on: there `jax.shard_map` takes no other type.
+    """Return `leaf` with the sharding of `spec` in its type on a mesh of
+    ``AxisType.Explicit``, the default from JAX 0.9 on, where `jax.shard_map` accepts no
+    other type.
     """
     is_explicit = jax.sharding.AxisType.Explicit in mesh.axis_types
     leaf_spec = typeof(leaf).sharding.spec
@@ -191,11 +196,13 @@ def _typed_by(leaf: Array, spec: Spec, mesh: Mesh) -> Array:
 
 
 def _without_device_axis(arg: Tree) -> Tree:
-    """Return an argument for the step of one device, with its own sums."""
+    """Return an argument as the step of one device gets it: the device's own sums
+    without their leading axis.
+    """
     return map_by_kind(arg, own=lambda leaf: jnp.squeeze(leaf, 0))
 
 
-# The results of a step on their way out of `jax.shard_map`.
+# The results of a step, before they leave `jax.shard_map`.
 
 
 class Results(NamedTuple):
@@ -207,8 +214,8 @@ class Results(NamedTuple):
 
 
 def results_of(results: Any, args: tuple[Tree, ...], axes: tuple[str, ...]) -> Results:
-    """Return what the step returned: all typed as the same on all devices but for what
-    differs, which gets a leading axis.
+    """Return the step's results, typed as the same on all devices; results that differ
+    get a leading axis instead.
     """
     params_and_state, rest = split_results(results, args)
     require_shared_window(params_and_state, axes)
@@ -230,8 +237,8 @@ def results_of(results: Any, args: tuple[Tree, ...], axes: tuple[str, ...]) -> R
 
 
 def split_results(results: Any, args: tuple[Tree, ...]) -> tuple[Tree, Tree]:
-    """Return the parameters and the state that a step returned, or the state that an
-    init returned, and the rest.
+    """Split the results of a step into (parameters, state) and the rest. The result of
+    an init is a state without a rest.
     """
     if len(args) == 1:
         return results, ()
@@ -239,13 +246,14 @@ def split_results(results: Any, args: tuple[Tree, ...]) -> tuple[Tree, Tree]:
 
 
 def require_shared_window(tree: Tree, axes: tuple[str, ...]) -> None:
-    """Raise unless `tree` holds states of optimizers with `axes` and of no others."""
+    """Raise unless `tree` contains states of wrapped optimizers, all with `axes`."""
     weights = [state.weight for state in find_states(tree)]
     if not weights or any(spread_axes(axes) - axes_of(weight) for weight in weights):
         raise UsageError(
-            "state: expected (params, state) with the state of an optimizer with"
-            f" axis_name {axes}; got another. Write tx = gradaccum.wrap(...,"
-            f" axis_name={axes!r}, mesh=mesh) and state = tx.init(params)."
+            "state: expected (params, state) with the state of an optimizer wrapped"
+            f" with axis_name {axes}; got something else. Write tx ="
+            f" gradaccum.wrap(..., axis_name={axes!r}, mesh=mesh) and state ="
+            " tx.init(params)."
         )
 
 

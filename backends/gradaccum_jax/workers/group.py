@@ -1,8 +1,9 @@
-"""Devices that share a window, or shards of one model, as the window sees them.
+"""Devices that share a window, or that hold shards of one model.
 
-Each device has the sum, the weight and the overflow flag of its own micro-batches. All
-else is the same everywhere, or a branch that only some devices take would wait in its
-collective for ever. So the types inside `jax.shard_map` are checked.
+Each device has the sum, the weight and the overflow flag of its own micro-batches.
+Everything else must be the same on all devices. Otherwise only some devices might take
+a branch, and wait forever in its collective. So the types inside `jax.shard_map` are
+checked.
 """
 
 from __future__ import annotations
@@ -42,19 +43,21 @@ from gradaccum_jax.state import AccumulationState, is_state
 T = TypeVar("T")
 OnLeaf = Callable[[Array], Any]
 OWN = ("weight", "overflow", "accumulator", "last_overflow", "loss")
-"""The fields of an `AccumulationState` that each device has for itself."""
+"""The fields of an `AccumulationState` whose values differ between devices."""
 
 
 class ParamsType(Enum):
-    """The type of the parameters in a step of `data_parallel`, which traces it twice."""
+    """The type of the parameters while `data_parallel` traces a step. It traces the
+    step with both types.
+    """
 
     SAME = "same on all devices"
-    """So JAX's types tell what is made of a device's own values. But `jax.grad` adds up
-    the gradients of such parameters.
+    """JAX's types then show which values depend on a device's own batch, but `jax.grad`
+    adds up the gradients of such parameters over the devices.
     """
     COPY = "a copy for each device"
-    """So `jax.grad` returns a device's own gradient. But everything made of parameters
-    may differ by its type.
+    """`jax.grad` then returns each device's own gradient, but the type of every value
+    that depends on the parameters says that the value may differ between devices.
     """
 
 
@@ -71,8 +74,8 @@ def params_typed_as(params_type: ParamsType) -> Iterator[None]:
 
 
 def by_kind(state: AccumulationState, own: OnLeaf, shared: OnLeaf) -> AccumulationState:
-    """Map `own` over the fields that each device has for itself, `shared` over the
-    rest.
+    """Map `own` over the fields whose values differ between devices, and `shared` over
+    the other fields.
     """
     fields = {}
     for name, field in state._asdict().items():
@@ -81,22 +84,22 @@ def by_kind(state: AccumulationState, own: OnLeaf, shared: OnLeaf) -> Accumulati
 
 
 def require_axes(axes: tuple[str, ...]) -> None:
-    """Raise unless the axes are those of a `jax.shard_map` that checks what is
-    replicated: other maps have no types that tell what differs.
+    """Raise unless the axes belong to a `jax.shard_map` with ``check_vma=True``. In
+    other maps, types do not show which values differ between devices.
     """
     for axis in axes:
         index = lax.axis_index(axis)
         if spread_axes((axis,)) - axes_of(index):
             raise UsageError(
                 "axis_name: expected an axis of a jax.shard_map with check_vma=True;"
-                " got an axis of pmap, of vmap, or with check_vma=False. Leave"
-                " check_vma=True, the default of jax.shard_map."
+                " got an axis of pmap or vmap, or of a jax.shard_map with"
+                " check_vma=False. Use jax.shard_map with its default, check_vma=True."
             )
 
 
 def same(name: str, tree: T, axes: tuple[str, ...]) -> T:
-    """Raise unless the arrays of `tree` are the same on all devices by their types;
-    return them so typed.
+    """Return `tree` typed as the same on all devices; raise if its types say that an
+    array may differ. While the parameters are typed as copies, nothing is raised.
     """
     if _params_type.get() is ParamsType.COPY:
         return replicated(tree, axes)
@@ -110,49 +113,51 @@ def require_same(name: str, tree: Tree, axes: tuple[str, ...]) -> None:
         if differing_axes:
             raise UsageError(
                 f"{name}{jax.tree_util.keystr(path)}: expected a value that is the same"
-                " on all devices; got one that may differ along"
-                f" {sorted(differing_axes)}, as it is made of a device's own batch or"
-                " place. Average it over the devices, jax.lax.pmean(value, axis_name);"
-                " change parameters by what tx.update returns."
+                " on all devices; got a value that may differ along"
+                f" {sorted(differing_axes)}, because it depends on a device's own batch"
+                " or index. Average it with jax.lax.pmean(value, axis_name), and change"
+                " parameters only with the updates that tx.update returns."
             )
 
 
 def require_shared(name: str, tree: Tree, axes: tuple[str, ...]) -> None:
-    """Raise unless all in `tree` is the same on all devices but each device's own
-    fields of a state.
+    """Raise unless everything in `tree` is the same on all devices, apart from the
+    fields of a state whose values differ between devices.
     """
     require_same(name, map_by_kind(tree, own=lambda _: None), axes)
 
 
 def spread_axes(axes: tuple[str, ...]) -> Axes:
-    """Return those of `axes` that have several devices: JAX may leave an axis of one
-    device out of types.
+    """Return the axes in `axes` that have several devices, because JAX may leave an
+    axis of one device out of types.
     """
     return frozenset(axis for axis in axes if lax.axis_size(axis) > 1)
 
 
 def require_own(name: str, tree: Tree, axes: tuple[str, ...]) -> None:
-    """Raise unless the gradients or the loss in `tree` are those of this device alone.
+    """Raise unless the gradients or the loss in `tree` come only from this device.
 
-    `jax.grad` inside `jax.shard_map` adds up the gradients of replicated parameters
-    over the devices by itself.
+    Inside `jax.shard_map`, `jax.grad` adds up the gradients of replicated parameters
+    over the devices automatically.
     """
     if not axes or _params_type.get() is ParamsType.SAME:
         return
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if spread_axes(axes) - axes_of(leaf):
             raise UsageError(
-                f"{name}{jax.tree_util.keystr(path)}: expected what this device's own"
-                f" micro-batch gives; got one that is reduced over {axes} already, as"
-                " its type says. Differentiate by copies of the parameters, as"
-                " gradaccum_jax.data_parallel(step, mesh, axis_name) makes them, or"
-                " jax.lax.pcast(params, axis_name, to='varying'). Pass the loss as it"
-                " was before jax.lax.pmean."
+                f"{name}{jax.tree_util.keystr(path)}: expected the value from this"
+                " device's own micro-batch; got a value whose type shows that it was"
+                f" already reduced over {axes}. Pass the loss before jax.lax.pmean, and"
+                " differentiate with respect to per-device copies of the parameters,"
+                " made by gradaccum_jax.data_parallel(step, mesh, axis_name) or"
+                " jax.lax.pcast(params, axis_name, to='varying')."
             )
 
 
 def shared_window(state: AccumulationState, axes: tuple[str, ...]) -> AccumulationState:
-    """Return a state that is the same on all devices with the types of a shared one."""
+    """Return `state`, which is the same on all devices, with the types of a shared
+    window.
+    """
     if not axes:
         return state
     return by_kind(
@@ -174,7 +179,7 @@ def map_by_kind(
     other: OnLeaf = unchanged,
 ) -> Tree:
     """Map `own` and `shared` over the leaves of an `AccumulationState` in `tree`, and
-    `other` over the leaves outside of one.
+    `other` over all other leaves.
     """
 
     def node(part: Any) -> Any:
@@ -188,13 +193,13 @@ def map_by_kind(
 # Parameters sharded by hand, inside `jax.shard_map`: the devices along ``shard_axes``
 # hold parts of one model.
 #
-# There one device does not see all of a window: it has the norm of its own shards, and
-# no sign of an inf in the others. So the norm adds up the squares of all shards, each
-# element once, as JAX's types tell which arrays are sharded and which are copies. And
-# all devices decide alike at the end of a window.
+# There no device sees the whole window: it has only the norm of its own shards, and
+# does not see an inf in the other shards. So the norm adds up the squares of all
+# shards. It counts each element once, because JAX's types show which arrays are sharded
+# and which are copies. And all devices make the same decision at the end of a window.
 #
-# A type alone does not tell a shard from a model that each device has for itself, as in
-# an ensemble. If nobody said, this raises.
+# A type does not distinguish a shard from a model of the device's own, as in an
+# ensemble. Without ``shard_axes``, an error is raised.
 
 
 def require_known_axes(
@@ -203,18 +208,18 @@ def require_known_axes(
     names = tuple(sorted(varying_axes(tree) - frozenset(axes)))
     if names and shard_axes is None:
         raise UsageError(
-            "shard_axes: expected the axes that shard parameters; got parameters that"
-            f" differ from device to device along {names}. Write gradaccum.wrap(...,"
-            f" shard_axes={names!r}) if the devices hold shards of one model,"
-            " shard_axes=() if each has its own."
+            "shard_axes: expected the axes along which parameters are sharded; got"
+            f" None, although parameters differ between devices along {names}. Write"
+            f" gradaccum.wrap(..., shard_axes={names!r}) if the devices hold shards of"
+            " one model, or shard_axes=() if each device has a model of its own."
         )
 
 
 def like_params(
     inner: optax.GradientTransformation, inner_state: InnerState, params: Params
 ) -> Any:
-    """Return the inner optimizer's state with each parameter's arrays sharded as the
-    parameter is, by its type.
+    """Return the inner optimizer's state with each parameter's arrays typed as sharded
+    like the parameter.
     """
 
     def vary_like(leaf: Array, parameter: Array) -> Array:
@@ -229,7 +234,7 @@ def like_params(
 
 
 def are_bound(axes: tuple[str, ...]) -> bool:
-    """True if a `jax.shard_map`, or another map, over these axes is around the call."""
+    """True if the call is inside a `jax.shard_map`, or another map, over these axes."""
     try:
         return bool(axes) and lax.axis_size(axes) > 0
     except NameError:
@@ -243,15 +248,15 @@ def names_of(axis_name: Any) -> tuple[str, ...]:
     return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
 
 
-# One sum over all devices for many arrays.
+# One all-reduce for many arrays.
 #
-# All of it is one `jax.lax.psum`, of which XLA makes one collective; but on the CPU
-# only from JAX 0.10 on. So small arrays of one type are packed into one (shards and
-# copies have two types); to pack large ones would cost memory.
+# All arrays go into one `jax.lax.psum`, which XLA compiles to one collective, but on
+# the CPU only from JAX 0.10 on. So small arrays of one type are packed into one array
+# (shards and copies have different types). Packing large arrays would cost memory.
 
 
 LARGE_BYTES = 2**20
-"""An array of this size or more is reduced by itself, in place."""
+"""An array of at least this size is reduced separately, in place."""
 
 
 class ReducedWindow(NamedTuple):
@@ -260,13 +265,13 @@ class ReducedWindow(NamedTuple):
     total: Tree
     weight: Scalar
     overflow: Scalar
-    """bool; added up: one of them is True."""
+    """bool; after the reduction, True if the flag of any device is True."""
     loss: Scalar
     """The sum of the losses."""
 
 
 def all_reduce(window: ReducedWindow, axes: tuple[str, ...]) -> ReducedWindow:
-    """Return the window of all devices along `axes` from each device's own."""
+    """Reduce each device's own window to the window of all devices along `axes`."""
     # The sum of an integer parameter is 0 on every device.
     moving, put = moving_of(window.total)
     overflow = window.overflow.astype(window.weight.dtype)
@@ -293,7 +298,9 @@ def added_up(leaves: Leaves, axes: tuple[str, ...]) -> Leaves:
 
 
 def _packed(leaves: Leaves) -> tuple[Array, Callable[[Array], Leaves]]:
-    """Return one array, and the function that takes such an array apart."""
+    """Return one array with all elements, and a function that splits it into the leaves
+    again.
+    """
     if len(leaves) == 1:
         return leaves[0], lambda array: [array]
     ravel: Any = ravel_pytree

@@ -1,7 +1,7 @@
-"""A window's state outside of `jax.shard_map`: each device's own fields have a leading
-axis, one entry for each device.
+"""A window's state outside `jax.shard_map`. There, fields whose values differ between
+devices have a leading axis with one entry per device.
 
-So any checkpoint holds the buffers of all devices.
+So every checkpoint contains the sums of all devices.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from gradaccum_jax.workers.group import by_kind
 
 
 def redistributed(state: Tree, workers: int) -> Tree:
-    """Return `state` for another number of devices, for example of a checkpoint: an
-    open window resumes with all that it holds.
+    """Return `state`, for example from a checkpoint, for another number of devices. An
+    open window resumes with everything that it contains.
 
-    The first device gets the sum of the sums and all of the weight, the others nothing.
-    With as many devices as before nothing changes. Not for use under `jit`: it looks at
-    values.
+    The first device gets the total of the sums and of the weights, and the other
+    devices get zeros. If the number of devices does not change, neither does the state.
+    Do not call this under `jit`, because it reads values.
 
     Args:
-        state: the state of a wrapped optimizer with ``axis_name``, or a tree that holds
-            one, as `data_parallel` returned it.
-        workers: the number of devices that share the window from now on, >= 1.
+        state: the state of a wrapped optimizer with ``axis_name``, or a tree that
+            contains such a state, as `data_parallel` returned it.
+        workers: the number of devices, >= 1, that will share the window.
     """
     return jax.tree.map(
         lambda node: _on_devices(node, workers) if is_state(node) else node,
@@ -47,7 +47,7 @@ def _on_devices(state: AccumulationState, workers: int) -> AccumulationState:
         rows = jnp.zeros((workers, *leaf.shape[1:]), leaf.dtype)
         return rows.at[0].set(leaf.sum(0, dtype=leaf.dtype))
 
-    # From the host, so that what is saved on one mesh can go to another.
+    # Copy through the host, so that a state saved on one mesh can be placed on another.
     state = jax.tree.map(
         lambda leaf: leaf if is_key(leaf) else jnp.asarray(jax.device_get(leaf)), state
     )

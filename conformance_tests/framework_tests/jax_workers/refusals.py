@@ -106,7 +106,7 @@ def beside(change: Any) -> Any:
 
 
 SAME = "expected a value that is the same on all devices"
-MADE = "made of a device's own batch"
+MADE = "depends on a device's own batch"
 CASES: dict[str, tuple[Any, ...]] = {
     "gradients that JAX reduced": (
         lambda: alone(copied=False),
@@ -115,7 +115,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     "average loss of a shared window": (
         lambda: alone(value=lambda x: lax.pmean(x.mean(), "data")),
-        "value: expected what this device's own micro-batch gives",
+        "value: expected the value from this device's own micro-batch",
         "pmean",
     ),
     "types not checked": (
@@ -165,17 +165,17 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     "learning rate": (
         lambda: run(rate_of_each_device, wrap(steps=1)),
-        "what the inner optimizer made",
+        "result of the inner optimizer",
         MADE,
     ),
     "parameters returned": (
         lambda: run(step_of(TX, after=jax.jit(own))),
-        "what step returned, [0]",
+        "results of step[0]",
         MADE,
     ),
     "beside the state": (
         lambda: beside(lambda beta, x: jnp.where(x[0] > 2.5, 2 * beta, beta / 2)),
-        "what step returned, [1][1]: expected",
+        "results of step[1][1]: expected",
         MADE,
     ),
 }

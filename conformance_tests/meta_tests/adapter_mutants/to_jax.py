@@ -273,7 +273,7 @@ MUTANTS = (
     ),
     Mutant(
         "concatenate_rows_as_they_were_run",
-        "            if array.shape[1] % part.items:  # no rows of items\n",
+        "            if array.shape[1] % part.items:  # the rows are not items\n",
         "            if array.shape[1]:\n",
         OWN + "test_jax_workers.py::test_eight_devices",
         "fair_share",
