@@ -22,7 +22,7 @@ demo and conformance need: pip install 'gradaccum[conformance]'"""
 
 
 def main() -> None:
-    """Run the command line, or say what to install."""
+    """Run the command that the user typed, or say which package it needs."""
     arguments = sys.argv[1:]
     if arguments == ["versions"]:
         print(versions.report())

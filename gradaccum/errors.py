@@ -1,5 +1,5 @@
-"""The errors that a user can meet. A message has one shape, ``argument: expected ...;
-got .... One fix.``, and the page of all errors is made from these messages.
+"""The errors that gradaccum raises. Every message has the form ``argument: expected
+...; got .... One fix.``, and the page of all errors is generated from the messages.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from typing import SupportsFloat, SupportsIndex, cast
 
 
 class GradAccumError(Exception):
-    """Any error raised by gradaccum. The sum of the open window survives the error."""
+    """The base class of gradaccum's errors. When such an error is raised, the gradient
+    sum of the open window is kept.
+    """
 
 
 class ArgumentValueError(GradAccumError, ValueError):
-    """An argument of the right type with a value that makes no sense."""
+    """An argument has the right type, but an invalid value."""
 
 
 class ArgumentTypeError(GradAccumError, TypeError):
-    """An argument of the wrong type."""
+    """An argument has the wrong type."""
 
 
 class GradientError(GradAccumError, ValueError):
@@ -34,12 +36,12 @@ class CheckpointError(GradAccumError, ValueError):
 
 
 class UsageError(GradAccumError, RuntimeError):
-    """A call that, at this point, would silently make the result wrong."""
+    """At this point of the program, the call would silently give a wrong result."""
 
 
 class GradAccumWarning(UserWarning):
-    """The loop is right as it is written, but most likely not what its author intended.
-    Each cause is reported once per wrapped optimizer.
+    """The loop is valid as it is written, but most likely does not do what its author
+    intended. Each cause is reported once per wrapped optimizer.
     """
 
 
@@ -54,7 +56,7 @@ def require_int(
     argument: str, value: object, *, at_least: int, fix: str | None = None
 ) -> int:
     """Raise unless `value` is an int >= `at_least`; return it as an int. A framework's
-    integer scalars are accepted; bools and traced values are not.
+    integer scalars are accepted, but bools and traced values are rejected.
     """
     number: int | None = None
     if not isinstance(value, bool):
@@ -78,8 +80,8 @@ def require_number(
     or_equal: bool = False,
     fix: str | None = None,
 ) -> float:
-    """Raise unless `value` is finite and > `above` (or >= `above`, with `or_equal`);
-    return it as a float.
+    """Raise unless `value` is finite and > `above` (or >= `above` if `or_equal` is
+    true); return it as a float.
     """
     number: float | None = None
     if not isinstance(value, (bool, str)):
@@ -100,7 +102,7 @@ def require_number(
 
 
 def require_bool(argument: str, value: object) -> bool:
-    """Raise unless `value` is True or False (`ArgumentTypeError`); return it."""
+    """Raise `ArgumentTypeError` unless `value` is True or False; return `value`."""
     if isinstance(value, bool):
         return value
     raise ArgumentTypeError(
@@ -110,7 +112,7 @@ def require_bool(argument: str, value: object) -> bool:
 
 
 def require_choice(argument: str, value: object, choices: Collection[str]) -> str:
-    """Raise unless `value` is one of `choices`."""
+    """Raise unless `value` is one of `choices`; return `value`."""
     if isinstance(value, str) and value in choices:
         return value
     kind = ArgumentValueError if isinstance(value, str) else ArgumentTypeError

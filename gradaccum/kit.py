@@ -5,12 +5,13 @@ classes, is in `gradaccum` itself.
   `discard`: transitions of the `State`;
 - `add_loss`, `window_loss`: a window's loss;
 - `terms_of`, `resumed`, `redistributed`: saving and resuming an open window;
-- `epoch`, `Epoch`, `Sizes`: a pass over a loader;
-- `make_division`, `divided`, `leaves_of`: cutting a large batch;
+- `epoch`, `Epoch`, `Sizes`: one pass over a data loader;
+- `make_division`, `divided`, `leaves_of`: splitting a large batch;
 - ``require_...`` and ``..._error``: errors with the same wording in every
   backend;
-- `Listeners`: callbacks for closed windows, which need not be reported while ``added``
-  is empty; `described`, `status`: the state in one line;
+- `Listeners`: callbacks for closed windows, which need not be recorded while ``added``
+  is empty;
+- `described`, `status`: the state, described in one line;
 - `examine`, `Subject`, `Conditions`, `Run`: the experiments of `gradaccum.verify`;
 - `Backend`: a backend's protocol;
 - `Steps`, `WrapOptions`, `wrap_with`: a backend's own typed ``wrap``.

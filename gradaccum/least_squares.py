@@ -1,5 +1,5 @@
-"""Least squares for the coefficients with which a gradient is a sum of the
-micro-batches' gradients. Both the loop check and `verify` use these coefficients.
+"""Least squares: find the coefficients that express a gradient as a weighted sum of the
+micro-batches' gradients. The loop check and `verify` use these coefficients.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 PIVOT = 1e-12
-"""Gradients can be distinguished if each pivot of their normalised Gram matrix is
-larger.
+"""Gradients count as distinguishable if each pivot of their normalised Gram matrix is
+larger than this number.
 """
 
 
 class SolvedUpdate(NamedTuple):
-    """The gradient that an optimizer received, as a sum over the micro-batches."""
+    """The gradient that an optimizer received, expressed as a weighted sum of the
+    micro-batches' gradients.
+    """
 
     coefficients: tuple[float, ...]
     """One coefficient per micro-batch. With several workers the coefficients of worker
@@ -26,17 +28,17 @@ class SolvedUpdate(NamedTuple):
     if the micro-batches' gradients are too similar to distinguish.
     """
     unexplained: float
-    """||v - sum(c_k g_k)|| / sum(||c_k g_k||), where v is the gradient that the
-    optimizer received.
+    """||v - sum(c_k g_k)|| / sum(||c_k g_k||): how much of the received gradient v is
+    not a sum of the micro-batches' gradients g_k with the coefficients c_k.
     """
     norm: float
-    """||v||."""
+    """The 2-norm of the gradient that the optimizer received."""
     norms: tuple[float, ...] = ()
-    """||g_k|| of each micro-batch."""
+    """The 2-norm of each micro-batch's gradient."""
 
 
 def solve_update(gradients: Any, update: Any) -> SolvedUpdate:
-    """Return the coefficients of the sum of micro-batches that is nearest to the
+    """Return the weighted sum of the micro-batches' gradients that is nearest to the
     gradient that the optimizer received.
 
     Args:
@@ -60,12 +62,12 @@ def solve_coefficients(
     rest_of: Callable[[Sequence[float]], tuple[Sequence[float], float]],
     elements: int,
 ) -> SolvedUpdate:
-    """Return the coefficients c of the sum(c_k g_k) that is nearest to a vector v.
+    """Return the coefficients c_k for which sum(c_k g_k) is nearest to a vector v.
 
     Args:
         gram: the dot products of the g_k with each other.
-        rest_of: takes coefficients, and returns the dot products of the g_k with the
-            rest, v - sum(c_k g_k), and the norm of the rest.
+        rest_of: takes the coefficients, and returns the dot products of the g_k with
+            the residual v - sum(c_k g_k), and the norm of the residual.
         elements: the number of elements of v.
     """
     places = range(len(gram))
@@ -91,7 +93,7 @@ def solve_coefficients(
         products, residual = rest_of(coefficients)
     total = sum(abs(c) * size for c, size in zip(coefficients, norms, strict=True))
     largest = max(map(abs, coefficients))
-    # The standard error in least squares, with a rest of 1 per element.
+    # The standard error of least squares for a residual of 1 per element.
     spread = max(
         math.sqrt(max(inverse[k][k], 0.0)) / norms[k] for k in places if norms[k]
     )
@@ -126,7 +128,8 @@ def _inverse(matrix: list[list[float]]) -> list[list[float]] | None:
 
 
 def rounding_limit(epsilon: float) -> float:
-    """Return how large `unexplained` may be through rounding, for a machine epsilon.
-    The limit is at least 1e-6, because a float64 model may compute its loss in float32.
+    """Return the largest `SolvedUpdate.unexplained` that rounding alone can cause if
+    `epsilon` is the machine epsilon. The limit is at least 1e-6, because a float64
+    model may compute its loss in float32.
     """
     return max(16 * epsilon, math.pow(epsilon, 0.6), 1e-6)

@@ -1,9 +1,9 @@
 """The loop check: which micro-batches reached the optimizer, and with what weight?
 
 An optimizer should receive sum(c_k g_k), where g_k is the gradient of micro-batch k by
-itself, and all g_k are taken at the same parameters. An adapter records the gradient
+itself, and all g_k are taken at the same parameters. A backend records the gradient
 that the optimizer receives, and finds the coefficients c_k by least squares. This
-module says what the coefficients mean.
+module interprets the coefficients.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ from gradaccum.options import Reduction, require_reduction
 from gradaccum.registry import backend_of
 
 ROOM = 0.004
-"""Coefficients count as equal if their relative difference is smaller, because a
+"""Coefficients count as equal if their relative difference is at most this number. A
 mistake in a loop makes a much larger difference.
 """
 LEAST = 1e-3
 """A coefficient counts as zero if it is below this fraction of the largest coefficient.
 """
 SHOWN = 8
-"""The number of updates whose coefficients are shown."""
+"""The report shows the coefficients of at most this many updates."""
 
 
 class LoopProblem(NamedTuple):
     """One thing that is wrong with a loop."""
 
     kind: str
-    """``"lost"``, ``"only_last"``, ``"leaked"``, ``"not_reduced"``, ``"not_divided"``,
-    ``"short_window"``, ``"mean_of_means"``, ``"scaled"``, ``"scaled_inside"``,
-    ``"clipped_each"``, ``"counted_again"``, ``"boundary"``, ``"weights"``,
-    ``"unexplained"`` or ``"no_update"``.
+    """The kind of mistake: ``"lost"``, ``"only_last"``, ``"leaked"``,
+    ``"not_reduced"``, ``"not_divided"``, ``"short_window"``, ``"mean_of_means"``,
+    ``"scaled"``, ``"scaled_inside"``, ``"clipped_each"``, ``"counted_again"``,
+    ``"boundary"``, ``"weights"``, ``"unexplained"`` or ``"no_update"``.
     """
     update: int
-    """The number of the update, counted from 1; 0 if the problem is not in one update.
+    """The number of the update, counted from 1; 0 if the problem does not belong to a
+    single update.
     """
     explanation: str
 
@@ -50,21 +51,23 @@ class LoopReport:
 
     updates: tuple[SolvedUpdate, ...]
     expected: tuple[tuple[float, ...], ...]
-    """The right coefficients for the micro-batches that each update contains, without
-    the micro-batches that leaked into it from the previous update.
+    """For each update, the right coefficients of the micro-batches that it contains.
+    Micro-batches that leaked into it from the previous update are left out.
     """
     weights: tuple[float, ...]
     """The weight of each micro-batch."""
     workers: int
     problems: tuple[LoopProblem, ...]
     notes: tuple[str, ...]
-    """Remarks that are good to know, but do not concern mistakes."""
+    """Remarks about the loop that do not report a mistake."""
     uncertain: str
     """Why the check cannot tell whether the loop is right; empty if it can tell."""
 
     @property
     def right(self) -> bool:
-        """True if each update is the update of its micro-batches as one large batch."""
+        """True if the check has shown that each update equals the update that one large
+        batch of its micro-batches would give.
+        """
         return not self.problems and not self.uncertain
 
     def __str__(self) -> str:
@@ -105,9 +108,9 @@ def recording(optimizer: Any, model: Any = None) -> AbstractContextManager[LoopR
         optimizer: a torch optimizer, wrapped by any package or not; in MindSpore a
             `gradaccum_mindspore.LoopRecorder`, wrapped or not. JAX has its own
             `LoopRecorder`, whose ``report`` takes the state that the loop returns.
-        model: a module whose call returns an object with a ``loss``, as models of
-            transformers do. Its calls are recorded as the micro-batches, so that
-            ``report`` needs no `micro_batches`.
+        model: a module whose call returns an object with a ``loss``, as the models of
+            Hugging Face transformers do. Its calls are recorded as the micro-batches,
+            so that ``report`` needs no `micro_batches`.
     """
     backend: Any = backend_of(optimizer)
     context: AbstractContextManager[LoopRecord] = backend.recording(optimizer, model)
@@ -137,9 +140,10 @@ def check_loop(
             or single arguments.
         weight: ``weight(*micro_batch)`` returns the weight of a micro-batch. Default:
             the number of items, which is the length of the first argument.
-        reduction: what `loss_fn` returns, as in `gradaccum.wrap`.
-        steps: micro-batches per window. Default: the micro-batches that an update
-            contains are its window.
+        reduction: how `loss_fn` combines the losses of its items, as in
+            `gradaccum.wrap`.
+        steps: micro-batches per window. By default, the micro-batches that an update
+            contains count as its window.
         clip_norm: the global 2-norm to which the loop clips each window.
     """
     with recording(optimizer) as record:
@@ -170,7 +174,9 @@ def assert_accumulates(
 
 
 def items_of(*micro_batch: Any) -> float:
-    """Return the number of items: the length of the first argument."""
+    """Return the number of items in a micro-batch, which is the length of its first
+    argument.
+    """
     return float(len(micro_batch[0]))
 
 
@@ -224,8 +230,6 @@ def read_coefficients(
 
 @dataclass
 class _CoefficientReader:
-    """Reads the coefficients of one loop."""
-
     updates: tuple[SolvedUpdate, ...]
     weights: tuple[float, ...]
     reduction: Reduction
@@ -237,9 +241,9 @@ class _CoefficientReader:
 
     def __post_init__(self) -> None:
         self.length = len(self.weights) // self.workers
-        """Micro-batches of one worker."""
+        """The number of micro-batches that each worker ran."""
         self.members = [self.members_of(update) for update in self.updates]
-        """The micro-batches that each update contains."""
+        """For each update, the indices of the micro-batches that it contains."""
         self.expected = [
             self.right_coefficients([k for k in members if k not in before] or members)
             for before, members in pairwise([[], *self.members])
@@ -302,7 +306,7 @@ class _CoefficientReader:
     def say(self, kind: str, update: int, explanation: str) -> None:
         self.problems.append(LoopProblem(kind, update, explanation))
 
-    # Where each micro-batch went.
+    # The next methods find the update that each micro-batch went into.
 
     def read_places(self) -> None:
         reached_places = {number for members in self.members for number in members}
@@ -345,7 +349,9 @@ class _CoefficientReader:
         return "lost", ""
 
     def read_boundaries(self, steps: int, lost_places: Sequence[int]) -> None:
-        """Compare the micro-batches of each update with windows of `steps`."""
+        """Report the first update that does not contain the micro-batches of its
+        window, if a window has `steps` micro-batches.
+        """
         for number, members in enumerate(self.members, 1):
             places = {member % self.length for member in members}
             start = (number - 1) * steps
@@ -376,7 +382,7 @@ class _CoefficientReader:
                 )
                 return
 
-    # With what weight.
+    # The next methods compare the micro-batches' weights.
 
     def read_weights(self, number: int, update: SolvedUpdate) -> None:
         expected = self.expected[number - 1]
@@ -439,8 +445,8 @@ class _CoefficientReader:
         self.say(kind, number, text)
 
     def read_factor(self, number: int, ratio: float, count: int) -> None:
-        """Say what is wrong with an update whose proportions are right, unless it was
-        clipped as a whole.
+        """Report an update whose coefficients have the right proportions but the wrong
+        size, unless the update was clipped as a whole.
         """
         norm = self.updates[number - 1].norm
         reason = ""
@@ -453,7 +459,7 @@ class _CoefficientReader:
                 self.notes.append(f"Update {number} was clipped as a whole.")
                 return
             if self.problems:
-                return  # The factor most likely comes from these.
+                return  # The other problems most likely explain the factor.
             reason = ". If the loop clips each window, pass clip_norm="
         self.say(
             "scaled",
@@ -479,8 +485,9 @@ def uneven_weights(
     norms: Sequence[float],
     room: float,
 ) -> tuple[str, str]:
-    """Return the kind and the explanation for weights that are neither equal nor right,
-    often because of a factor between each micro-batch and the next.
+    """Return the kind and the explanation of a problem in which the micro-batches'
+    weights are neither equal nor right. Often each weight differs from the next by the
+    same factor.
     """
     count = len(coefficients)
     shares = [size * count / (count - place) for place, size in enumerate(coefficients)]
@@ -519,7 +526,7 @@ def are_equal(numbers: Sequence[float], room: float) -> bool:
     return max(numbers) - min(numbers) <= room * max(map(abs, numbers))
 
 
-# The report in words.
+# The functions below write the text of a report.
 
 
 def _lines(report: LoopReport) -> Iterator[str]:

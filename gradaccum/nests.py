@@ -4,7 +4,7 @@ A nest is a tuple, list, mapping or dataclass of nests, or a leaf. A list or tup
 plain values (strings, numbers) is one leaf with one value per item. JAX uses its own
 trees instead.
 
-Any other list or tuple is a container, each element of which contains something of all
+Any other list or tuple is a container, and each of its elements contains data of all
 items. A list with one element per item (one dict per image) looks the same, so
 `require_one_size` rejects an ambiguous list unless the user's ``axes`` have an entry
 for each element.
@@ -30,12 +30,12 @@ class Leaf(NamedTuple):
     """One leaf of a nest."""
 
     path: str
-    """The Python expression that reads the leaf: ``batch[0]['ids']``."""
+    """The Python expression that reads the leaf, such as ``batch[0]['ids']``."""
     value: object
 
 
 def leaves_of(nest: Nest, path: str = "") -> list[Leaf]:
-    """Return the leaves of `nest` in order, each with its path, which begins with
+    """Return the leaves of `nest` in order, each with its path. Every path begins with
     `path`.
     """
     inside = children_of(nest)
@@ -45,8 +45,8 @@ def leaves_of(nest: Nest, path: str = "") -> list[Leaf]:
 
 
 def children_of(nest: Nest) -> list[tuple[str, Nest]] | None:
-    """Return the children of a container, each with its step in the path; None for a
-    leaf.
+    """Return the children of a container, each with the piece of the path that leads to
+    it, such as ``[0]``; None for a leaf.
     """
     if _is_dataclass(nest):
         return [
@@ -65,14 +65,16 @@ def children_of(nest: Nest) -> list[tuple[str, Nest]] | None:
 
 
 def is_column(nest: Nest) -> bool:
-    """True if `nest` is a list or tuple of plain values: one leaf, a value per item."""
+    """True if `nest` is a list or tuple of plain values, which counts as one leaf with
+    one value per item.
+    """
     if not isinstance(nest, list | tuple) or hasattr(nest, "_fields"):
         return False
     return bool(nest) and all(isinstance(value, PLAIN) for value in nest)
 
 
 def with_leaves(nest: Nest, leaves: Iterator[object]) -> Nest:
-    """Return a nest like `nest` with the next `leaves` instead of its own leaves. The
+    """Return a copy of `nest` in which the next `leaves` replace its own leaves. The
     containers keep their types.
     """
     inside = children_of(nest)
@@ -82,7 +84,7 @@ def with_leaves(nest: Nest, leaves: Iterator[object]) -> Nest:
 
 
 def mapped(change: Callable[[object], object], nest: Nest) -> Nest:
-    """Return a nest like `nest` with ``change(leaf)`` for each leaf."""
+    """Return a copy of `nest` in which ``change(leaf)`` replaces each leaf."""
     return with_leaves(nest, (change(leaf.value) for leaf in leaves_of(nest)))
 
 
@@ -90,9 +92,10 @@ def spread(prefix: Nest, nest: Nest, argument: str) -> list[object]:
     """Return one value of `prefix` for each leaf of `nest`.
 
     Args:
-        prefix: one value for all leaves, or a nest each leaf of which applies to
-            everything below its place in `nest`: ``{"ids": 0, "flags": None}``.
-        nest: the nest that needs the values.
+        prefix: one value for all leaves, or a nest in which each leaf applies to
+            everything below the same position in `nest`, such as ``{"ids": 0, "flags":
+            None}``.
+        nest: the nest whose leaves need the values.
         argument: the name of `prefix`, for the error.
 
     Raises:
@@ -108,7 +111,7 @@ def spread(prefix: Nest, nest: Nest, argument: str) -> list[object]:
             f"{argument}: expected a prefix of a nest like"
             f" {type(nest).__name__}({steps}); got {prefix!r}"
             f" ({type(prefix).__name__}). Pass one value for all arrays, or a nest with"
-            " the keys and lengths of the batch."
+            " the same keys and lengths as the batch."
         )
     return [
         value
@@ -118,7 +121,7 @@ def spread(prefix: Nest, nest: Nest, argument: str) -> list[object]:
 
 
 class ListOfOneKind(NamedTuple):
-    """A list or tuple whose elements may be the items."""
+    """A list or tuple whose elements may be the items of the batch."""
 
     path: str
     length: int
@@ -128,13 +131,14 @@ class ListOfOneKind(NamedTuple):
 def lists_of_one_kind(
     batch: Nest, axes: Nest, path: str = "batch"
 ) -> list[ListOfOneKind]:
-    """Find the lists and tuples inside `batch` whose elements have one type, dtype and
-    rank, except where `axes` is None or has an entry for each element.
+    """Return the lists and tuples inside `batch` whose elements all have the same type,
+    dtype and rank. Leave out a list for which `axes` is None or has an entry for each
+    element.
 
     Args:
         batch: a tuple of arguments, or another nest.
         axes: a prefix of `batch` that `spread` accepts.
-        path: the beginning of each path.
+        path: the text with which each path begins.
     """
     if axes is None:
         return []
@@ -152,7 +156,7 @@ def lists_of_one_kind(
 
 
 def _are_alike(elements: list[tuple[str, Nest]]) -> bool:
-    """True if all elements except None have one type, dtype and rank."""
+    """True if all elements except None have the same type, dtype and rank."""
     kinds = {
         (type(v), str(getattr(v, "dtype", None)), getattr(v, "ndim", None))
         for _, v in elements
@@ -181,8 +185,8 @@ def _is_dataclass(nest: Nest) -> bool:
 
 
 def _rebuilt(nest: Nest, children: list[Nest]) -> Nest:
-    """Return a copy of a container with other children. The constructor is avoided
-    where possible, because it may check lengths or derive values.
+    """Return a copy of a container with new children. The constructor is avoided where
+    possible, because it may check lengths or derive values.
     """
     if _is_dataclass(nest):
         made = copy.copy(nest)

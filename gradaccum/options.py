@@ -1,5 +1,5 @@
-"""The options of an accumulation, checked once for every backend: window length, loss
-scale and the rest.
+"""The options of `gradaccum.wrap`, such as the length of a window and the loss scale.
+They are checked here for all backends.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from gradaccum.errors import (
 )
 from gradaccum.state import Scalar
 
-# The length of a window: a number of micro-batches, or a weight to reach. It is a
-# constant, pairs or a function, or the caller decides.
+# A window ends after a number of micro-batches, when it reaches a weight, or when the
+# caller ends it. The number and the weight may differ from update to update.
 
 
 Sizes = int | tuple[tuple[int, int], ...] | Callable[[Scalar], Scalar]
-"""A size for each optimizer step: a constant, pairs, or a function."""
+"""The size of the window at each optimizer step: a constant, pairs ``(first
+optimizer_step, size)`` or a function of the optimizer step.
+"""
 
 
 @dataclass(frozen=True)
@@ -40,16 +42,17 @@ class UntilWeight:
 
 
 Schedule = Sizes | UntilWeight | None
-"""The value of `steps` in the checked options."""
+"""The type of ``steps=`` after it was checked."""
 
 
 def until_weight(weight: object) -> UntilWeight:
     """End windows by weight: ``steps=until_weight(524_288)`` ends a window when it
     contains that many items or tokens.
 
-    A window may exceed the number, by less than the weight of its last micro-batch. The
-    gradient is divided by the window's actual weight. This weight is a float32 (a
-    float64 if the sums are float64), which beyond 2^24 counts in steps of 2, 4, ...
+    A window's weight may exceed this number by less than the weight of the window's
+    last micro-batch. The gradient is divided by the window's actual weight. The weight
+    is stored as a float32 (as a float64 if the gradient sums are float64). Above 2^24 a
+    float32 can represent only multiples of 2, 4, ...
 
     Args:
         weight: an int >= 1, even if the micro-batches' weights are fractions; or pairs
@@ -69,15 +72,15 @@ def until_weight(weight: object) -> UntilWeight:
 
 
 def is_known(schedule: Schedule) -> bool:
-    """True if the sizes are known without calling a function."""
+    """True if the window sizes are known without calling a function of the user."""
     if isinstance(schedule, UntilWeight):
         return not callable(schedule.weight)
     return not callable(schedule)
 
 
 def make_schedule(steps: object) -> Schedule:
-    """Raise unless the user's ``steps=`` has one of the five forms; return the
-    schedule.
+    """Raise unless the user's ``steps=`` is an int, pairs, a callable, an `UntilWeight`
+    or None; return it as a `Schedule`.
     """
     if steps is None or isinstance(steps, UntilWeight):
         return steps
@@ -96,7 +99,7 @@ def require_steps(
 
     Args:
         size: the size that `gradaccum.kit.steps_at` returned.
-        optimizer_step: updates before the window.
+        optimizer_step: the number of updates before the window.
         schedule: the schedule that returned the size. Only an `UntilWeight` schedule
             may return an `UntilWeight`.
     """
@@ -116,7 +119,7 @@ _FIXES = {
 
 
 def _make_sizes(name: str, sizes: object) -> Sizes:
-    """Check a number, pairs or a callable."""
+    """Return the sizes after checking that they are an int, pairs or a callable."""
     fix = _FIXES[name]
     if callable(sizes):
         return cast(Callable[[Scalar], Scalar], sizes)
@@ -135,8 +138,9 @@ def _make_sizes(name: str, sizes: object) -> Sizes:
     return pairs
 
 
-# Loss scaling: the initial scale, and the rule that changes it. The defaults are
-# those of `torch.amp.GradScaler`; the floor of 1 comes from `jmp.DynamicLossScale`.
+# Loss scaling: the initial scale, and the rule that changes it. The defaults are the
+# same as in `torch.amp.GradScaler`, and the floor of 1 is the same as in
+# `jmp.DynamicLossScale`.
 
 
 class ScaleRule(NamedTuple):
@@ -194,7 +198,9 @@ class DynamicLossScale:
 
 
 LossScale = DynamicLossScale
-"""The type that every backend accepts as ``loss_scale=``, as well as a number."""
+"""The loss scale that every backend accepts as ``loss_scale=``. A number is accepted
+too.
+"""
 
 
 @runtime_checkable
@@ -216,8 +222,8 @@ class ScalerDriver(Protocol):
 def scale_rule(
     loss_scale: object, driver: ScalerDriver | None = None
 ) -> tuple[ScaleRule, Any]:
-    """Return the rule of the user's ``loss_scale=``, and the framework's loss scaler if
-    the user passed a scaler, else None.
+    """Return the rule that the user's ``loss_scale=`` follows, and the framework's loss
+    scaler if the user passed a scaler, else None.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: `loss_scale` is neither None, a finite
@@ -251,8 +257,8 @@ ON_OVERFLOW = ("skip_window", "drop_micro_batch", "ignore")
 
 
 class Options(NamedTuple):
-    """The checked options of `gradaccum.wrap`. They are constants of the program, so
-    the transitions may branch on them.
+    """The checked options of `gradaccum.wrap`. They do not change after wrapping, so
+    compiled code may branch on them with Python's ``if``.
     """
 
     steps: Schedule
@@ -261,19 +267,19 @@ class Options(NamedTuple):
     clip_norm: float | None
     skip_norm: float | None
     accumulate_dtype: Any
-    """The framework's dtype or its name. None means float32 for half-precision
-    gradients, and the gradient's own dtype for others.
+    """The dtype of the gradient sum, or the name of that dtype. None means float32 for
+    half-precision gradients, and the gradient's own dtype for other gradients.
     """
     scale_rule: ScaleRule
     on_overflow: OnOverflow
     master_weights: bool = False
     scaler: Any = None
-    """The framework's loss scaler, if the user passed it as the loss scale. The backend
-    updates it.
+    """The framework's loss scaler, such as a `torch.amp.GradScaler`, if the user passed
+    it as the loss scale. The backend updates it.
     """
     separate_sums: bool = False
-    """Keep the sums elsewhere, and leave the framework's own place for gradients to the
-    user.
+    """True if the gradient sums are kept in buffers of their own, so that the
+    framework's own field for gradients, such as ``.grad``, is left to the user.
     """
 
 
@@ -302,10 +308,10 @@ def make_options(
     # A disabled torch.amp.GradScaler is accepted, because its scale is always 1.
     if on_overflow == "ignore" and rule.backoff_factor != 1:
         raise ArgumentValueError(
-            'loss_scale: expected a static scale, because on_overflow="ignore" detects'
-            " no overflow after which a dynamic scale could back off; got"
-            f" {loss_scale!r} ({type(loss_scale).__name__}). Pass a number, or leave"
-            " on_overflow out."
+            'loss_scale: expected a static scale, because with on_overflow="ignore"'
+            " overflows are not detected and a dynamic scale would never be reduced;"
+            f" got {loss_scale!r} ({type(loss_scale).__name__}). Pass a number, or"
+            " leave on_overflow out."
         )
     return Options(
         steps=make_schedule(steps),
@@ -323,15 +329,15 @@ def make_options(
 
 
 def require_reduction(reduction: object) -> Reduction:
-    """Raise unless `reduction` is "mean", "sum" or "sum_per_item" (`ArgumentTypeError`,
-    `ArgumentValueError`); return it.
+    """Raise `ArgumentTypeError` or `ArgumentValueError` unless `reduction` is "mean",
+    "sum" or "sum_per_item"; return it.
     """
     return cast(Reduction, require_choice("reduction", reduction, REDUCTIONS))
 
 
 def use_of_weights(options: Options) -> str | None:
-    """Return the option that needs a weight for each micro-batch, as the user writes
-    it; None if a micro-batch may have no weight.
+    """Return the option that requires a weight for each micro-batch, in the form in
+    which the user writes it; None if no option requires weights.
     """
     if isinstance(options.steps, UntilWeight):
         return "steps=until_weight(...)"
@@ -358,8 +364,8 @@ def given_weight(weight: Scalar | None, use: str | None) -> Scalar:
 
 
 def require_denominator_allowed(options: Options, *, several: bool = False) -> None:
-    """Raise unless ``flush(denominator=...)`` makes sense: with a single worker, whose
-    caller closes every window.
+    """Raise unless ``flush(denominator=...)`` is allowed. It is allowed only with
+    ``steps=None`` and without other workers.
     """
     if several or options.steps is not None:
         raise UsageError(
@@ -376,8 +382,8 @@ def require_denominator(
     """Raise unless ``flush(denominator=...)`` is allowed and `denominator` is a finite
     number > 0; return the number as a float.
 
-    `several`: True if several workers, each with its own `denominator`, share the
-    window.
+    `several`: True if several workers share the window, each with its own
+    `denominator`.
     """
     require_denominator_allowed(options, several=several)
     return require_number("denominator", denominator, above=0)

@@ -45,8 +45,8 @@ def accumulate_dtype_error(got: object) -> GradAccumError:
 
 
 def half_made_error() -> UsageError:
-    """Return the error for continuing after an exception in the middle of an update or
-    of an addition.
+    """Return the error for a call after an exception has interrupted an update, or the
+    addition of a gradient to the sum.
     """
     return UsageError(
         "optimizer: expected the last update to be either complete or not begun; got an"
@@ -69,8 +69,8 @@ def missing_worker_error(state: State, rank: int, more_time: str = "") -> UsageE
     return UsageError(
         f"the end of a window on rank {rank}: expected every worker to end its window"
         " too, with a micro-batch or with flush(); got a reduction that failed or timed"
-        f" out, with {state.micro_step} micro-batches of update"
-        f" {state.optimizer_step + 1} on this worker. {fix}"
+        f" out. This worker had accumulated {state.micro_step} micro-batches for update"
+        f" {state.optimizer_step + 1}. {fix}"
     )
 
 
@@ -103,27 +103,27 @@ def moving_weight_error(fix: str) -> ArgumentValueError:
     batch's gradient has no term for such a weight.
     """
     return ArgumentValueError(
-        "weight: expected a weight that is constant with respect to its arguments and"
-        " the parameters, because its derivative is left out; got a weight with a"
-        f" derivative. {fix}"
+        "weight: expected a weight that does not depend differentiably on the"
+        " parameters or on the loss function's arguments, because no gradient is"
+        f" propagated through the weight; got a weight with a derivative. {fix}"
     )
 
 
 RATE_MOVED = (
-    "gradaccum: a learning rate changed inside a window; most likely a scheduler steps"
-    " with each micro-batch. Build the scheduler on the wrapped optimizer and write"
-    " scheduler = gradaccum.wrap(scheduler), which then steps once per update. Its"
-    " length is opt.updates_in(loader)."
+    "gradaccum: a learning rate changed inside a window, most likely because a"
+    " scheduler steps after each micro-batch. Build the scheduler on the wrapped"
+    " optimizer and write scheduler = gradaccum.wrap(scheduler), which then steps once"
+    " per update. The schedule has opt.updates_in(loader) steps."
 )
 """The text of the `GradAccumWarning` about a scheduler that is not wrapped."""
 
 
 @lru_cache(maxsize=8)
 def rate_bits(*rates: float) -> bytes:
-    """Fingerprint an optimizer's learning rates as 32 numbers, each 0 or 1, whose sum
-    over the workers is exact.
+    """Return a fingerprint of an optimizer's learning rates: 32 numbers, each 0 or 1,
+    so that their sum over the workers is exact.
     """
-    # Adding 0.0 removes the sign of -0.0, because the cache takes it for the same key.
+    # Adding 0.0 turns -0.0 into 0.0, because the cache treats the two as the same key.
     mark = zlib.crc32(struct.pack(f"<{len(rates)}d", *(rate + 0.0 for rate in rates)))
     return bytes(mark >> bit & 1 for bit in range(32))
 
@@ -134,8 +134,8 @@ def require_same_rates(
     """Raise unless all workers close a window of the same optimizer, with the same
     learning rates.
 
-    `rates` are the rates of this worker's parameter groups, `rank` is its rank, and
-    `added` is the sum of all workers' `rate_bits`.
+    `rates` are the learning rates of this worker's parameter groups, `rank` is this
+    worker's rank, and `added` is the sum of all workers' `rate_bits`.
 
     Raises:
         UsageError: two workers have different rates, have the parameters in a different

@@ -51,8 +51,8 @@ COPIED: Mapping[str, Mapping[str, str]] = {
 
 
 class Backend(Protocol):
-    """An adapter, as the core sees it. The keyword-only arguments of its `wrap` are its
-    own options.
+    """The interface of a backend. The keyword-only arguments of its `wrap` are the
+    backend's own options.
     """
 
     name: str
@@ -66,12 +66,14 @@ class Backend(Protocol):
 
 @runtime_checkable
 class GatingBackend(Protocol):
-    """A backend whose framework has learning-rate schedulers that the user steps next
-    to the optimizer.
+    """A backend whose framework has learning-rate schedulers that the user steps in
+    addition to the optimizer.
     """
 
     def is_scheduler(self, candidate: object) -> bool:
-        """True if `candidate` is a scheduler, whatever its optimizer."""
+        """True if `candidate` is a learning-rate scheduler, whether or not its
+        optimizer is wrapped.
+        """
         ...
 
     def gate(self, scheduler: Any) -> Any:
@@ -95,7 +97,8 @@ def owners(group: str) -> Mapping[str, EntryPoint]:
 
 
 def load(group: str, name: str) -> Any:
-    """Load the object registered as `name` in `group`, and import nothing else.
+    """Load the object that is registered as `name` in `group`, and import no other
+    backend.
 
     Raises:
         BackendNotFoundError: there is no such entry point, or a package that it needs
@@ -135,7 +138,7 @@ def registered_backends() -> tuple[str, ...]:
 
 def available_backends() -> tuple[str, ...]:
     """Return the names of the backends whose framework is installed, sorted, without
-    importing any.
+    importing any framework.
     """
     types = owners(TYPES)
     names = []
@@ -147,9 +150,9 @@ def available_backends() -> tuple[str, ...]:
 
 
 def backend_of(optimizer: object) -> Backend:
-    """Return the backend whose package defines the type of `optimizer` or a base class
-    of it. If there is none, the optimizer that `optimizer` contains decides, as for
-    timm's schedulers.
+    """Return the backend whose package defines the type of `optimizer` or one of its
+    base classes. If there is no such backend, look up the type of
+    ``optimizer.optimizer`` instead, which timm's schedulers need.
 
     Raises:
         ArgumentTypeError: no backend was found.
@@ -163,7 +166,7 @@ def backend_of(optimizer: object) -> Backend:
 
 def _not_an_optimizer(candidate: object) -> ArgumentTypeError:
     kind = f"an object of type {type(candidate).__name__}"
-    fix = "Build an optimizer from parameters first. Wrap each optimizer by itself."
+    fix = "Build an optimizer from parameters first. Wrap each optimizer separately."
     if isinstance(candidate, type) or isroutine(candidate):
         kind = f"{candidate.__name__}, which was not called"
         fix = f"Call it: gradaccum.wrap({candidate.__name__}(...), steps=4)."
@@ -176,8 +179,8 @@ def _not_an_optimizer(candidate: object) -> ArgumentTypeError:
 
 @cache
 def _entry_of(bases: tuple[type, ...]) -> EntryPoint | None:
-    """Return the entry point of the backend whose package defines one of `bases`. It is
-    cached, because reading entry points takes milliseconds.
+    """Return the entry point of the backend whose package defines one of `bases`. The
+    result is cached, because reading entry points takes milliseconds.
     """
     types = owners(TYPES)
     for base in bases:
@@ -217,7 +220,7 @@ class WrapOptions(TypedDict, total=False):
 def wrap_with(
     backend: Backend, optimizer: Any, steps: object = NOT_GIVEN, **options: Any
 ) -> Any:
-    """Wrap `optimizer` with this `backend`, and otherwise do the same as `wrap`."""
+    """Wrap `optimizer` as `gradaccum.wrap` does, but with the given `backend`."""
     if isinstance(backend, GatingBackend) and backend.is_scheduler(optimizer):
         if steps is not NOT_GIVEN or options:
             raise ArgumentTypeError(

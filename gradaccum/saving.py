@@ -1,8 +1,9 @@
-"""The terms of an open window. They are saved together with its state, and checked when
-it resumes.
+"""The settings that an open window depends on. They are saved together with its state,
+and checked when the window resumes.
 
-A partial sum makes sense only under the options that produced it, so an open window can
-resume only under the same terms. Between two windows every option may change.
+A partial gradient sum makes sense only under the settings that produced it, so an open
+window can resume only under the same settings. Between two windows every option may
+change.
 """
 
 from __future__ import annotations
@@ -26,27 +27,27 @@ from gradaccum.transitions import select, steps_at
 
 SCALES_IN_USE = ("unused", "static", "dynamic")
 FORMAT = 1
-"""The format of a window in a checkpoint. A release that drops an entry, or changes its
-meaning, increments the number.
+"""The format of a window in a checkpoint. A release that drops an entry, or changes the
+meaning of an entry, increments this number.
 """
 
 
 class Terms(NamedTuple):
-    """The options that an open window depends on."""
+    """The settings that an open window depends on."""
 
     reduction: str
     on_overflow: str
     scale: str
     """``"unused"``, ``"static"`` or ``"dynamic"``: how the loss scale changes."""
     steps: int | UntilWeight | None
-    """Micro-batches in the full window, or its weight; None means that the caller
-    closes it.
+    """The number of micro-batches in the full window, or the weight at which it ends;
+    None means that the caller closes the window.
     """
 
 
 def terms_of(options: Options, optimizer_step: Scalar) -> Terms:
-    """Return the terms of the window that follows update number `optimizer_step`, an
-    int or an integer scalar.
+    """Return the settings of the window that follows update number `optimizer_step`,
+    which is an int or an integer scalar.
     """
     steps = None
     if options.steps is not None:
@@ -68,8 +69,9 @@ def require_format(number: object) -> None:
 
 
 def encode_terms(terms: Terms) -> tuple[int, int, int, int, int]:
-    """Return `FORMAT` and `terms` as integers, for a checkpoint of arrays.
-    ``steps=None`` becomes 0, and a window's weight becomes negative.
+    """Return `FORMAT` and `terms` encoded as integers, for checkpoints that contain
+    only arrays. ``steps=None`` is encoded as 0, and a window that ends by weight as the
+    negative of that weight.
     """
     return (
         FORMAT,
@@ -81,8 +83,8 @@ def encode_terms(terms: Terms) -> tuple[int, int, int, int, int]:
 
 
 def code_of(size: Scalar) -> Scalar:
-    """Return the code of a window's size, as in `encode_terms`: 0 for None, negative
-    for a weight.
+    """Return a window's size encoded as a number, as in `encode_terms`: 0 for None, and
+    the negative of the weight for a window that ends by weight.
     """
     if isinstance(size, UntilWeight):
         return -cast(Scalar, size.weight)
@@ -90,10 +92,10 @@ def code_of(size: Scalar) -> Scalar:
 
 
 def decode_terms(codes: Iterable[SupportsInt]) -> Terms:
-    """Invert `encode_terms`.
+    """Return the settings that `encode_terms` encoded.
 
     Raises:
-        CheckpointError: `codes` have another format.
+        CheckpointError: `codes` were saved in another format.
     """
     saved_format, *indices, steps = (int(code) for code in codes)
     require_format(saved_format)
@@ -105,18 +107,18 @@ def decode_terms(codes: Iterable[SupportsInt]) -> Terms:
 def resumed(fields: State, saved_terms: Terms, options: Options) -> State:
     """Return the state with which a saved run resumes under `options`.
 
-    An open window resumes as it is; a full window, whose update was interrupted, counts
+    An open window resumes as it is. A full window whose update was interrupted counts
     as open. If no window is open, the saved loss scale and growth tracker are kept only
     when both runs use a dynamic scale.
 
     Args:
-        fields: the saved state, in Python numbers.
-        saved_terms: the terms under which the state was saved.
+        fields: the saved state, as Python numbers.
+        saved_terms: the settings that were in effect when the state was saved.
         options: the options of the optimizer that resumes.
 
     Raises:
-        CheckpointError: a window is open, and one of its terms differs. The error names
-            the term.
+        CheckpointError: a window is open, and one of its settings differs from
+            `options`. The error names the setting.
     """
     if fields.micro_step:
         _require_same_window(fields, saved_terms, options)
@@ -129,15 +131,16 @@ def resumed(fields: State, saved_terms: Terms, options: Options) -> State:
 
 
 def redistributed(states: Sequence[State], workers: int) -> list[State]:
-    """Return the states of `workers` workers that resume an open window, however many
-    workers saved it.
+    """Return the states with which `workers` workers resume an open window. Any number
+    of workers may have saved it.
 
-    The first worker gets the sum of all sums, their weight and overflow flag; the other
-    workers get an empty sum. Every worker gets the highest `micro_step` that was saved,
-    so that their windows end together.
+    The first worker resumes with the sum of all gradient sums, so it gets the total
+    weight and the overflow flag. The other workers resume with an empty sum. Every
+    worker gets the highest `micro_step` that was saved, so that their windows end
+    together.
 
     Args:
-        states: one state per worker that saved, in Python numbers.
+        states: one state for each worker that saved the window, as Python numbers.
         workers: the number of workers that resume, >= 1.
 
     Raises:
@@ -172,7 +175,7 @@ def _require_same_window(fields: State, saved: Terms, options: Options) -> None:
     terms = terms_of(options, fields.optimizer_step)
     saved_values = saved._asdict()
     values = terms._asdict()
-    # A negative number marks a window that was only partially written.
+    # A negative micro_step marks a window that was only partially written.
     saved_values["micro_step"] = fields.micro_step
     values["micro_step"] = abs(fields.micro_step)
     if terms.scale != "dynamic":
@@ -189,12 +192,13 @@ def _require_same_window(fields: State, saved: Terms, options: Options) -> None:
             )
 
 
-# The state of an accumulation in one line, in the same words in every backend.
+# The next functions describe the state in one line, with the same wording in every
+# backend.
 
 
 _DEFAULTS = make_options(1)
 _SHOWN_OTHERWISE = ("steps", "scale_rule", "scaler")
-"""Options that the line shows in another form."""
+"""Options that `described` shows in another form."""
 
 
 def status(state: State, steps: Schedule) -> str:
@@ -204,9 +208,9 @@ def status(state: State, steps: Schedule) -> str:
     If windows end by weight: ``micro-batch 2, weight 96 of 128, update 17``.
 
     Args:
-        state: in Python numbers.
-        steps: the size of the open or next window; None if it is not known, or if the
-            caller closes the window.
+        state: the state, as Python numbers.
+        steps: the size of the open window, or of the next window if none is open; None
+            if the size is not known, or if the caller closes the window.
     """
     words = [f"micro-batch {state.micro_step}"]
     if isinstance(steps, UntilWeight):
@@ -227,8 +231,9 @@ def described(
     """Return one line for ``repr``: ``AccumulatingOptimizer(SGD, steps=4, clip_norm=1.0
     | micro-batch 2 of 4, update 17)``.
 
-    The line shows the options that are not at their defaults. `wrapper` and `inner` are
-    the names of the classes; the other arguments are as for `status`.
+    The line shows the options that differ from their defaults. `wrapper` and `inner`
+    are the class names of the wrapper and of the inner optimizer; `state` and `steps`
+    are the same as for `status`.
     """
     steps_in_words = getattr(options.steps, "__name__", repr(options.steps))
     words = [inner, f"steps={steps_in_words}"]

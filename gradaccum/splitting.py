@@ -1,5 +1,6 @@
-"""The cuts of a large batch into micro-batches of consecutive items. They are plain
-numbers, so that all frameworks make the same cuts and reject the same batches.
+"""Split a large batch into micro-batches of consecutive items. The splits are computed
+from plain numbers, so that all frameworks split a batch in the same way and reject the
+same batches.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class AutoMicroBatchSize:
 
     Args:
         memory_limit: only in JAX: the largest number of bytes that the call may use,
-            for example 2 * 1024**3 for 2 GiB. None means the limit of the device; a CPU
-            states no limit. MindSpore has no automatic size.
+            for example 2 * 1024**3 for 2 GiB. None means the limit that the device
+            reports; a CPU reports no limit. MindSpore has no automatic size.
     """
 
     def __init__(self, memory_limit: int | None = None) -> None:
@@ -48,23 +49,25 @@ class AutoMicroBatchSize:
         """
 
     def start(self, key: Hashable, items: int) -> int:
-        """Return the size to try first: the size that fitted `key` before, or all
-        `items`.
+        """Return the number of items to try first: the size that fitted in memory
+        before for the same `key`, or all `items`.
         """
         return min(self._choices.get(key, items), items)
 
     def after_failure(self, size: int) -> int:
-        """Return the size to try after `size` did not fit: half of it, rounded up.
+        """Return the number of items to try after `size` items did not fit in memory:
+        half of `size`, rounded up.
 
         Raises:
-            UsageError: `size` is already 1. Raise it from the framework's own error.
+            UsageError: `size` is already 1. Raise this error from the framework's own
+                error.
         """
         if size <= 1:
             raise too_small_error(self.memory_limit)
         return math.ceil(size / 2)
 
     def remember(self, key: Hashable, size: int) -> None:
-        """Note that `size` fitted `key`."""
+        """Record that `size` items fitted in memory for `key`."""
         self._choices[key] = size
         self.size = size
 
@@ -81,7 +84,9 @@ SHARED = AutoMicroBatchSize()
 
 
 def require_micro_batch_size(value: object) -> int | AutoMicroBatchSize:
-    """Raise unless `value` is an int >= 1, "auto" or an `AutoMicroBatchSize`."""
+    """Raise unless `value` is an int >= 1, "auto" or an `AutoMicroBatchSize`; return
+    the int or the `AutoMicroBatchSize`.
+    """
     if isinstance(value, AutoMicroBatchSize):
         return value
     if value == "auto":
@@ -90,8 +95,8 @@ def require_micro_batch_size(value: object) -> int | AutoMicroBatchSize:
 
 
 def free_frames(error: BaseException) -> None:
-    """Clear the frames of `error` and of its causes, because their tracebacks keep the
-    failed attempt's arrays in memory.
+    """Clear the stack frames of `error` and of its causes, because their tracebacks
+    keep the failed attempt's arrays in memory.
     """
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
@@ -104,11 +109,11 @@ def free_frames(error: BaseException) -> None:
 
 
 def unknown_limit_error(device: str) -> GradAccumError:
-    """Return the error for an automatic size on a `device` that states no memory
+    """Return the error for an automatic size on a `device` that reports no memory
     limit.
     """
     return ArgumentValueError(
-        "micro_batch_size: expected a device that states its memory limit; got 'auto'"
+        "micro_batch_size: expected a device that reports its memory limit; got 'auto'"
         f" on {device}. Write micro_batch_size="
         "AutoMicroBatchSize(memory_limit=2 * 1024**3) with the number of bytes that the"
         " call may use, or pass a number of items."
@@ -116,7 +121,7 @@ def unknown_limit_error(device: str) -> GradAccumError:
 
 
 def too_small_error(limit: int | None) -> UsageError:
-    """Return the error for a micro-batch of one item that does not fit."""
+    """Return the error for a micro-batch of one item that does not fit in memory."""
     known = "" if limit is None else f" into {limit} bytes"
     return UsageError(
         "micro_batch_size: expected a micro-batch of one item to fit; got an item that"
@@ -137,16 +142,18 @@ class Cut(NamedTuple):
 
 
 class Division(NamedTuple):
-    """The way to divide a batch. Exactly one of the two fields is set."""
+    """How to split a batch. Exactly one of the two fields is set."""
 
     steps: int | None
-    """The largest number of micro-batches; each has ceil(items / steps) items."""
+    """The largest number of micro-batches. Each has ceil(items / steps) items, except
+    that the last may have fewer.
+    """
     micro_batch_size: int | AutoMicroBatchSize | None
     """Items per micro-batch; the last micro-batch may be smaller."""
 
 
 def make_division(steps: object = None, micro_batch_size: object = None) -> Division:
-    """Check how the user wants to divide the batch, and return the division.
+    """Check how the user wants to split the batch, and return it as a `Division`.
 
     Args:
         steps: an int >= 1.
@@ -154,7 +161,7 @@ def make_division(steps: object = None, micro_batch_size: object = None) -> Divi
 
     Raises:
         ArgumentTypeError, ArgumentValueError: both or neither are passed, or the value
-            is not as above.
+            is invalid.
     """
     if (steps is None) == (micro_batch_size is None):
         count = "neither" if steps is None else "both"
@@ -168,7 +175,8 @@ def make_division(steps: object = None, micro_batch_size: object = None) -> Divi
 
 
 def cuts(items: int, size: int) -> tuple[Cut, ...]:
-    """Cut `items` into micro-batches of `size`; the last micro-batch may be smaller.
+    """Split `items` items into micro-batches of `size` items; the last micro-batch may
+    be smaller.
 
     Examples:
         >>> cuts(7, 3)
@@ -180,9 +188,10 @@ def cuts(items: int, size: int) -> tuple[Cut, ...]:
 
 
 def divided(division: Division, items: int) -> tuple[Cut, ...]:
-    """Return the cuts of `items` according to a `division`, in which an automatic size
-    was replaced by an int. With `steps` a micro-batch has ceil(items / steps) items:
-    nine items in four steps become three micro-batches of three items.
+    """Return the micro-batches into which a `division` splits `items` items. An
+    automatic size must already have been replaced by an int. With `steps` a micro-batch
+    has ceil(items / steps) items: nine items in four steps become three micro-batches
+    of three items.
 
     Raises:
         ArgumentValueError: the batch is empty.
@@ -204,7 +213,7 @@ def require_one_size(
 
     Args:
         sizes: the path of each leaf that is split, and its length along the batch axis.
-        lists: from `lists_of_one_kind`.
+        lists: the result of `lists_of_one_kind`.
 
     Raises:
         ArgumentValueError: no leaf is split, a leaf differs in length from the first
@@ -243,7 +252,7 @@ def _list_error(one_list: ListOfOneKind) -> GradAccumError:
 
 
 def require_items(items: int) -> None:
-    """Raise unless the batch has an item (`ArgumentValueError`)."""
+    """Raise `ArgumentValueError` if the batch has no items."""
     if items == 0:
         raise ArgumentValueError(
             "batch: expected at least one item; got 0 items. Skip an empty batch,"
@@ -252,8 +261,8 @@ def require_items(items: int) -> None:
 
 
 def require_item_weights(weights: Iterable[SupportsFloat], items: int) -> list[float]:
-    """Raise unless there is one finite number >= 0 for each of `items`; return them as
-    floats.
+    """Raise unless `weights` has one finite number >= 0 for each of `items` items;
+    return the weights as floats.
     """
     numbers = [float(weight) for weight in weights]
     if len(numbers) != items or not all(0 <= number < math.inf for number in numbers):
@@ -273,9 +282,9 @@ def item_weights_error(expected: int, found: str) -> GradAccumError:
 def scalar_loss_error(found: str) -> GradAccumError:
     """Return the error for a loss that is not a scalar; `found` describes the loss."""
     return ArgumentValueError(
-        f"loss_fn: expected a function that returns a scalar loss; got {found}. Reduce"
-        " it in the loss: loss.mean() goes with reduction='mean', loss.sum() with 'sum'"
-        " or 'sum_per_item'."
+        f"loss_fn: expected a function that returns a scalar loss; got {found}. Return"
+        " loss.mean() for reduction='mean', or loss.sum() for reduction='sum' or"
+        " 'sum_per_item'."
     )
 
 

@@ -14,8 +14,8 @@ import sys
 from typing import Any, NamedTuple
 
 Scalar = Any
-"""A Python number, or a scalar of the framework, shape ``()``: traced, compiled or on a
-device.
+"""A Python number, or a framework's scalar of shape ``()``, which may be traced,
+compiled or on a device.
 """
 
 FIELD_DTYPES = {
@@ -27,36 +27,43 @@ FIELD_DTYPES = {
     "loss_scale": "float32",
     "growth_tracker": "int32",
 }
-"""The dtype of each field at rest. `weight` is float64 if the accumulators are float64.
+"""The dtype in which each field of a `State` is stored. `weight` is stored as float64
+if the gradient sums are float64.
 """
 
 
 class State(NamedTuple):
-    """The open window and the run so far. Every field is a scalar, shape ``()``."""
+    """The counters of the open window and of the run so far, and the loss scale. Every
+    field is a scalar of shape ``()``.
+    """
 
     micro_step: Scalar
-    """int32: micro-batches in the open window."""
+    """int32: the number of micro-batches in the open window."""
     optimizer_step: Scalar
-    """int32: updates applied since the start."""
+    """int32: the number of updates applied since the start of the run."""
     skipped_windows: Scalar
-    """int32: windows closed without an update."""
+    """int32: the number of windows that closed without an update."""
     weight: Scalar
-    """float32 (float64 with float64 accumulators): sum of the weights in the open
-    window.
+    """float32 (float64 if the gradient sums are float64): the sum of the micro-batches'
+    weights in the open window.
     """
     overflow: Scalar
-    """bool: a micro-batch of the open window is known to have had a non-finite
-    gradient. Under ``"skip_window"`` only the norm at the window's end shows such a
-    gradient.
+    """bool: True if a micro-batch of the open window is known to have had a non-finite
+    gradient. With ``on_overflow="skip_window"`` only the norm at the window's end shows
+    such a gradient.
     """
     loss_scale: Scalar
-    """float32: the factor of the loss before differentiation; 1 when unused."""
+    """float32: the factor by which the loss is multiplied before differentiation; 1 if
+    there is no loss scaling.
+    """
     growth_tracker: Scalar
-    """int32: clean windows since the loss scale last changed."""
+    """int32: the number of windows without an overflow since the loss scale last
+    changed.
+    """
 
 
 def initial_state(loss_scale: float = 1.0) -> State:
-    """Return the state before the first micro-batch, in Python numbers."""
+    """Return the state before the first micro-batch, as Python numbers."""
     return State(0, 0, 0, 0.0, False, float(loss_scale), 0)
 
 
@@ -71,24 +78,25 @@ def round_to_float32(value: float) -> float:
 
 
 def largest_number(*, float64_weight: bool) -> float:
-    """Return the largest finite number of the dtype in which a window's sums are
-    divided; see `gradaccum.decide`.
+    """Return the largest finite number of the dtype in which a window's gradient sums
+    are divided: float64 if `float64_weight` is true, else float32.
+    `gradaccum.kit.decide` needs it.
     """
     return sys.float_info.max if float64_weight else 3.4028234663852886e38
 
 
 def has_exact_inverse(number: float) -> bool:
-    """True if multiplying by the inverse has the same bits as dividing, because
-    `number` and its inverse are normal float32 powers of two.
+    """True if multiplying by the inverse of `number` gives the same bits as dividing by
+    it, because both are powers of two in the normal range of float32.
     """
     return math.frexp(number)[0] == 0.5 and 2.0**-126 <= number <= 2.0**126
 
 
 def at_rest(state: tuple[Scalar, ...], *, float64_weight: bool = False) -> State:
-    """Return a state of Python numbers with each float rounded to the dtype of its
-    field.
+    """Return a state of Python numbers in which each float is rounded to the dtype in
+    which its field is stored.
 
-    A total weight beyond the range of that dtype becomes inf, and its window makes no
+    A weight beyond the range of that dtype becomes inf, and the window then makes no
     update.
     """
     fields = State(*state)
@@ -98,47 +106,50 @@ def at_rest(state: tuple[Scalar, ...], *, float64_weight: bool = False) -> State
     )
 
 
-# The outcome of the last call, in scalars. The flush of an empty window does nothing:
-# `applied`, `skipped` and `overflow` are False.
+# The outcome of the last call. A flush of an empty window does nothing, and `applied`,
+# `skipped` and `overflow` are then False.
 
 
 class StepResult(NamedTuple):
-    """The result of the last micro-batch, flush or discard, in Python numbers, or in
+    """The result of the last micro-batch, flush or discard, as Python numbers, or as
     the framework's scalars inside compiled code.
     """
 
     applied: Scalar
-    """bool: the call closed a window with an update."""
+    """bool: True if the last call closed a window with an update."""
     skipped: Scalar
-    """bool: the call closed a window without an update (overflow, norm above
-    `skip_norm`, or no weight).
+    """bool: True if the last call closed a window without an update, because of an
+    overflow, a norm above `skip_norm` or a total weight of 0.
     """
     overflow: Scalar
-    """bool: the call closed a window that contained a non-finite gradient, or it
-    dropped its micro-batch because of a non-finite gradient.
+    """bool: True if the last call closed a window that contained a non-finite gradient,
+    or dropped its micro-batch because of a non-finite gradient.
     """
     grad_norm: Scalar
-    """float: global 2-norm of the last closed window's true gradient, before clipping;
-    inf if it overflowed; 0 before the first window closes; NaN if no option needs the
-    norm.
+    """float: the global 2-norm of the last closed window's gradient, without the loss
+    scale and before clipping. It is inf if the gradient overflowed, 0 before the first
+    window closes, and NaN if no option needs the norm.
     """
     loss_scale: Scalar
     """float: the scale for the next micro-batch's loss."""
     micro_step: Scalar
-    """int: micro-batches now in the open window."""
+    """int: the number of micro-batches that are now in the open window."""
     optimizer_step: Scalar
-    """int: updates applied since the start."""
+    """int: the number of updates applied since the start of the run."""
     loss: Scalar = math.nan
-    """float: the last closed window's loss as one large batch, according to
-    `reduction`, unscaled; NaN unless all of the window's losses are known.
+    """float: the loss that the last closed window has as one large batch, according to
+    `reduction` and without the loss scale; NaN unless all of the window's losses are
+    known.
     """
 
     @property
     def closed(self) -> Scalar:
-        """bool: the call closed a window. False for a micro-batch inside a window."""
+        """bool: True if the last call closed a window; False for a micro-batch inside a
+        window.
+        """
         return self.applied | self.skipped
 
     def __repr__(self) -> str:
-        # ``grad_norm=0.5``, where JAX would write Array(0.5, dtype=float32)
+        # This writes ``grad_norm=0.5`` instead of JAX's Array(0.5, dtype=float32).
         values = (f"{name}={value!s}" for name, value in self._asdict().items())
         return f"{type(self).__name__}({', '.join(values)})"

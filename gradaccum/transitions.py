@@ -30,47 +30,54 @@ Fields = tuple[Scalar, Scalar, Scalar, Scalar, Scalar, Scalar, Scalar]
 
 FLOAT32_MAX = 3.4028234663852886e38
 FLOAT32_TINY, FLOAT64_TINY = 2.0**-126, 2.0**-1022
-"""The smallest normal numbers. XLA treats smaller numbers as 0."""
+"""The smallest normal numbers of float32 and float64. XLA treats smaller numbers as 0.
+"""
 INFINITY = float("inf")
 
 
 class Where(Protocol):
-    """``where(condition, a, b)``: elementwise `a` where `condition` holds, else `b`."""
+    """The type of ``where(condition, a, b)``, which returns `a` where `condition` is
+    true and `b` elsewhere, element by element.
+    """
 
     def __call__(self, condition: Scalar, a: Scalar, b: Scalar, /) -> Scalar: ...
 
 
 class Decision(NamedTuple):
-    """The decision at a window's end: ``Decision(*decide(...))``. Every field is a
+    """What happens at a window's end, as ``Decision(*decide(...))``. Every field is a
     scalar.
     """
 
     apply: Scalar
-    """bool: run the inner optimizer, once."""
+    """bool: True if the inner optimizer has to make its update."""
     overflow: Scalar
-    """bool: the window, or a dropped micro-batch, contained a non-finite gradient."""
+    """bool: True if the window, or a micro-batch that was dropped from it, had a
+    non-finite gradient.
+    """
     divisor: Scalar
-    """float: accumulator / divisor is the gradient for the inner optimizer. The divisor
-    combines the loss scale, the denominator and clipping.
+    """float: the gradient for the inner optimizer is the gradient sum divided by this
+    number, which combines the loss scale, the denominator and clipping.
     """
     grad_norm: Scalar
-    """float: global 2-norm of the window's true gradient, before clipping; inf when it
-    is not finite.
+    """float: the global 2-norm of the window's gradient, without the loss scale and
+    before clipping; inf if the gradient is not finite.
     """
 
 
 def select(condition: Scalar, a: Scalar, b: Scalar) -> Scalar:
-    """Choose between Python numbers, as ``where`` does."""
+    """Return `a` if `condition` is true, else `b`. This is ``where`` for Python
+    numbers.
+    """
     return a if condition else b
 
 
 def accumulate(state: Fields, weight: Scalar, finite: Scalar, where: Where) -> Fields:
-    """Count one micro-batch.
+    """Return the state after one more micro-batch.
 
-    - `weight`: a scalar >= 0. Any other weight, which only compiled code lets through,
-      counts as a non-finite gradient.
+    - `weight`: a scalar >= 0. Any other weight, which only compiled code accepts
+      without an error, counts as a non-finite gradient.
     - `finite`: bool, False if the gradient is known to contain an inf or NaN; the
-      micro-batch's weight is then left out.
+      micro-batch's weight is then not added.
     """
     (
         micro_step,
@@ -96,29 +103,31 @@ def accumulate(state: Fields, weight: Scalar, finite: Scalar, where: Where) -> F
 
 
 def usable(state: Fields, weight: Scalar, finite: Scalar) -> Scalar:
-    """True if the micro-batch adds its gradient to the sum and its weight to the total.
+    """True if the micro-batch counts: its gradient is added to the sum, and its weight
+    to the total.
 
-    A micro-batch of weight 0 adds nothing, whatever its gradient. It also adds nothing
-    if its weight is negative or not finite, or makes the total infinite; `accumulate`
-    then sets the overflow flag. The arguments are the same as for `accumulate`.
+    A micro-batch of weight 0 adds nothing, whatever its gradient. The micro-batch also
+    adds nothing if its weight is negative or not finite, or would make the total
+    infinite; `accumulate` then sets the overflow flag. The arguments are the same as
+    for `accumulate`.
     """
     return finite & (weight > 0) & (state[3] + weight < INFINITY)
 
 
 def contribution(weight: Scalar, options: Options) -> Scalar:
-    """Return the factor with which a micro-batch's gradient is added: w_i for
-    ``"mean"``, else 1.
+    """Return the factor by which a micro-batch's gradient is multiplied before it is
+    added to the sum: its weight for ``reduction="mean"``, else 1.
     """
     return weight if options.reduction == "mean" else 0 * weight + 1
 
 
 def steps_at(schedule: Schedule, optimizer_step: Scalar, where: Where) -> Scalar:
     """Return the size of the window that follows update number `optimizer_step`; None
-    if the caller closes it.
+    if the caller closes the window.
 
     - `schedule`: `Options.steps`. `gradaccum.kit.require_steps` checks what a callable
       returned.
-    - `optimizer_step`: int scalar.
+    - `optimizer_step`: an integer scalar.
     """
     if isinstance(schedule, UntilWeight):
         return UntilWeight(steps_at(schedule.weight, optimizer_step, where))
@@ -133,8 +142,8 @@ def steps_at(schedule: Schedule, optimizer_step: Scalar, where: Where) -> Scalar
 
 
 def ends(state: Fields, steps: Schedule | Scalar, where: Where) -> Scalar:
-    """True if the window ends with the last micro-batch; always False if the caller
-    closes the window.
+    """True if the window ends with the micro-batch that was added last; always False if
+    the caller closes the window.
 
     - `state`: the state after the micro-batch.
     - `steps`: the size of this window, or the schedule for `steps_at`.
@@ -164,11 +173,11 @@ def joined(state: Fields, weight: Scalar, overflow: Scalar) -> Fields:
 
 
 def divisor(state: Fields, options: Options, where: Where) -> Scalar:
-    """Return the divisor of the window's sum before clipping: loss scale times
-    denominator.
+    """Return the number by which the window's gradient sum is divided before clipping:
+    the loss scale times the denominator.
 
-    The denominator is 1 for ``"sum"`` and for a window of weight 0, else the window's
-    weight.
+    The denominator is 1 for ``reduction="sum"`` and for a window of weight 0; otherwise
+    it is the window's weight.
     """
     weight = state[3]
     loss_scale = state[5]
@@ -181,11 +190,11 @@ def divisor(state: Fields, options: Options, where: Where) -> Scalar:
 def with_denominator(
     state: Fields, denominator: Scalar, options: Options, where: Where
 ) -> tuple[Fields, Options]:
-    """Return the state and the options under which the ending window's sum is divided
-    by `denominator` instead of its weight.
+    """Return the state and the options with which the window's gradient sum is divided
+    by `denominator` instead of the window's weight.
 
-    Pass them to `divisor`, `decide` and `gradaccum.kit.window_loss`. A window of weight
-    0 keeps this weight.
+    Pass them to `divisor`, `decide` and `gradaccum.kit.window_loss`. The weight of a
+    window stays 0 if it was 0.
 
     - `state`: the state of all workers after the window's last micro-batch.
     - `denominator`: a finite scalar > 0; with any other value `decide` makes no update.
@@ -224,20 +233,21 @@ def decide(
     where: Where,
     largest: float = FLOAT32_MAX,
 ) -> tuple[Scalar, Scalar, Scalar, Scalar]:
-    """Decide on the window that ends here, and return the fields of a `Decision`.
+    """Decide what happens at the end of a window, and return the fields of a
+    `Decision`.
 
     A divisor outside the range of the sums' dtype would silently make the gradient 0 or
     inf, so such a window counts as an overflow. With ``on_overflow="ignore"`` a sum
     that is not finite is applied as it is, unclipped.
 
     - `state`: the state after the window's last micro-batch.
-    - `norm`: global 2-norm of the accumulator (scaled, not yet divided); NaN if not
-      measured.
-    - `finite`: bool, every element of the accumulator is finite; True if not measured.
-      `norm` does not show this, because the squares of large finite gradients may
-      overflow.
-    - `largest`: the largest number of the dtype in which sums are divided, which is
-      float64 if `weight` is float64.
+    - `norm`: the global 2-norm of the gradient sum, with the loss scale and not yet
+      divided; NaN if it was not measured.
+    - `finite`: bool, True if every element of the gradient sum is finite, or if this
+      was not checked. `norm` does not show it, because the squares of large finite
+      gradients may overflow.
+    - `largest`: the largest number of the dtype in which gradient sums are divided.
+      This dtype is float64 if the weight in `state` is float64.
     """
     weight = state[3]
     overflow = state[4]
@@ -266,8 +276,8 @@ def decide(
 
 
 def measures(options: Options) -> bool:
-    """True if the end of a window needs the norm of its sum: to clip, to skip, or to
-    find an overflow.
+    """True if the norm of the gradient sum is needed at the end of a window, to clip,
+    to skip the window, or to find an overflow.
     """
     limited = options.clip_norm is not None or options.skip_norm is not None
     return limited or options.on_overflow != "ignore"
@@ -279,9 +289,9 @@ def close(
     """Return the state after the window: the counters are updated, the window is empty,
     and the loss scale is adjusted.
 
-    - `state`: the state that `decide` received.
-    - `apply`: from the decision.
-    - `overflow`: from the decision.
+    - `state`: the state that was passed to `decide`.
+    - `apply`: `Decision.apply`.
+    - `overflow`: `Decision.overflow`.
     """
     (
         micro_step,
@@ -317,8 +327,8 @@ def discard(state: Fields) -> Fields:
     micro_step, optimizer_step, skipped_windows, _, _, loss_scale, growth_tracker = (
         state
     )
-    # Not 0 * weight: a weight that several workers added up may be infinite, and 0
-    # times infinity would be NaN for ever.
+    # This is not 0 * weight, because a weight that was summed over several workers may
+    # be infinite, and 0 times infinity is NaN.
     return (
         0 * micro_step,
         optimizer_step,
@@ -338,8 +348,9 @@ def _adjust_scale(
     rule: ScaleRule,
     where: Where,
 ) -> tuple[Scalar, Scalar]:
-    """Back off after an overflow, and grow after `growth_interval` clean windows. A
-    window of weight 0 counts as neither.
+    """Return the loss scale and the growth tracker after a window. The scale backs off
+    after an overflow, and grows after `growth_interval` windows without an overflow. A
+    window of weight 0 without an overflow changes neither number.
 
     The rule follows `torch.amp.GradScaler`, with a floor and a ceiling added.
     """

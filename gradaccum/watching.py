@@ -1,6 +1,4 @@
-"""Listeners of closed windows: functions of a `ClosedWindow`, called after each
-window.
-"""
+"""Listeners: functions that are called with a `ClosedWindow` after each window."""
 
 from __future__ import annotations
 
@@ -20,39 +18,41 @@ __all__ = ["ClosedWindow", "Listener"]
 
 
 class ClosedWindow(NamedTuple):
-    """One window, after its end. The flags and the norm are the same as in its
-    `gradaccum.StepResult`.
+    """A window that has ended. The flags and the norm are the same as in the
+    `gradaccum.StepResult` of the call that closed the window.
     """
 
     optimizer_step: int
-    """Updates applied since the start, including this window's update. The number does
-    not change if the window was skipped.
+    """The number of updates applied since the start of the run, including this window's
+    update. The number does not change if the window was skipped.
     """
     applied: bool
-    """The window closed with an update."""
+    """True if the window closed with an update."""
     skipped: bool
-    """The window closed without an update (overflow, norm above `skip_norm`, or no
-    weight).
+    """True if the window closed without an update, because of an overflow, a norm above
+    `skip_norm` or a total weight of 0.
     """
     overflow: bool
-    """The window contained a non-finite gradient."""
+    """True if the window contained a non-finite gradient."""
     grad_norm: float
-    """Global 2-norm of the window's true gradient, before clipping; inf if it
-    overflowed, NaN if it was not measured.
+    """The global 2-norm of the window's gradient, without the loss scale and before
+    clipping. It is inf if the gradient overflowed, and NaN if it was not measured.
     """
     loss_scale: float
-    """The scale for the losses of the next window; 1 when unused."""
+    """The loss scale for the next window; 1 if there is no loss scaling."""
     weight: float
-    """Sum of the window's weights, over all workers if the optimizer knows them."""
+    """The sum of the micro-batches' weights in the window, over all workers if the
+    optimizer reduces the gradients; NaN if the sum is unknown.
+    """
     micro_batches: float
-    """The number of this worker's micro-batches in the window, an int."""
+    """The number of this worker's micro-batches in the window; NaN if it is unknown."""
     seconds: float
-    """Wall-clock time since the previous window closed; for the first window, since the
-    first listener was added.
+    """The wall-clock time since the previous window closed, or, for the first window,
+    since the first listener was added.
     """
     loss: float = math.nan
-    """The window's loss as one large batch, over all workers; NaN unless all losses are
-    known.
+    """The loss that the window has as one large batch of all workers; NaN unless all
+    losses are known.
     """
 
 
@@ -61,21 +61,21 @@ Listener = Callable[[ClosedWindow], object]
 
 
 # The listeners of one optimizer. When a window closes, `note` only records it. `tell`
-# calls the listeners after everything about the window is done, at the latest at the
-# end of the call that closed the window (`settled`), which then raises the listeners'
-# errors. So a listener that raises an error cannot prevent an update, a change of the
-# loss scale, or a collective that the other workers wait for.
+# calls the listeners after all other work on the window, at the latest at the end of
+# the call that closed it. There `settled` raises the listeners' errors. So a listener
+# that raises an error cannot prevent an update, a change of the loss scale, or a
+# collective that the other workers wait for.
 
 
 _AFTER = (
-    "gradaccum: a listener raised this after the window had closed. If an update was"
-    " due, it has been made."
+    "gradaccum: a listener raised this error after the window had closed. If an"
+    " update was due, it has been made."
 )
 
 
 class Handle:
-    """The handle of an added listener; ``remove()`` removes it, as with torch's
-    hooks.
+    """The handle of a listener that was added. ``remove()`` removes the listener, as
+    with torch's hooks.
     """
 
     def __init__(self, listeners: dict[int, Listener], key: int) -> None:
@@ -88,13 +88,15 @@ class Handle:
 
 
 class Listeners:
-    """The listeners in order, and the windows that are not reported yet. A copy or a
-    pickle has no listeners and no windows.
+    """The listeners of one optimizer, in order, and the closed windows that were not
+    reported to them yet. A copy or a pickle contains neither.
     """
 
     def __init__(self) -> None:
         self.added: dict[int, Listener] = {}
-        """The listeners by key. While this is empty, windows need not be reported."""
+        """The listeners by key. While this dictionary is empty, closed windows need not
+        be recorded.
+        """
         self._keys = itertools.count()
         self._untold: list[ClosedWindow] = []
         self._failures: list[Exception] = []
@@ -129,7 +131,7 @@ class Listeners:
         weight: float = math.nan,
         micro_batches: float = math.nan,
     ) -> ClosedWindow:
-        """Record a closed window from its `result`, in Python numbers."""
+        """Record a closed window, whose `result` contains Python numbers."""
         now = time.perf_counter()
         seconds = now - self._last_end
         self._last_end = now
@@ -150,8 +152,8 @@ class Listeners:
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """At the end of the block, report the windows that closed inside it. If the
-        block and a listener raise an error, the block's error is raised.
+        """At the end of the block, report the windows that closed inside it. If both
+        the block and a listener raise an error, the block's error is raised.
         """
         try:
             yield
@@ -170,8 +172,8 @@ class Listeners:
             raise first
 
     def tell(self) -> None:
-        """Call every listener with every window that is not reported yet. `settled`
-        raises the listeners' errors.
+        """Call every listener with every window that was not reported yet. Errors of
+        the listeners are kept until `settled` raises them.
 
         A call that closes several windows reports each window before the next window
         closes, because a listener may step a schedule.

@@ -2,7 +2,7 @@
 windows with totals that are known before the first forward pass.
 
 A loss with one denominator needs no totals: pass each micro-batch's weight. If a loss
-has several terms, divide each term by the window's total for it, and sum the window
+has several terms, divide each term by its own total over the window, and sum the window
 with ``reduction="sum"``.
 """
 
@@ -33,10 +33,14 @@ Count = Callable[[M], SupportsFloat]
 framework's scalar.
 """
 Reduce = Callable[[list[float]], Iterable[SupportsFloat]]
-"""A function of one worker's list that returns the list summed over all workers."""
+"""A function that takes one worker's list of numbers and returns their sums over all
+workers.
+"""
 
 _ROUNDING = 1e-5
-"""A sum over the workers may be rounded to float32; a mean would be off by more."""
+"""The relative error that a sum over the workers may have, because it may be rounded to
+float32. A mean over the workers would differ by more.
+"""
 
 
 # One pass over a loader: its number of updates, and the flush at its end.
@@ -44,8 +48,8 @@ _ROUNDING = 1e-5
 
 _UNEQUAL = (
     "gradaccum: micro-batches of {} and {} items count the same, because they have no"
-    " weight. If the loss is a mean over the items, {}. If they should count the same,"
-    " pass weight=1."
+    " weight. If the loss is a mean over the items, {}. If the micro-batches should"
+    " count the same, pass weight=1."
 )
 
 
@@ -91,23 +95,25 @@ def updates_in(
 
 
 class Sizes:
-    """The numbers of items of the micro-batches that were counted without a weight. As
-    soon as they differ, a `GradAccumWarning` is issued.
+    """Compares the numbers of items of the micro-batches that have no weight. As soon
+    as the numbers differ, a `GradAccumWarning` is issued.
     """
 
     def __init__(
-        self, reduction: str, fix: str = "pass their number as weight=, with each"
+        self, reduction: str, fix: str = "pass their number as weight= each time"
     ) -> None:
         self.weighed = True
-        """bool: the last micro-batch that was counted had a weight, or was seen
-        already.
+        """bool: True if the last micro-batch had a weight, or if its number of items
+        was compared already.
         """
         self._looks = reduction == "mean"
         self._first = 0
         self._fix = fix
 
     def see(self, micro_batch: object) -> None:
-        """Compare the number of items in the last micro-batch with the first number."""
+        """Compare the number of items in the last micro-batch with the number in the
+        first.
+        """
         if self.weighed or not self._looks:
             return
         self.weighed = True
@@ -125,7 +131,8 @@ class Sizes:
 
 
 def _items_of(micro_batch: object) -> int | None:
-    """Return the number of items: 0 if there is no array, None if it is unknown.
+    """Return the number of items in a micro-batch: 0 if there is no array, None if the
+    number is unknown.
 
     A batch of graphs states its number of graphs. Otherwise the items are along the
     first axis if it has the same length in all arrays. In time-major batches its length
@@ -144,7 +151,7 @@ def _items_of(micro_batch: object) -> int | None:
 def _shape_of(value: object) -> tuple[int, ...]:
     try:
         return cast(tuple[int, ...], getattr(value, "shape", ()))
-    except RuntimeError:  # torch's nested tensors have none.
+    except RuntimeError:  # torch's nested tensors have no shape.
         return ()
 
 
@@ -210,7 +217,7 @@ def _epoch(
 def _with_progress(loader: Iterable[M]) -> Iterable[M]:
     track = import_module("rich.progress").track
     total = None
-    # torch's loaders have a ``__len__`` that raises over data without a length.
+    # torch's DataLoader has a ``__len__``, but it raises if the dataset has no length.
     with suppress(TypeError):
         total = len(cast(Sized, loader))
     return cast(Iterable[M], track(loader, "micro-batches", total=total))
@@ -231,7 +238,7 @@ class Window(Generic[M]):
         self.number = number
         """int: the number of windows before this window."""
         self.totals = totals
-        """By name, the sum of each count over the window and all workers."""
+        """For each count, by its name, the sum over the window and all workers."""
         self._micro_batches: list[M] | None = micro_batches
         self._length = len(micro_batches)
 
@@ -242,7 +249,7 @@ class Window(Generic[M]):
         return self._length
 
     def __iter__(self) -> Iterator[M]:
-        """Iterate over its micro-batches.
+        """Iterate over the window's micro-batches.
 
         Raises:
             UsageError: the next window has begun.
@@ -250,7 +257,7 @@ class Window(Generic[M]):
         return (self._at(index) for index in range(self._length))
 
     def forget(self) -> None:
-        """Release the micro-batches, when the next window begins."""
+        """Release the micro-batches, because the next window begins."""
         self._micro_batches = None
 
     def _at(self, index: int) -> M:
@@ -265,8 +272,8 @@ class Window(Generic[M]):
 
 @dataclass
 class Windows(Generic[M]):
-    """The iterable that `gradaccum.windows` returns. Each ``for`` reads the loader from
-    its beginning, and continues to number the windows.
+    """The iterable that `gradaccum.windows` returns. Each ``for`` loop reads the loader
+    from its beginning, and continues the numbering of the windows.
     """
 
     loader: Iterable[M]
@@ -281,8 +288,8 @@ class Windows(Generic[M]):
         loader = iter(self.loader)
         ends_by_weight = isinstance(self.schedule, UntilWeight)
         is_over = False
-        """True if nothing is left to read for this worker, or, if windows end by
-        weight, for all workers.
+        """True if this worker has no more micro-batches to read, or, if windows end by
+        weight, if no worker has.
         """
         while True:
             size = _size(self.schedule, self.next_number)
@@ -309,7 +316,7 @@ class Windows(Generic[M]):
             window.forget()
 
     def _values_of(self, micro_batches: list[M]) -> list[float]:
-        """Return the number of micro-batches, which is at most 1, and then the counts
+        """Return the number of micro-batches, which is 0 or 1, followed by the counts
         in order.
         """
         values = [float(len(micro_batches))]
@@ -390,9 +397,9 @@ def windows(
         start: the number of the first window, for a schedule that resumes.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: `steps` is not as above, which is raised
-            at once; or a function returned a wrong value, which is raised when a window
-            is read.
+        ArgumentTypeError, ArgumentValueError: `steps` is invalid, which is reported at
+            once; or a function returned an invalid value, which is reported when a
+            window is read.
         KeyError: windows end by weight, and no count has the name `weight`.
 
     Examples:

@@ -24,29 +24,29 @@ def wrap(
             pairs ``(first optimizer_step, steps)``; ``gradaccum.until_weight(n)``,
             which ends a window when its weight reaches n; or None, which means that the
             caller closes every window with ``flush``.
-        options: by keyword, the framework's own options, and these:
+        options: keyword arguments: the framework's own options, and the following:
 
-            - ``reduction``: ``"mean"``, the default: sum(w_i g_i) / sum(w_i), g_i the
-              gradient of a mean loss and w_i its number of items (default 1);
-              ``"sum"``: sum(g_i); ``"sum_per_item"``: sum(g_i) / sum(w_i), g_i the
-              gradient of a summed loss.
+            - ``reduction``: ``"mean"``, the default: sum(w_i g_i) / sum(w_i), where g_i
+              is the gradient of a mean loss and w_i its number of items (default 1);
+              ``"sum"``: sum(g_i); ``"sum_per_item"``: sum(g_i) / sum(w_i), where g_i is
+              the gradient of a summed loss.
             - ``clip_norm``: clip the window's gradient to this global 2-norm, once, at
               its end.
             - ``skip_norm``: make no update if the window's gradient has a larger global
               2-norm.
-            - ``accumulate_dtype``: dtype of the sum; by default float32 for float16 and
-              bfloat16 gradients, else the gradient's own.
-            - ``loss_scale``: factor of the loss before differentiation: a number,
-              `DynamicLossScale`, or in torch a `torch.amp.GradScaler`, which is then
-              updated once per window.
+            - ``accumulate_dtype``: the dtype of the gradient sum; by default float32
+              for float16 and bfloat16 gradients, else the gradient's own dtype.
+            - ``loss_scale``: the factor by which the loss is multiplied before
+              differentiation: a number, a `DynamicLossScale`, or in torch a
+              `torch.amp.GradScaler`, which is then updated once per window.
             - ``on_overflow``: ``"skip_window"``, the default: a non-finite gradient
               makes the window end without an update; ``"drop_micro_batch"``: such a
               micro-batch adds nothing; ``"ignore"``: the gradient is applied, as the
               bare optimizer would do, and no norm is measured unless another option
               needs it. ``"ignore"`` cannot be combined with a dynamic loss scale.
-            - ``master_weights``: True keeps float32 masters of float16 and bfloat16
-              parameters: the inner optimizer updates the masters, and the model has a
-              rounded copy of them.
+            - ``master_weights``: True keeps float32 copies of the float16 and bfloat16
+              parameters. The inner optimizer updates these copies, and the model gets
+              them rounded.
 
     Returns:
         An optimizer of the same framework; in JAX an
@@ -55,6 +55,6 @@ def wrap(
     Raises:
         ArgumentTypeError: `optimizer` belongs to no installed backend, or is already
             wrapped; an option has the wrong type, or is passed with a scheduler.
-        ArgumentValueError: an option has a value that makes no sense.
+        ArgumentValueError: an option has an invalid value.
     """
     return wrap_with(backend_of(optimizer), optimizer, steps, **options)

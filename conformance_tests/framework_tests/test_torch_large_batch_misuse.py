@@ -43,7 +43,7 @@ def couple(outputs_fn: Any, loss_fn: Any = Tensor.std, **options: Any) -> Any:
 
 BAD = {
     "moving weight": (
-        r"weight: expected a weight that is constant.*weight\.detach\(\)",
+        r"weight: expected a weight that does not depend.*weight\.detach\(\)",
         lambda: split(loss_fn, X, Y, weight=lambda x, y: MODEL(x).exp().sum()),
     ),
     "other reduction": (

@@ -1,5 +1,5 @@
-"""The batch of a loss under comparison: its arrays, their batch axes, and the arguments
-of a micro-batch.
+"""The batch that `gradaccum.verify` splits: its arrays, their batch axes, and the
+arguments for each micro-batch.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from gradaccum.splitting import require_item_weights, require_one_size
 from gradaccum.verification.subject import Items
 
 KEY = "key"
-"""Marks, instead of an axis, a random key, which each micro-batch gets whole."""
+"""Used instead of an axis for a random key, which each micro-batch gets whole."""
 
 
 class Batch:
-    """The arguments of the loss function after the model.
+    """The arguments that the loss function gets after the model.
 
     Args:
         arguments: nests of arrays.
@@ -26,8 +26,8 @@ class Batch:
             for an array that each micro-batch gets whole. Values that are not arrays
             are always passed whole.
         is_array: returns True if a leaf is an array.
-        take: ``take(array, axis, items)`` returns the rows of some items; with an axis
-            of None the whole array.
+        take: ``take(array, axis, items)`` returns the slices of `array` that belong to
+            `items`, or the whole array if `axis` is None.
     """
 
     def __init__(
@@ -52,10 +52,12 @@ class Batch:
             (path, array.shape[axis]) for path, array, axis in self._split()
         )
         self.terms = max(math.prod(array.shape) for _, array, _ in self._split())
-        """The approximate number of terms in the sum for one element of a gradient."""
+        """The approximate number of terms that are added up for one element of a
+        gradient.
+        """
 
     def part(self, items: Items) -> tuple[Any, ...]:
-        """Return the arguments for some items."""
+        """Return the arguments that the loss function gets for some of the items."""
         values = []
         for leaf, axis in zip(self._leaves, self._axes, strict=True):
             value = leaf.value
@@ -66,7 +68,7 @@ class Batch:
         return tuple(arguments)
 
     def arrays(self, items: Items) -> list[tuple[str, Any]]:
-        """Return the path and the rows of each array that is split."""
+        """Return, for each array that is split, its path and its slices for `items`."""
         return [
             (path, self._take(array, axis, items))
             for path, array, axis in self._split()

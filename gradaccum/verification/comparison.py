@@ -1,12 +1,13 @@
-"""The distance between the gradients of two partitions of a batch, in units of
-rounding.
+"""How far the gradients of two partitions of a batch differ, in units of the rounding
+error.
 
 A parameter's unit is the largest change of its gradient when all parameters change by
 one rounding. It is measured several times, for the large batch and for the first
 partition. The unit has a floor: each micro-batch's gradient is rounded once, and the
 sum is off by at most log2(terms) roundings (pairwise summation: Higham, "Accuracy and
-Stability of Numerical Algorithms", section 4.2). If terms cancel, so that a gradient is
-only rounding, the terms count as being as large as the largest gradient.
+Stability of Numerical Algorithms", section 4.2). If terms cancel, so that a gradient
+consists only of rounding errors, its terms are assumed to be as large as the largest
+gradient.
 """
 
 from __future__ import annotations
@@ -22,29 +23,33 @@ from gradaccum.options import Reduction
 from gradaccum.verification.subject import Conditions, Gradient, Items, Run, Subject
 
 PERTURBATIONS = 4
-"""The number of perturbations of the large batch, and also of the first partition."""
+"""The number of perturbed runs from which the rounding error is measured, for the large
+batch and again for the first partition.
+"""
 ROUNDING_LIMIT = 4.0
-"""Up to this many units count as rounding: the worst difference may be twice the worst
-of the perturbations. Thirty right models had at most 2 units.
+"""A difference of at most this many units counts as rounding, because the largest
+difference may be twice the largest perturbation. In thirty models for which
+accumulation is right, the difference was at most 2 units.
 """
 SUM_ROUNDOFF = 2.0**-23
 """The roundoff of float32, the coarsest dtype in which sums are computed."""
 COEFFICIENT_ERROR = 0.02
-"""The largest uncertainty, relative to the largest coefficient, with which coefficients
-are meaningful.
+"""Coefficients are meaningful if their uncertainty, relative to the largest
+coefficient, is at most this number.
 """
 
 TRAINING = Conditions()
 
 Gradients = Mapping[str, Gradient]
-"""By parameter name; a parameter that is left out has a gradient of zero."""
+"""The gradients by parameter name. A parameter that is left out has a gradient of zero.
+"""
 Parts = tuple[tuple[int, ...], ...]
-"""The items of each micro-batch, in order."""
+"""The indices of the items in each micro-batch, in order."""
 
 
 def partitions(items: int, steps: int) -> dict[Parts, str]:
     """Return the partitions to compare with the large batch, each with its description.
-    The first is the partition of training.
+    The first partition is the same as in training.
 
     No micro-batch has one item unless `steps` asks for it, because batch norm rejects a
     single item.
@@ -91,16 +96,19 @@ class Coefficients:
     """
     unexplained: float
     """||g - sum(c_k g_k)|| / sum(||c_k g_k||) with the best coefficients c_k, where g
-    is the large batch's gradient. It is about one rounding if only the coefficients are
-    wrong.
+    is the large batch's gradient. It is about one rounding error if only the
+    coefficients are wrong.
     """
     uncertainty: float
     """The rounding error of the best coefficients, relative to the largest coefficient.
     """
     error: float
-    """The worst parameter's distance from the large batch, in units."""
+    """The distance between the sum with the best coefficients and the large batch's
+    gradient, for the worst parameter and in units of its rounding error.
+    """
     norms: tuple[float, ...]
-    """For each micro-batch, the norm of its gradient in units; 0 if it is not finite.
+    """For each micro-batch, the norm of its gradient in units of the rounding error; 0
+    if the gradient is not finite.
     """
 
     def __str__(self) -> str:
@@ -123,7 +131,9 @@ class Coefficients:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The large batch of a subject and its partitions, under one set of conditions."""
+    """Compares the gradient of a large batch with the gradients of its partitions,
+    under one set of conditions.
+    """
 
     subject: Subject
     partitions: Mapping[Parts, str]
@@ -133,11 +143,13 @@ class Comparison:
     """True if a micro-batch's weight is its number of items, not the user's weight."""
 
     def weighing_items(self, reduction: Reduction) -> Comparison:
-        """Return the comparison under another reduction, without the user's weights."""
+        """Return this comparison with another reduction, and with the number of items
+        instead of the user's weights.
+        """
         return replace(self, reduction=reduction, weighs_items=True)
 
     def under(self, **conditions: Any) -> Comparison:
-        """Return the comparison with some conditions changed."""
+        """Return this comparison with some conditions changed."""
         return replace(self, conditions=replace(self.conditions, **conditions))
 
     @property
@@ -146,7 +158,7 @@ class Comparison:
 
     @property
     def first_parts(self) -> Parts:
-        """The micro-batches of training."""
+        """The micro-batches into which training splits the batch."""
         return next(iter(self.partitions))
 
     def runs(self, parts: Sequence[Items]) -> list[Run]:
@@ -154,7 +166,7 @@ class Comparison:
 
     @cached_property
     def large(self) -> Run:
-        """The large batch's run."""
+        """The run of the whole batch as one micro-batch."""
         return self.runs([self.items])[0]
 
     def factors(self, runs: Sequence[Run], parts: Sequence[Items]) -> list[float]:
@@ -180,13 +192,15 @@ class Comparison:
 
     @property
     def moved(self) -> tuple[str, ...]:
-        """The parameters whose gradient differs by more than rounding."""
+        """The parameters whose gradient differs from the large batch's gradient by more
+        than rounding.
+        """
         return moved_names(self.errors)
 
     @cached_property
     def errors(self) -> dict[str, float]:
-        """For each parameter, the worst partition's distance from the large batch, in
-        units.
+        """For each parameter, the largest distance between a partition's gradient and
+        the large batch's gradient, in units of the rounding error.
         """
         worst = dict.fromkeys(self.subject.names, 0.0)
         for parts in self.partitions:
@@ -206,8 +220,8 @@ class Comparison:
         }
 
     def distances(self, a: Gradients, b: Gradients) -> dict[str, float]:
-        """Return the 2-norm of the difference for each parameter; inf if it is not
-        finite.
+        """Return the 2-norm of the difference between two gradients for each parameter;
+        inf if the difference is not finite.
         """
         distances = dict.fromkeys(self.subject.names, 0.0)
         for name, gradient in difference(a, b).items():
@@ -215,7 +229,7 @@ class Comparison:
         return distances
 
     def norm(self, gradient: Gradient) -> float:
-        """Return the 2-norm; inf for NaN."""
+        """Return the 2-norm of a gradient; inf if it is NaN."""
         square = self.subject.dot(gradient, gradient)
         return math.inf if math.isnan(square) else math.sqrt(square)
 
@@ -237,8 +251,9 @@ class Comparison:
 
     @cached_property
     def floors(self) -> dict[str, float]:
-        """The floor of each unit: the error of rounding the micro-batches' gradients
-        and adding them up, and at least the smallest number of the dtype.
+        """For each parameter, the smallest rounding error that is assumed: the error of
+        rounding the micro-batches' gradients and adding them up, and at least the
+        smallest number of the dtype.
         """
         runs = self.runs(self.first_parts)
         sizes = dict.fromkeys(self.subject.names, 0.0)
@@ -254,7 +269,7 @@ class Comparison:
             additions = math.log2(max(precision.terms, 2))
             sum_error = additions * min(precision.roundoff, SUM_ROUNDOFF)
             if size <= sum_error * largest:
-                size = largest  # Terms cancel.
+                size = largest  # The terms cancel each other.
             absolute = precision.smallest * math.sqrt(max(precision.elements, 1))
             relative = (precision.roundoff + sum_error) * size
             floors[name] = relative + len(runs) * absolute
@@ -264,8 +279,9 @@ class Comparison:
         """Return the coefficients with which the micro-batches come nearest to the
         large batch; None if their gradients are too similar to distinguish.
 
-        Each parameter is measured in its own units, so that large gradients do not hide
-        small gradients. A micro-batch is left out if its gradient is not finite.
+        Each parameter is measured in units of its own rounding error, so that large
+        gradients do not hide small gradients. A micro-batch is left out if its gradient
+        is not finite.
         """
         runs = self.runs(parts)
         large = self.large.gradients
@@ -307,8 +323,8 @@ class Comparison:
 def linear_combination(
     gradients: Iterable[Gradients], factors: Iterable[float]
 ) -> dict[str, Gradient]:
-    """Return the sum of factor x gradient. A micro-batch with a factor of 0 is left
-    out, even if its gradient is NaN.
+    """Return the sum of the micro-batches' gradients, each multiplied by its factor. A
+    micro-batch with a factor of 0 is left out, even if its gradient is NaN.
     """
     total: dict[str, Gradient] = {}
     for each, factor in zip(gradients, factors, strict=True):
@@ -324,5 +340,5 @@ def difference(a: Gradients, b: Gradients) -> dict[str, Gradient]:
 
 
 def moved_names(errors: Mapping[str, float]) -> tuple[str, ...]:
-    """Return the parameters whose error is more than rounding."""
+    """Return the names of the parameters whose error is larger than rounding."""
     return tuple(name for name, error in errors.items() if not error <= ROUNDING_LIMIT)

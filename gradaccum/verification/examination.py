@@ -1,7 +1,7 @@
 """The experiments of `gradaccum.verify`. Each changes one condition: the loss's scale,
 the random state, the model's state, the mode, the weights, the number of micro-batches.
 
-A cause that would disturb a later experiment is looked for, and removed, first.
+If a cause would disturb a later experiment, it is looked for and removed first.
 `gradaccum/VERIFY.md` has a section for each kind of cause.
 """
 
@@ -43,7 +43,9 @@ SCALES = (2.0**8, 2.0**16)
 scale is the initial scale of `torch.amp.GradScaler`.
 """
 SAME = 1e-3
-"""Measured coefficients count as the expected coefficients up to this difference."""
+"""Measured coefficients count as equal to the expected coefficients up to this
+difference.
+"""
 OF_A_PART = (
     "gradaccum: verify runs loss_fn on parts of the batch, which may contain any of its"
     " items. If loss_fn accepts only the full batch, because some items belong"
@@ -77,7 +79,7 @@ def examine(
 
 
 class _Examination:
-    """The experiments on one subject, and what they have shown so far."""
+    """Runs the experiments, and collects the causes that they have found."""
 
     def __init__(self, comparison: Comparison) -> None:
         self.causes: list[Cause] = []
@@ -188,13 +190,13 @@ class _Examination:
                 f" state restored, differ in {joined_names(names)}: the loss reads"
                 " something that changes from call to call, such as its own random"
                 " generator.",
-                "Make it a buffer of the model, or a part of the batch.",
+                "Make that value a buffer of the model, or a part of the batch.",
             )
         return not names
 
     def follows_the_scale(self) -> bool:
-        """Test that the gradient scales with the loss. Scales that overflow are left
-        out.
+        """Test whether multiplying the loss by a number multiplies the gradient by the
+        same number. Scales that overflow are left out.
         """
         names: dict[str, None] = {}
         for scale in SCALES:
@@ -268,7 +270,8 @@ class _Examination:
 
     def depends_on_places(self) -> bool:
         """Test whether an item's gradient depends on its place in the micro-batch but
-        on no other item, so that two pairs of items can swap their second items.
+        on no other item. If so, two pairs of items can swap their second items without
+        a change of the gradient.
         """
         comparison = self.comparison
         if len(comparison.items) < 4:
@@ -277,7 +280,7 @@ class _Examination:
             gradients = comparison.accumulate([(0, 1), (2, 3)])
             swapped_gradients = comparison.accumulate([(0, 3), (2, 1)])
             turned_gradients = comparison.accumulate([(1, 0), (2, 3)])
-        except Exception:  # The user's loss may reject two items.
+        except Exception:  # The user's loss may reject such a batch.
             return False
         by_neighbour = comparison.differing(gradients, swapped_gradients)
         by_place = comparison.differing(gradients, turned_gradients)
@@ -356,7 +359,9 @@ class _Examination:
         )
 
     def counts(self, part: Items) -> dict[str, float]:
-        """Return the numbers in a micro-batch's arrays that a loss may divide by."""
+        """Return the numbers that a loss may divide by, computed from a micro-batch's
+        arrays. The keys are the expressions that compute them.
+        """
         counts = {}
         for path, array in self.comparison.subject.arrays(part):
             columns = {path: array}
@@ -404,10 +409,11 @@ class _Examination:
         return False
 
     def without_counted_terms(self) -> list[str]:
-        """Report the parameters with a term that each micro-batch adds in full, or
-        divides once too often. Return the other parameters that are wrong.
+        """Report the parameters whose gradient has a term that each micro-batch adds in
+        full, or divides once too often. Return the other parameters whose gradient is
+        wrong.
 
-        Let the gradient be A + B, where A accumulates and B does not. Under "sum" a
+        Let the gradient be A + B, where only A accumulates correctly. Under "sum" a
         penalty gives A + N B in N micro-batches: its error (N - 1) B triples from two
         micro-batches to four. Under "mean" a sum over items gives A + B / N: its error
         grows by a half.
@@ -464,9 +470,10 @@ COUNTED_TERMS = {
 
 
 def are_weights(fit: Coefficients) -> bool:
-    """True if the micro-batches add up to the large batch with these coefficients,
-    which are positive and add up to 1. A loss that is a maximum gives one item a share
-    of 1, and the others 0, so its coefficients do not count as weights.
+    """True if the micro-batches' gradients add up to the large batch's gradient with
+    these coefficients, and the coefficients are positive and add up to 1. If the loss
+    is a maximum, one item has the coefficient 1 and all other items have 0; such
+    coefficients do not count as weights.
     """
     for share, norm in zip(fit.best, fit.norms, strict=True):
         if norm and share < SAME:
@@ -477,7 +484,7 @@ def are_weights(fit: Coefficients) -> bool:
 
 
 def joined_names(names: Iterable[str]) -> str:
-    """Return the first few of `names`, and how many more there are."""
+    """Return a text with the first five `names` and the number of the remaining names."""
     names = list(names)
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(names[:5]) + more

@@ -20,9 +20,13 @@ class Cause:
     """One reason why accumulation does not give the large batch's gradient."""
 
     kind: str
-    """One word with underscores; `PAGE` has a section of that name."""
+    """The kind of cause, such as ``"batch_statistics"``. ``gradaccum/VERIFY.md`` has a
+    section of that name.
+    """
     where: str
-    """The layer, state, parameter or part of the batch; else "the loss"."""
+    """The layer, state, parameter or part of the batch that is the cause, or "the
+    loss".
+    """
     explanation: str
     """What the experiments showed, and why it matters."""
     fix: str
@@ -46,15 +50,17 @@ class VerificationReport:
     `equivalent`.
     """
     errors: Mapping[str, float]
-    """For each parameter, the distance between the gradients of the worst partition and
-    of the large batch, in units; inf if a gradient was not finite.
+    """For each parameter, the distance between the worst partition's gradient and the
+    large batch's gradient, divided by the parameter's entry in `units`; inf if a
+    gradient was not finite.
     """
     units: Mapping[str, float]
-    """For each parameter, how much rounding changes its gradient, in the 2-norm."""
+    """For each parameter, the 2-norm of the change that rounding makes to its gradient.
+    """
     partitions: tuple[str, ...]
     """The partitions and orders of the batch that were compared, in words."""
     notes: tuple[str, ...] = ()
-    """Remarks that are good to know, but do not concern mistakes."""
+    """Remarks about the loss that do not report a mistake."""
     coefficients: Coefficients | None = None
     """The best coefficients of the micro-batches, excluding the causes that were found
     before; None if the micro-batches' gradients are too similar to distinguish.
@@ -62,7 +68,9 @@ class VerificationReport:
 
     @property
     def moved(self) -> tuple[str, ...]:
-        """Names of the parameters whose gradient differs by more than rounding."""
+        """Names of the parameters whose gradient differs from the large batch's
+        gradient by more than rounding.
+        """
         return moved_names(self.errors)
 
     def __str__(self) -> str:
@@ -108,7 +116,7 @@ class VerifyingBackend(Protocol):
     """A backend that can check whether accumulation is right for a loss."""
 
     def verifies(self, model: object) -> bool:
-        """True if `model` is of this framework: a module, or a nest of its arrays."""
+        """True if `model` belongs to this framework: a module, or a nest of arrays."""
         ...
 
     def verify(
@@ -119,7 +127,7 @@ class VerifyingBackend(Protocol):
         steps: int | None,
         **options: Any,
     ) -> VerificationReport:
-        """Run `gradaccum.verify`."""
+        """Run `gradaccum.verify` in this framework."""
         ...
 
 
@@ -153,10 +161,11 @@ def verify(
         The report: ``print(report)``, ``report.equivalent``, ``report.causes``.
 
     Raises:
-        ArgumentTypeError: `model_or_params` belongs to no installed framework; another
-            argument has the wrong type.
-        ArgumentValueError: an argument has a value that makes no sense.
-        Exception: `loss_fn` raised it for a part of the batch; verify adds a note.
+        ArgumentTypeError: `model_or_params` belongs to no installed framework; or
+            another argument has the wrong type.
+        ArgumentValueError: an argument has an invalid value.
+        Exception: `loss_fn` raised this exception for a part of the batch; `verify`
+            adds a note to it.
     """
     for backend in _backends(model_or_params):
         if isinstance(backend, VerifyingBackend) and backend.verifies(model_or_params):
@@ -170,8 +179,8 @@ def verify(
 
 
 def _backends(model: object) -> Iterator[Backend]:
-    """Load the backend of the model's type first, because the others import their
-    frameworks.
+    """Load the backend that the model's type belongs to first, because loading another
+    backend imports another framework.
     """
     with suppress(ArgumentTypeError):
         yield backend_of(model)

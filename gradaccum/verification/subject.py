@@ -1,7 +1,7 @@
 """The `Subject` that a framework supplies to `gradaccum.verify`: a model, a loss and
 one batch, run in parts under conditions.
 
-The core decides what to run. A `Subject` runs it and restores the user's state.
+The core decides what to run. A `Subject` runs the parts and restores the user's state.
 """
 
 from __future__ import annotations
@@ -30,21 +30,26 @@ class Conditions:
     carry_state: bool = True
     """False means that the model's state is restored before each micro-batch."""
     seed: int = 0
-    """With 0 each micro-batch begins at the user's random state, with another number at
-    another random state.
+    """If this is 0, each micro-batch begins with the user's random state. Any other
+    number gives another random state.
     """
     scale: float = 1.0
-    """The factor of the loss. The gradients are divided by it before they are returned.
+    """The factor by which the loss is multiplied. The gradients are divided by the
+    factor before they are returned.
     """
     perturbation: int | None = None
-    """The number of a perturbation, which changes each parameter by one rounding."""
+    """The number of a perturbation, which changes each parameter by one rounding error;
+    None means no perturbation.
+    """
 
 
 class Run(NamedTuple):
     """One micro-batch, run forward and backward."""
 
     gradients: Mapping[str, Gradient]
-    """By parameter name; a parameter that the loss did not reach is left out."""
+    """The gradients by parameter name. A parameter that the loss did not reach is left
+    out.
+    """
     weight: float
     """The micro-batch's ``weight=``, or its number of items."""
     changed_state: tuple[str, ...] = ()
@@ -55,20 +60,23 @@ class Precision(NamedTuple):
     """The precision of a parameter's gradient."""
 
     roundoff: float
-    """Distance from 1 to the next number in the program's coarsest floating dtype."""
+    """The distance from 1 to the next number in the program's coarsest floating dtype.
+    """
     smallest: float
     """The smallest positive number of the gradient's dtype."""
     elements: int
     """The number of elements of the gradient."""
     terms: int = 1
-    """The approximate number of terms in the sum for one element."""
+    """The approximate number of terms that are added up for one element of the
+    gradient.
+    """
 
 
 class Subject(Protocol):
-    """A model, its loss and one batch."""
+    """A model, its loss and one batch, which `gradaccum.verify` examines."""
 
     items: int
-    """The number of items of the batch."""
+    """The number of items in the batch."""
     names: Sequence[str]
     """The parameters with respect to which the loss is differentiated."""
 
@@ -83,22 +91,23 @@ class Subject(Protocol):
     def precision(self, name: str) -> Precision: ...
 
     def arrays(self, part: Items) -> Iterable[tuple[str, Any]]:
-        """Return the arrays of a micro-batch that are split, each with its path
-        ``batch[1]['mask']``. Only real arrays are returned.
+        """Return the arrays of a micro-batch that are split, each with its path, such
+        as ``batch[1]['mask']``. Values without numbers that can be counted, such as
+        random keys, are left out.
         """
         ...
 
     def statistics_layers(self) -> Sequence[str]:
-        """Name the batch norm layers in training mode."""
+        """Return the names of the batch norm layers that are in training mode."""
         ...
 
     def random_layers(self) -> Sequence[str]:
-        """Name the layers that draw random numbers in training mode."""
+        """Return the names of the layers that draw random numbers in training mode."""
         ...
 
 
 class HostRandom:
-    """The random states of Python and NumPy."""
+    """The random states of Python and NumPy at the time when the object was created."""
 
     def __init__(self) -> None:
         self._state = random.getstate()
@@ -108,7 +117,7 @@ class HostRandom:
             self._numpy_state = self._numpy.get_state()
 
     def restore(self, seed: int = 0) -> None:
-        """Restore the user's states; a `seed` other than 0 sets other states."""
+        """Restore the saved random states, or set other states if `seed` is not 0."""
         if seed:
             random.seed(UNUSUAL_SEED + seed)
         else:
@@ -120,17 +129,19 @@ class HostRandom:
 
 
 UNUSUAL_SEED = 0x5EED0
-"""Far from the seeds that users write."""
+"""This is added to a seed, so that the sum differs from the seeds that users choose."""
 OUTPUTS = ("input", "output", "out", "logits", "pred", "y_pred", "y_hat")
-"""How the name of a criterion's first argument may begin."""
+"""A function counts as a criterion if the name of its first argument begins with one of
+these words.
+"""
 LossFunction = Callable[..., Any]
 
 
 def as_loss(
     loss_fn: LossFunction, batch: Any, is_model: Callable[[object], bool] | None = None
 ) -> tuple[LossFunction, tuple[Any, ...]]:
-    """Return the loss in the convention ``loss_fn(model, *batch)``, and the arguments
-    after the model.
+    """Return the loss as a function that is called as ``loss_fn(model, *batch)``, and
+    the arguments after the model.
 
     `loss_fn` may also be ``loss_fn(*batch)``, which refers to the model itself, or a
     criterion, ``loss_fn(outputs, *targets)``. A dictionary is passed as keyword
