@@ -1,4 +1,4 @@
-"""Gradient accumulation that means the same thing, exactly, in PyTorch, JAX/optax and
+"""Exact gradient accumulation, with the same meaning in PyTorch, JAX/optax and
 MindSpore.
 
 Most users need only `wrap`. Authors of a backend find the state machine in

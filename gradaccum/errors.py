@@ -85,7 +85,7 @@ def require_number(
     """
     number: float | None = None
     if not isinstance(value, (bool, str)):
-        # An array of several numbers raises one of these, and so does a traced value.
+        # An array of several numbers and a traced value raise one of these errors.
         with suppress(TypeError, ValueError, RuntimeError):
             number = float(cast(SupportsFloat, value))
     if number is not None and (

@@ -2,7 +2,7 @@
 classes, is in `gradaccum` itself.
 
 - `accumulate`, `usable`, `contribution`, `ends`, `with_denominator`, `decide`, `close`,
-  `discard`: transitions of the `State`;
+  `discard`: the functions that compute the next `State`;
 - `add_loss`, `window_loss`: a window's loss;
 - `terms_of`, `resumed`, `redistributed`: saving and resuming an open window;
 - `epoch`, `Epoch`, `Sizes`: one pass over a data loader;

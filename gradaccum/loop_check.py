@@ -78,7 +78,7 @@ class LoopReport:
 
 
 class LoopRecord(Protocol):
-    """The record that `recording` yields."""
+    """The recorded loop, which `gradaccum.recording` yields."""
 
     def report(
         self,
@@ -208,7 +208,7 @@ def read_coefficients(
         steps: micro-batches of one worker per window, or None.
         clip_norm: the norm to which each window is clipped, or None.
         workers: the number of workers; all have the same number of micro-batches.
-        limit: how large `unexplained` may be through rounding.
+        limit: the largest `SolvedUpdate.unexplained` that rounding can cause.
     """
     require_reduction(reduction)
     reader = _CoefficientReader(
@@ -273,7 +273,8 @@ class _CoefficientReader:
             if flat:
                 return (
                     f"The gradient of {self.place_names(flat)} is zero, so the check"
-                    " cannot tell where it went. Use other data, or give it weight 0."
+                    " cannot tell where it went. Use other data, or set the weight to"
+                    " 0."
                 )
             if update.unexplained <= limit and update.uncertainty > 0.1:
                 return (
@@ -349,8 +350,8 @@ class _CoefficientReader:
         return "lost", ""
 
     def read_boundaries(self, steps: int, lost_places: Sequence[int]) -> None:
-        """Report the first update that does not contain the micro-batches of its
-        window, if a window has `steps` micro-batches.
+        """Report the first update that does not contain exactly the micro-batches of
+        its window, which has `steps` micro-batches.
         """
         for number, members in enumerate(self.members, 1):
             places = {member % self.length for member in members}

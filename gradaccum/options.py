@@ -33,7 +33,9 @@ optimizer_step, size)`` or a function of the optimizer step.
 
 @dataclass(frozen=True)
 class UntilWeight:
-    """A window that ends when its weight reaches `weight`; see `until_weight`."""
+    """The size of a window that ends when the sum of its micro-batches' weights reaches
+    `weight`; see `until_weight`.
+    """
 
     weight: Sizes
 
@@ -163,9 +165,12 @@ class DynamicLossScale:
 
     Args:
         init_scale: the first scale, > 0.
-        growth_factor: multiplies the scale after `growth_interval` clean windows, > 1.
-        backoff_factor: multiplies the scale after a window with an overflow, in (0, 1).
-        growth_interval: clean windows before the scale grows, an int >= 1.
+        growth_factor: the factor by which the scale is multiplied after
+            `growth_interval` clean windows, > 1.
+        backoff_factor: the factor by which the scale is multiplied after a window with
+            an overflow, in (0, 1).
+        growth_interval: the number of clean windows before the scale grows, an int >=
+            1.
         min_scale: the floor, > 0 and at most `init_scale`.
         max_scale: the ceiling, at least `init_scale`. With inf the scale stays within
             float32's range.
@@ -210,7 +215,9 @@ class ScalerDriver(Protocol):
     """
 
     scaler_kind: str
-    """The scaler's type with an article, for messages: ``"a torch.amp.GradScaler"``."""
+    """The scaler's type with an article, for messages, such as ``"a
+    torch.amp.GradScaler"``.
+    """
 
     def scaler_rule(self, scaler: object) -> ScaleRule | None:
         """Return the rule that `scaler` currently uses to update its scale; None if
@@ -262,7 +269,7 @@ class Options(NamedTuple):
     """
 
     steps: Schedule
-    """Micro-batches per window; None means that the caller closes every window."""
+    """The length of each window; None means that the caller closes every window."""
     reduction: Reduction
     clip_norm: float | None
     skip_norm: float | None
@@ -347,7 +354,7 @@ def use_of_weights(options: Options) -> str | None:
 
 
 def given_weight(weight: Scalar | None, use: str | None) -> Scalar:
-    """Return the weight of a micro-batch; None becomes 1.
+    """Return the `weight` of a micro-batch, or 1 if `weight` is None.
 
     - `use`: the result of `use_of_weights`.
 

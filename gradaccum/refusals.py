@@ -86,8 +86,8 @@ def update_due_error(call: str) -> UsageError:
 
 
 def shared_until_weight_error(steps: object) -> UsageError:
-    """Return the error for windows that end by weight when each worker sees only its
-    own weight.
+    """Return the error for ``steps=until_weight(...)`` with several workers, because
+    each worker knows only its own weight.
     """
     return UsageError(
         "steps: expected a number of micro-batches or None, because several workers"
@@ -100,7 +100,7 @@ def shared_until_weight_error(steps: object) -> UsageError:
 
 def moving_weight_error(fix: str) -> ArgumentValueError:
     """Return the error for a callable weight that depends on the parameters. The large
-    batch's gradient has no term for such a weight.
+    batch's gradient does not include the derivative of the weight.
     """
     return ArgumentValueError(
         "weight: expected a weight that does not depend differentiably on the"
@@ -139,7 +139,8 @@ def require_same_rates(
 
     Raises:
         UsageError: two workers have different rates, have the parameters in a different
-            order, or close windows of different optimizers. Every worker raises it.
+            order, or close windows of different optimizers. Every worker raises this
+            error.
     """
     if not {0, workers}.issuperset(added):
         raise UsageError(

@@ -38,7 +38,7 @@ class Terms(NamedTuple):
     reduction: str
     on_overflow: str
     scale: str
-    """``"unused"``, ``"static"`` or ``"dynamic"``: how the loss scale changes."""
+    """Whether the loss scale is ``"unused"``, ``"static"`` or ``"dynamic"``."""
     steps: int | UntilWeight | None
     """The number of micro-batches in the full window, or the weight at which it ends;
     None means that the caller closes the window.

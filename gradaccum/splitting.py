@@ -29,10 +29,10 @@ _SIZE = 'Write micro_batch_size=8 or micro_batch_size="auto".'
 
 
 class AutoMicroBatchSize:
-    """Finds the largest micro-batch that fits, and remembers it.
+    """Finds the largest micro-batch that fits in memory, and remembers its size.
 
-    ``micro_batch_size="auto"`` uses one instance for the whole process. An instance of
-    your own remembers its own sizes and may have a memory limit.
+    ``micro_batch_size="auto"`` uses one instance for the whole process. An instance
+    that you create remembers its own sizes and may have a memory limit.
 
     Args:
         memory_limit: only in JAX: the largest number of bytes that the call may use,

@@ -137,9 +137,9 @@ class StepResult(NamedTuple):
     optimizer_step: Scalar
     """int: the number of updates applied since the start of the run."""
     loss: Scalar = math.nan
-    """float: the loss that the last closed window has as one large batch, according to
-    `reduction` and without the loss scale; NaN unless all of the window's losses are
-    known.
+    """float: the loss of the last closed window, computed as for one large batch
+    according to `reduction`, without the loss scale; NaN unless all of the window's
+    losses are known.
     """
 
     @property

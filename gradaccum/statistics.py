@@ -29,8 +29,8 @@ def add_loss(
     options: Options,
     where: Where,
 ) -> Scalar:
-    """Return the sum of the open window's losses after a micro-batch. A micro-batch
-    adds nothing if it is dropped or has weight 0.
+    """Return the sum of the open window's losses after one more micro-batch. A
+    micro-batch adds nothing if it is dropped or has weight 0.
 
     - `total`: the sum before the micro-batch, 0 at the window's start.
     - `loss`: the micro-batch's loss, a scalar, not scaled; NaN if no loss was passed.

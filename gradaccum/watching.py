@@ -51,8 +51,8 @@ class ClosedWindow(NamedTuple):
     since the first listener was added.
     """
     loss: float = math.nan
-    """The loss that the window has as one large batch of all workers; NaN unless all
-    losses are known.
+    """The loss of the window, computed as for one large batch over all workers; NaN
+    unless all losses are known.
     """
 
 

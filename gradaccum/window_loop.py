@@ -170,10 +170,11 @@ def epoch(
 
     Args:
         loader: yields the micro-batches.
-        flush: closes the open window.
+        flush: a function that closes the open window.
         carry: leave the last window open for the next pass.
         progress: show a progress bar with rich.
-        see: called with each micro-batch after the loop's body has run.
+        see: a function that is called with each micro-batch after the loop's body has
+            run.
 
     Raises:
         ModuleNotFoundError: `progress` is True, and rich is not installed.
@@ -238,7 +239,9 @@ class Window(Generic[M]):
         self.number = number
         """int: the number of windows before this window."""
         self.totals = totals
-        """For each count, by its name, the sum over the window and all workers."""
+        """The sum of each count over the window and all workers, by the name of the
+        count.
+        """
         self._micro_batches: list[M] | None = micro_batches
         self._length = len(micro_batches)
 
@@ -344,7 +347,7 @@ class Windows(Generic[M]):
         if len(totals) != len(values) or any(is_below) or math.inf in totals:
             raise ArgumentValueError(
                 f"reduce: expected a function that returns {len(values)} finite"
-                f" numbers, none below this worker's {values}; got {totals!r}"
+                f" numbers, none below this worker's own {values}; got {totals!r}"
                 f" ({type(totals).__name__}). Return the sums over all workers, in the"
                 " same order, as floats."
             )

@@ -2,12 +2,12 @@
 error.
 
 A parameter's unit is the largest change of its gradient when all parameters change by
-one rounding. It is measured several times, for the large batch and for the first
+one rounding error. It is measured several times, for the large batch and for the first
 partition. The unit has a floor: each micro-batch's gradient is rounded once, and the
-sum is off by at most log2(terms) roundings (pairwise summation: Higham, "Accuracy and
-Stability of Numerical Algorithms", section 4.2). If terms cancel, so that a gradient
-consists only of rounding errors, its terms are assumed to be as large as the largest
-gradient.
+sum is off by at most log2(terms) rounding errors (pairwise summation: Higham, "Accuracy
+and Stability of Numerical Algorithms", section 4.2). If terms cancel, so that a
+gradient consists only of rounding errors, its terms are assumed to be as large as the
+largest gradient.
 """
 
 from __future__ import annotations
@@ -192,8 +192,8 @@ class Comparison:
 
     @property
     def moved(self) -> tuple[str, ...]:
-        """The parameters whose gradient differs from the large batch's gradient by more
-        than rounding.
+        """The names of the parameters whose gradient differs from the large batch's
+        gradient by more than rounding.
         """
         return moved_names(self.errors)
 
@@ -210,7 +210,9 @@ class Comparison:
         return worst
 
     def differing(self, a: Gradients, b: Gradients) -> tuple[str, ...]:
-        """Return the parameters in which two gradients differ by more than rounding."""
+        """Return the names of the parameters whose gradient differs between `a` and `b`
+        by more than rounding.
+        """
         return moved_names(self.in_units(a, b))
 
     def in_units(self, a: Gradients, b: Gradients) -> dict[str, float]:
@@ -276,8 +278,9 @@ class Comparison:
         return floors
 
     def coefficients(self, parts: Parts) -> Coefficients | None:
-        """Return the coefficients with which the micro-batches come nearest to the
-        large batch; None if their gradients are too similar to distinguish.
+        """Return the coefficients with which the sum of the micro-batches' gradients
+        comes nearest to the large batch's gradient; None if the micro-batches'
+        gradients are too similar to distinguish.
 
         Each parameter is measured in units of its own rounding error, so that large
         gradients do not hide small gradients. A micro-batch is left out if its gradient

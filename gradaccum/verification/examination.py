@@ -126,7 +126,7 @@ class _Examination:
         self.causes.append(Cause(kind, where, explanation, fix))
 
     def find_causes(self) -> None:
-        """Look for the causes, one after the other, until none is left."""
+        """Look for causes one by one, until they explain the whole difference."""
         self.depends_on_state()
         if (
             not self.comparison.moved
@@ -208,9 +208,9 @@ class _Examination:
                 "custom_backward",
                 joined_names(names),
                 "Multiplying the loss by a number does not multiply the gradient of"
-                f" {joined_names(names)} by it: a custom backward pass or a hook"
-                " ignores the gradient that it receives, and with it the weight of a"
-                " micro-batch.",
+                f" {joined_names(names)} by the same number: a custom backward pass or"
+                " a hook ignores the gradient that it receives, and therefore also the"
+                " weight of a micro-batch.",
                 "Multiply by the incoming gradient in the custom backward pass. Replace"
                 " a hook that clips with clip_norm=.",
             )
@@ -264,8 +264,8 @@ class _Examination:
                 "The forward pass changes this state, and the loss reads it: if the"
                 " state is restored before each micro-batch, the gradient of"
                 f" {joined_names(names)} is different.",
-                "Update it once per window, after the optimizer's step, or use the"
-                " value from before the window.",
+                "Update the state once per window, after the optimizer's step, or use"
+                " the value from before the window.",
             )
 
     def depends_on_places(self) -> bool:
@@ -484,7 +484,7 @@ def are_weights(fit: Coefficients) -> bool:
 
 
 def joined_names(names: Iterable[str]) -> str:
-    """Return a text with the first five `names` and the number of the remaining names."""
+    """Return a text with the first five `names` and the number of other names."""
     names = list(names)
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(names[:5]) + more

@@ -140,7 +140,7 @@ def verify(
 ) -> VerificationReport:
     """Check whether gradient accumulation is right for a loss, and if not, why.
 
-    It computes the gradient of one batch under many partitions and orders. If the
+    It computes the gradient of one batch for many partitions and orders. If the
     gradients differ by more than rounding, experiments look for the cause. The model,
     the batch and the random state are unchanged afterwards.
 

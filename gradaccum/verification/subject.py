@@ -1,5 +1,5 @@
 """The `Subject` that a framework supplies to `gradaccum.verify`: a model, a loss and
-one batch, run in parts under conditions.
+one batch. The parts of the batch are run under different conditions.
 
 The core decides what to run. A `Subject` runs the parts and restores the user's state.
 """
@@ -21,7 +21,9 @@ Items: TypeAlias = Sequence[int]
 
 @dataclass(frozen=True)
 class Conditions:
-    """The conditions of a window. The defaults are the conditions of training."""
+    """The conditions under which a window is run. The defaults are the same as in
+    training.
+    """
 
     training: bool = True
     """False means that the model runs in evaluation mode."""
@@ -44,14 +46,14 @@ class Conditions:
 
 
 class Run(NamedTuple):
-    """One micro-batch, run forward and backward."""
+    """The results of the forward and backward pass of one micro-batch."""
 
     gradients: Mapping[str, Gradient]
     """The gradients by parameter name. A parameter that the loss did not reach is left
     out.
     """
     weight: float
-    """The micro-batch's ``weight=``, or its number of items."""
+    """The weight of the micro-batch: the user's ``weight=``, or the number of items."""
     changed_state: tuple[str, ...] = ()
     """Names of the buffers and attributes that the forward pass changed."""
 
@@ -78,7 +80,7 @@ class Subject(Protocol):
     items: int
     """The number of items in the batch."""
     names: Sequence[str]
-    """The parameters with respect to which the loss is differentiated."""
+    """The names of the parameters with respect to which the loss is differentiated."""
 
     def window(self, parts: Sequence[Items], conditions: Conditions) -> list[Run]:
         """Run each of `parts` in order as one micro-batch, and restore the user's
