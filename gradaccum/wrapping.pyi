@@ -31,8 +31,8 @@ class _Scheduler(Protocol):
 
     def step(self) -> Any: ...
 
-# MindSpore first: its cells have any attribute that a type checker asks for, torch's
-# protocol included.
+# MindSpore comes first, because its cells have any attribute that a type checker asks
+# for, so they would also match torch's protocol.
 @overload
 def wrap(
     optimizer: _MindSporeOptimizer, steps: Steps, **options: Unpack[MindSporeOptions]
