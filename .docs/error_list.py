@@ -25,7 +25,7 @@ _HEADER = """# Every error
 
 Each message has one shape: `argument: expected ...; got .... What to write instead.`
 This page is made from the sources; `…` is what a message takes from your call. What
-most people meet is told by symptom in
+most people meet is listed by symptom in
 [Troubleshooting](../gradaccum/TROUBLESHOOTING.md).
 """
 
