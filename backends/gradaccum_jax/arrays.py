@@ -94,7 +94,7 @@ def is_variable(node: object) -> bool:
 
 
 class GradientTypes(NamedTuple):
-    """The dtypes of the gradients that the inner optimizer receives, one for each leaf."""
+    """The dtypes of the gradients that the inner optimizer receives, one per leaf."""
 
     dtypes: list[DType]
     """The dtypes to which the gradients are cast before the inner optimizer receives
@@ -151,9 +151,9 @@ def takes_part(leaf: Array) -> bool:
 
 
 def moving_of(tree: Tree) -> tuple[Leaves, Callable[..., Tree]]:
-    """Return the floating-point leaves of `tree`, and a function ``put(leaves,
-    still)``. It returns `tree` with its floating-point leaves replaced by `leaves`, and
-    every other leaf replaced by ``still(leaf)``.
+    """Return the floating-point leaves of `tree`, and a function
+    ``put(leaves, still)``. It returns `tree` with its floating-point leaves replaced by
+    `leaves`, and every other leaf replaced by ``still(leaf)``.
     """
     all_leaves, structure = jax.tree.flatten(tree)
 

@@ -256,9 +256,9 @@ def _real_parts(accumulator: Tree) -> Leaves:
 
 
 def fits(accumulator: Tree, divisor: Scalar, dtypes: list[DType]) -> Scalar:
-    """True if every finite element of the accumulator is still finite after ``(sum /
-    divisor).astype(dtype)``, where `dtypes` has a dtype for each leaf. The result is a
-    bool scalar.
+    """True if every finite element of the accumulator is still finite after
+    ``(sum / divisor).astype(dtype)``, where `dtypes` has a dtype for each leaf. The
+    result is a bool scalar.
 
     It is enough to check the largest magnitude of each leaf, because division and
     rounding are monotonic.

@@ -152,7 +152,9 @@ class LayeredValueAndUpdate(LargeBatchFunction):
     accumulation: Accumulation
 
     def init(self, params: Params) -> AccumulationState:
-        """Return the state before the first window, for ``params = (outer, layers)``."""
+        """Return the state before the first window. `params` is the pair
+        ``(outer, layers)``.
+        """
         outer, layers = plain(params)
         outer_state = self.accumulation.init(outer)
         layer_states = jax.vmap(self.accumulation.init)(layers)
@@ -412,9 +414,9 @@ def with_entry(tree: Tree, entry: Tree, number: Scalar) -> Any:
 def require_separable(
     inner: optax.GradientTransformationExtraArgs, outer: Tree, layers: Tree
 ) -> None:
-    """Raise if the inner optimizer draws random numbers, or if the update of one layer
+    """Raise if the inner optimizer draws random numbers, or if its update of one layer
     (or of the outer parameters) depends on another layer. Two updates in succession are
-    traced to find such a dependence.
+    traced to find this out.
     """
 
     def second_updates(params: Tree, first: Tree, second: Tree) -> Tree:

@@ -34,8 +34,8 @@ from gradaccum_jax.window import check_known
 from gradaccum_jax.xla import call_jitted
 
 SkipFunction = Callable[[Updates, Scalar, Params], tuple[Scalar, Tree]]
-"""The type of `should_skip_update_fn`: ``f(updates, gradient_step, params) -> (skip,
-skip_state)``.
+"""The type of `should_skip_update_fn`:
+``f(updates, gradient_step, params) -> (skip, skip_state)``.
 """
 
 

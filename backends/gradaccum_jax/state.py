@@ -63,7 +63,7 @@ class AccumulationState(NamedTuple):
     """bool: True if the last call closed a window without an update."""
     last_overflow: Scalar
     """bool: True if the last call closed a window that had overflowed, or dropped the
-    micro-batch that it was given.
+    call's own micro-batch.
     """
     last_grad_norm: Scalar
     """The global 2-norm of the last closed window's gradient before clipping, in the
@@ -220,8 +220,8 @@ def result(state: Tree) -> StepResult:
 
 
 def describe(state: Tree) -> str:
-    """Return a one-line description of the state, for example ``micro-batch 2 of 4,
-    update 17, 1 skipped, scale 65536``.
+    """Return a one-line description of the state, for example
+    ``micro-batch 2 of 4, update 17, 1 skipped, scale 65536``.
 
     The size of the window in this line is the size of the last micro-batch's window.
     Call this function outside compiled code, because it waits for the device.
