@@ -153,7 +153,8 @@ def takes_part(leaf: Array) -> bool:
 def moving_of(tree: Tree) -> tuple[Leaves, Callable[..., Tree]]:
     """Return the floating-point leaves of `tree`, and a function
     ``put(leaves, still)``. It returns `tree` with its floating-point leaves replaced by
-    `leaves`, and every other leaf replaced by ``still(leaf)``.
+    `leaves`, and every other leaf replaced by ``still(leaf)``, which is the same leaf
+    by default.
     """
     all_leaves, structure = jax.tree.flatten(tree)
 

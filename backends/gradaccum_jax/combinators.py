@@ -39,13 +39,12 @@ the updates and the new state of a wrapped optimizer.
 
 @jax.tree_util.register_static
 class Question:
-    """A function that is called with the wrapped optimizer inside a combined
-    transformation and with its state; also contains the results of the call.
+    """A call to make inside a combined transformation: the wrapped optimizer passes
+    itself and its state to the function. The results of the call are stored here.
     """
 
     accumulation: Any = None
-    """The `Accumulation` of the wrapped optimizer; None before the function was called.
-    """
+    """The `Accumulation` of the wrapped optimizer; None before the call was made."""
     updates: Updates = None
 
     def __init__(self, answer: Answer) -> None:

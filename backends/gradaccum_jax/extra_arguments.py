@@ -42,8 +42,8 @@ def require_declared(extra: Extra, declared: frozenset[str]) -> None:
             f"{name}: expected an argument of this call or of the inner optimizer;"
             " got a name that neither of them declares. weight= and last= are arguments"
             " of tx.update, and denominator= is an argument of gradaccum_jax.flush. If"
-            " a part of an optax.chain needs the argument, wrap the chain in a"
-            " transformation that declares it:"
+            " a transformation inside an optax.chain needs the argument, wrap the chain"
+            " in a transformation that declares it:"
             f" def update(updates, state, params, *, {name}, **extra)."
         )
 
@@ -54,6 +54,7 @@ def require_none_of_a_batch(extra: Extra) -> None:
             raise UsageError(
                 f"{name}: expected no such argument in a window of several"
                 " micro-batches; got an argument that describes one micro-batch. Wrap"
-                " with steps=None, and close the window with the argument for the whole"
-                f" window: gradaccum_jax.flush(tx, state, params, {name}=...)."
+                " the optimizer with steps=None, and close the window with an argument"
+                " that describes the whole window:"
+                f" gradaccum_jax.flush(tx, state, params, {name}=...)."
             )

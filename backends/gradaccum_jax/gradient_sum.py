@@ -49,8 +49,8 @@ def sum_dtype(leaf: Array, accumulate_dtype: DType) -> DType:
 
 
 def zeros(params: Params, accumulate_dtype: DType) -> Tree:
-    """Return an accumulator of zeros for `params`. It has None where `params` has None
-    or a random key.
+    """Return an accumulator of zeros for `params`. An entry is None if the entry in
+    `params` is None or a random key.
     """
 
     def empty_sum(leaf: Array) -> Array:
@@ -202,8 +202,8 @@ def measure(accumulator: Tree, dtype: DType, shard_axes: ShardAxes = None) -> Sc
 
 
 def _square_root(squares: Scalar) -> Scalar:
-    """Return the square root of `squares`, with derivative 0 at 0. Otherwise, for
-    gradients of zeros, the derivative of the norm would be 0 x inf, which is NaN.
+    """Return the square root of `squares`, with derivative 0 at 0. Otherwise the
+    derivative of the norm would be 0 x inf, which is NaN, if all gradients are 0.
     """
     is_zero = squares == 0
     return jnp.where(is_zero, 0, jnp.sqrt(jnp.where(is_zero, 1, squares)))

@@ -300,7 +300,7 @@ class LayeredPasses:
 
     def head(self, activations: Stacks, numbers: Array) -> Any:
         """Apply the loss function to the last layer's activations. Return the window's
-        state without its trees, the sums of the outer parameters' gradients, the
+        state with empty trees, the sums of the outer parameters' gradients, the
         gradients with respect to the activations, the weights of the micro-batches, and
         the loss (with aux, if there is any).
         """

@@ -45,14 +45,14 @@ def axes_of(value: Array) -> Axes:
 
 
 def manual_axes() -> Axes:
-    """Return the set of mesh axes of the surrounding `jax.shard_map`, if there is one."""
+    """Return the mesh axes of the surrounding `jax.shard_map`, if there is one."""
     mesh: Any = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return frozenset(name for name, kind in kinds if kind == AxisType.Manual)
 
 
 def varying_axes(*trees: Tree) -> Axes:
-    """Return the mesh axes along which any array in `trees` may differ between devices."""
+    """Return the mesh axes along which arrays in `trees` may differ between devices."""
     return frozenset[str]().union(*map(axes_of, jax.tree.leaves(trees)))
 
 
@@ -77,8 +77,8 @@ def with_axes_of_results(
     predicate: Scalar, function: Callable[[T], T], operand: T
 ) -> tuple[Callable[[T], T], T]:
     """Make the types of the inputs and results of a conditional agree. Return
-    `function` and `operand`, marked as varying along every mesh axis along which the
-    operand, the results or the `predicate` varies.
+    `function` and `operand`, in which each array is marked as varying along every mesh
+    axis along which the array, its result or `predicate` varies.
     """
     leaves, structure = jax.tree.flatten(operand)
     while True:
@@ -138,7 +138,7 @@ ONE_SHARD = AxisShards(1, 1)
 
 def axis_shards(leaf: Array, axis: int, others: Tree) -> AxisShards:
     """Return the number of shards of one axis of `leaf`. If the type of `leaf` contains
-    no mesh, `leaf` may be sharded over a mesh of the arrays in `others`.
+    no mesh, `leaf` may be sharded over the largest mesh of the arrays in `others`.
     """
     if manual_axes() or not isinstance(leaf, jax.Array):
         return ONE_SHARD

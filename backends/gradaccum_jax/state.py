@@ -36,8 +36,8 @@ class AccumulationState(NamedTuple):
     skipped_windows: Scalar
     """int32: the number of windows closed without an update."""
     weight: Scalar
-    """float32, or float64 with float64 accumulators: the sum of the weights in the open
-    window.
+    """The sum of the weights in the open window: a float32, or a float64 if the
+    accumulator contains float64.
     """
     overflow: Scalar
     """bool: True if a micro-batch of the open window is known to have had a gradient
@@ -223,8 +223,8 @@ def describe(state: Tree) -> str:
     """Return a one-line description of the state, for example
     ``micro-batch 2 of 4, update 17, 1 skipped, scale 65536``.
 
-    The size of the window in this line is the size of the last micro-batch's window.
-    Call this function outside compiled code, because it waits for the device.
+    The number after "of" is the size of the last micro-batch's window. Call this
+    function outside compiled code, because it waits for the device.
 
     Args:
         state: as in `result`.

@@ -2,9 +2,9 @@
 of the parameters.
 
 If the inner optimizer runs, its updates replace the sum of the gradients, and the first
-micro-batch of the next window overwrites them. The conditional does not return the
-parameters, it only closes over them. So XLA works in place, and a micro-batch in the
-middle of a window costs only the addition and a select.
+micro-batch of the next window overwrites them. The conditional reads the parameters
+from its closure and does not return them. So XLA works in place, and a micro-batch in
+the middle of a window costs only an addition and a select.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Update(NamedTuple):
     """
 
     optimizer: Callable[..., tuple[Any, Any]]
-    """``optimizer(gradients, state, params, **extra)``: the inner transformation's
-    ``update``.
+    """The inner optimizer's ``update``, which is called as
+    ``optimizer(gradients, state, params, **extra)``.
     """
     types: GradientTypes
     params: Params
@@ -182,7 +182,8 @@ def without_frozen(
     try:
         program = jax.make_jaxpr(results)(totals, params).jaxpr
     except Exception:
-        # The optimizer needs arguments that exist only with a micro-batch.
+        # The optimizer needs arguments that are passed only with a micro-batch, so the
+        # frozen parameters cannot be found.
         return accumulator
     uses_state = [True] * len(program.outvars[count:])
     is_read = partial_eval.dce_jaxpr(program, [True] * count + uses_state)[1]

@@ -46,9 +46,9 @@ class LargeBatchFunction(ABC):
         arguments: tuple[Tree, ...],
         keywords: dict[str, Any],
     ) -> Any:
-        """Split the batch into micro-batches, and run the compiled function on them. If
-        a keyword argument is a plain value such as a flag, a program is compiled for
-        each of its values.
+        """Split the batch into micro-batches, and run the compiled function on them.
+        For a plain keyword argument such as a flag, a program is compiled for each
+        value.
         """
         batch = read_batch(arguments, keywords, self.splitting)
         if self._size_search is not None:

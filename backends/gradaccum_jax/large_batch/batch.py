@@ -62,9 +62,9 @@ class MicroBatch(NamedTuple):
 
     arguments: tuple[Tree, ...]
     named_arrays: dict[str, Tree]
-    """The keyword arguments that contain arrays."""
+    """The keyword arguments of the loss function that contain arrays."""
     flags: dict[str, Any]
-    """The keyword arguments that contain no array."""
+    """The keyword arguments of the loss function that contain no arrays."""
     item_weights: Array
     """A real array of shape (items,) with the weight of each item; None if the user did
     not pass such an array.
@@ -144,7 +144,7 @@ class LargeBatch:
 
     @property
     def count(self) -> int:
-        """The number of micro-batches."""
+        """The number of micro-batches into which the batch is split."""
         return math.ceil(self.items / self.size)
 
     def parts(self) -> list[EqualMicroBatches]:

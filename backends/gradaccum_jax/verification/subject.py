@@ -68,7 +68,7 @@ class JaxSubject:
             arguments = self._batch.part(part)
             try:
                 # The loss may draw random numbers from Python or NumPy while JAX traces
-                # it, so the state of their generators is set for each seed.
+                # it, so their generators are seeded first.
                 self._host.restore(conditions.seed)
                 differentiate = self._differentiate(conditions.seed)
                 gradient_list = differentiate(values, arguments, conditions.scale)
@@ -106,8 +106,8 @@ class JaxSubject:
         return ()
 
     def is_divided_by(self, steps: int | None) -> bool:
-        """True if the last operation of the loss is a division by `steps`, unless the
-        dividend is a sum, because then the division computes a mean.
+        """True if the last operation of the loss is a division by `steps` that does not
+        compute a mean. It computes a mean if the dividend is a sum.
         """
         operations = self._program.eqns[-3:-1]  # the operations before the scaling
         names = [operation.primitive.name for operation in operations]
@@ -116,9 +116,8 @@ class JaxSubject:
         return bool(getattr(operations[-1].invars[1], "val", 0) == steps)
 
     def _values(self, perturbation: int | None = None) -> list[Any]:
-        """Return the floating-point parameters. If a `perturbation` is given, each
-        element is changed by one rounding error; it is the seed for the signs of these
-        changes.
+        """Return the floating-point parameters. If the seed `perturbation` is given,
+        each element is increased or decreased at random by one rounding error.
         """
         values = [self._leaves[place] for place in self._places.values()]
         if perturbation is None:

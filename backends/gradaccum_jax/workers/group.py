@@ -44,7 +44,9 @@ from gradaccum_jax.state import AccumulationState, is_state
 T = TypeVar("T")
 OnLeaf = Callable[[Array], Any]
 OWN = ("weight", "overflow", "accumulator", "last_overflow", "loss")
-"""The fields of an `AccumulationState` whose values differ between devices."""
+"""The names of the fields of an `AccumulationState` whose values differ between
+devices.
+"""
 
 
 class ParamsType(Enum):
@@ -53,12 +55,14 @@ class ParamsType(Enum):
     """
 
     SAME = "same on all devices"
-    """JAX's types then show which values depend on a device's own batch, but `jax.grad`
-    adds up the gradients of such parameters over the devices.
+    """The parameters are typed as the same on all devices. JAX's types then show which
+    values depend on a device's own batch, but `jax.grad` adds up the gradients over the
+    devices.
     """
     COPY = "a copy for each device"
-    """`jax.grad` then returns each device's own gradient, but the type of every value
-    that depends on the parameters says that the value may differ between devices.
+    """The parameters are typed as per-device copies. `jax.grad` then returns each
+    device's own gradient, but the type of every value that depends on the parameters
+    says that the value may differ between devices.
     """
 
 
