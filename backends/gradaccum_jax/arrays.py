@@ -219,7 +219,7 @@ def is_half(leaf: Array) -> bool:
 
 
 KEY = "key"
-"""Stands for a random key, which has no batch axis. Each micro-batch gets the key
+"""A marker for random keys, which have no batch axis. Each micro-batch gets the key
 folded with the micro-batch's number (`jax.random.fold_in`).
 """
 Axis = int | str | None
