@@ -73,9 +73,9 @@ class JaxBackend:
                 computed over all shards, and all devices decide in the same way whether
                 to apply the update. Pass ``()`` if each device has a model of its own.
                 Leave the option out if you use only `jax.jit`.
-            mesh: the `jax.sharding.Mesh` that contains `axis_name`. ``tx.init(params)``
-                needs it outside `gradaccum_jax.data_parallel`. By default `init` uses
-                the mesh of the surrounding context.
+            mesh: the `jax.sharding.Mesh` that contains `axis_name`. Outside
+                `gradaccum_jax.data_parallel`, ``tx.init(params)`` uses this mesh, or by
+                default the mesh of the surrounding context.
 
         Raises:
             ArgumentTypeError: `optimizer` is already wrapped. `init` raises this error

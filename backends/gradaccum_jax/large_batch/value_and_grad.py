@@ -108,10 +108,10 @@ def value_and_grad(
             micro-batch. With "concatenate", each leaf must have a row per item, and the
             rows are returned in the order of the items. A function
             ``merge_aux(auxes, weights)`` gets a list of the micro-batches' auxes and a
-            list of their weights, and its result is returned.
-        accumulate_dtype: the dtype of the sum; by default float32 for half precision,
-            otherwise the gradient's own dtype. The returned gradient has its
-            parameter's dtype.
+            list of their weights; it returns the aux of the whole batch.
+        accumulate_dtype: the dtype in which gradients are summed; by default float32
+            for half precision, otherwise the gradient's own dtype. The returned
+            gradient has its parameter's dtype.
         axis_name: inside `jax.shard_map`, the mesh axes over whose devices the batch is
             split. The loss and the gradient are computed over the items of all devices
             and reduced once. aux contains only the device's own values.
