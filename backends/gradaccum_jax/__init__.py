@@ -1,5 +1,5 @@
-"""Gradient accumulation for JAX and optax: `gradaccum.wrap` for an
-`optax.GradientTransformation`.
+"""Gradient accumulation for JAX and optax. `gradaccum.wrap` wraps an
+`optax.GradientTransformation`:
 
 tx = gradaccum.wrap(optax.adamw(1e-3), steps=4)
 state = tx.init(params)

@@ -1,7 +1,7 @@
-"""Arrays and trees: type aliases, leaves, dtypes and the axes of a batch.
+"""Type aliases and helpers for arrays, pytrees, dtypes and batch axes.
 
-Most aliases are `Any` to a type checker, because JAX passes arrays and tracers to the
-same functions.
+Most aliases are `Any` to a type checker, because JAX passes both arrays and tracers to
+the same functions.
 """
 
 from __future__ import annotations
@@ -28,43 +28,43 @@ DType = Any
 """A dtype, or a value that `jnp.dtype` converts to a dtype."""
 
 Tree = Any
-"""A pytree of arrays: dicts, lists, tuples, registered classes."""
+"""A pytree of arrays, such as a dict, a list, a tuple or a registered class."""
 
 Params = Any
-"""The tree of the model's parameters; None if the caller passed no parameters."""
+"""The pytree of the model's parameters, or None if the caller passed no parameters."""
 
 Updates = Any
-"""The tree of updates, or of their shapes and dtypes."""
+"""A pytree of the optimizer's updates, or of their shapes and dtypes."""
 
 InnerState = Any
-"""The tree of the inner optimizer's state; with `master_weights.on_masters`, the pair
-(its own state, masters).
+"""The pytree of the inner optimizer's state. `master_weights.on_masters` makes it a
+pair: the inner optimizer's own state and the master weights.
 """
 
 Leaves = list[Array]
-"""The leaves of a tree, in JAX's order."""
+"""The leaves of a pytree, in the order of `jax.tree.leaves`."""
 
 Gradients = list[Array]
-"""A micro-batch's gradients in the order of the accumulator's leaves, with None where
-there is nothing to add: see `checks.align`.
+"""A micro-batch's gradients, with one entry for each leaf of the accumulator, in the
+same order. An entry is None if nothing is added to that leaf (see `checks.align`).
 """
 
 Axes = frozenset[str]
-"""Names of mesh axes."""
+"""A set of names of mesh axes."""
 
 Extra = dict[str, Any]
 
 typeof: Any = jax.typeof
-"""`jax.typeof` as `Any`, because a type checker rejects its annotations."""
+"""`jax.typeof`, declared as `Any` because a type checker rejects its annotations."""
 
 
-# Trees from other libraries and from users: flax nnx's variables, and None instead of a
-# leaf.
+# Trees from users and other libraries may contain flax nnx's variables, optax's
+# placeholders, or None instead of an array.
 
 
 def plain(tree: Tree) -> Tree:
-    """Replace each flax nnx variable with its array, like `flax.nnx.pure` but without
-    importing flax.
+    """Replace each flax nnx variable in `tree` with its array, like `flax.nnx.pure` but
+    without importing flax.
     """
     return jax.tree.map(
         lambda node: node[...] if is_variable(node) else node, tree, is_leaf=is_variable
@@ -72,13 +72,16 @@ def plain(tree: Tree) -> Tree:
 
 
 is_none = functools.partial(operator.is_, None)
-"""True if the argument is None: ``is_leaf=is_none`` keeps each None as a leaf. For
-speed it is not a Python function, because JAX calls it for every node.
+"""True if the argument is None. Passing ``is_leaf=is_none`` to `jax.tree.map` keeps
+each None as a leaf. JAX calls this function for every node of a tree, so it is made of
+C functions for speed.
 """
 
 
 def is_masked(node: object) -> bool:
-    """True if `node` is optax's placeholder for parameters that a mask leaves out."""
+    """True if `node` is the placeholder that optax puts where a mask leaves a parameter
+    out.
+    """
     return isinstance(node, optax.MaskedNode)
 
 
@@ -86,29 +89,33 @@ def is_variable(node: object) -> bool:
     return hasattr(type(node), "raw_value")
 
 
-# The dtypes that are combined at the end of a window: of the parameters, the gradients,
-# the sums, and the gradients that the inner optimizer receives.
+# At the end of a window, the parameters, the gradients, their sums, and the gradients
+# that the inner optimizer receives may all have different dtypes.
 
 
 class GradientTypes(NamedTuple):
-    """The dtypes of the inner optimizer's gradients, leaf by leaf."""
+    """The dtypes of the gradients that the inner optimizer receives, one per leaf."""
 
     dtypes: list[DType]
-    """The dtypes of the gradients that the optimizer receives."""
+    """The dtypes to which the gradients are cast before the inner optimizer receives
+    them.
+    """
     update_dtypes: list[DType]
-    """The updates have the dtypes that the optimizer gives them for gradients of these
-    dtypes.
+    """The updates get the dtypes that the inner optimizer returns for gradients of
+    these dtypes. They differ from `dtypes` only if no gradient was passed, as in a
+    flush: then they are the dtypes of the parameters.
     """
 
 
 def gradient_types(
     accumulator: Tree, params: Params, gradients: Gradients | None
 ) -> GradientTypes:
-    """Return the wider dtype of parameter and gradient for each leaf. A gradient that
-    the caller widened then gives the same update as in plain optax.
+    """Return the dtypes of the gradients that the inner optimizer receives: for each
+    leaf, the wider dtype of the parameter and its gradient. So a caller who passes
+    gradients in a wider dtype gets the same update as in plain optax.
 
-    In a flush the gradients' dtypes are unknown, so the optimizer receives the sum
-    without rounding.
+    In a flush the dtypes of the gradients are unknown, so the inner optimizer receives
+    the sum without rounding.
     """
     totals = jax.tree.leaves(accumulator, is_leaf=is_none)
     parameters: Leaves = [None] * len(totals)
@@ -137,16 +144,17 @@ def gradient_types(
 
 
 def takes_part(leaf: Array) -> bool:
-    """True if `leaf` has a real or complex floating dtype. Other parameters have no
-    gradient and never change.
+    """True if `leaf` has a real or complex floating-point dtype. Parameters of other
+    dtypes have no gradient and never change.
     """
     return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
 
 
 def moving_of(tree: Tree) -> tuple[Leaves, Callable[..., Tree]]:
-    """Return the floating leaves, and a function ``put(leaves, still)`` that returns
-    `tree` with `leaves` in their place and every other leaf replaced by
-    ``still(leaf)``.
+    """Return the floating-point leaves of `tree`, and a function
+    ``put(leaves, still)``. It returns `tree` with its floating-point leaves replaced by
+    `leaves`, and every other leaf replaced by ``still(leaf)``, which is the same leaf
+    by default.
     """
     all_leaves, structure = jax.tree.flatten(tree)
 
@@ -177,15 +185,15 @@ def wider(a: DType, b: DType) -> DType:
 
 
 def cast_like(tree: Tree, like: Tree) -> Tree:
-    """Cast `tree` to the dtypes of `like`, without weak types; replace each None in
-    `tree` with the leaf of `like`.
+    """Cast each leaf of `tree` to the dtype of the corresponding leaf of `like`, and
+    remove JAX's weak types. Where `tree` has None, return the leaf of `like`.
     """
     return jax.tree.map(_cast, tree, like, is_leaf=is_none)
 
 
 def strong(tree: Tree) -> Tree:
-    """Return `tree` without weak types, because the type of a scan's carry must not
-    change.
+    """Remove JAX's weak types from `tree`. They could change the type of a scan's
+    carry, which JAX does not allow.
     """
     return cast_like(tree, tree)
 
@@ -200,25 +208,29 @@ def _cast(leaf: Array, like: Array) -> Array:
 
 
 def is_half(leaf: Array) -> bool:
-    """True if `leaf` is real and narrower than float32: float16 or bfloat16."""
+    """True if `leaf` has a real floating-point dtype narrower than float32, such as
+    float16 or bfloat16.
+    """
     dtype = jnp.result_type(leaf)
     return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize < 4
 
 
-# The axes of a batch: the axis of each leaf along which the items lie.
+# The batch axis of an array is the axis along which the items of the batch are stacked.
 
 
 KEY = "key"
-"""Marks a random key, instead of an axis; the key is folded with the micro-batch's
-number.
+"""A marker for random keys, which have no batch axis. Each micro-batch gets the key
+folded with the micro-batch's number (`jax.random.fold_in`).
 """
 Axis = int | str | None
-"""A batch axis >= 0; None for a leaf that every micro-batch gets whole; or `KEY`."""
+"""How an array is split into micro-batches: along a batch axis >= 0; or None, if every
+micro-batch gets the whole array; or `KEY`, if the array is a random key.
+"""
 
 
 def spread_over(prefix: Tree, tree: Tree, argument: str) -> list[Any]:
-    """Return one value of `prefix` for each leaf of `tree`, like
-    `gradaccum.kit.spread`.
+    """Expand `prefix`, a tree prefix of `tree`, to a list with one value for each leaf
+    of `tree`, like `gradaccum.kit.spread`. The error message names `argument`.
     """
     if type(prefix) is list and isinstance(tree, tuple):
         prefix = tuple(prefix)
@@ -239,8 +251,8 @@ def spread_over(prefix: Tree, tree: Tree, argument: str) -> list[Any]:
 
 
 def is_constant(leaf: object) -> bool:
-    """True if a leaf is a constant of the compiled program: neither an array nor a
-    float, because a float may change from call to call.
+    """True if `leaf` becomes a constant of the compiled program. Arrays and floats do
+    not, because they may change from call to call.
     """
     may_change: Any = jax.Array | np.ndarray | np.generic | float | complex
     return not (isinstance(leaf, may_change) or hasattr(leaf, "__jax_array__"))
@@ -255,9 +267,9 @@ def axis_of(path: str, leaf: Array, axis: Any) -> Axis:
     rank = np.ndim(leaf)
     if not -rank <= axis < rank:
         raise ArgumentValueError(
-            f"{path}: expected an array with an axis {axis} for its items; got a"
+            f"{path}: expected an array with a batch axis {axis}; got a"
             f" {type(leaf).__name__} of shape {np.shape(leaf)}. If every micro-batch"
-            " needs the whole value, pass it by position, with axes=None. If it is a"
-            " list with one number per item, convert the list to an array."
+            " needs the whole value, pass it as a positional argument with axes=None."
+            " If the value is a list with one number per item, convert it to an array."
         )
     return int(axis % rank)

@@ -1,5 +1,5 @@
-"""The backend object. The core finds it by name, and `gradaccum.wrap` finds it by the
-optimizer's type.
+"""The object through which the gradaccum core uses JAX, and `wrap`. The core imports
+`backend` by its name; `gradaccum.wrap` selects it for optax optimizers.
 """
 
 from __future__ import annotations
@@ -63,27 +63,27 @@ class JaxBackend:
         Args:
             optimizer: an `optax.GradientTransformation`.
             options: the checked options.
-            axis_name: the mesh axis, or a tuple of several axes, whose devices share
-                the window as one large batch. The option is for use inside
-                `jax.shard_map`, most simply through `gradaccum_jax.data_parallel`. All
-                devices make the same calls, and their sums are reduced once, at the end
-                of the window. A device without items passes weight 0.
+            axis_name: the mesh axis, or a tuple of several axes, over whose devices the
+                large batch is split. Use this option inside `jax.shard_map`, most
+                simply through `gradaccum_jax.data_parallel`. All devices must make the
+                same calls. Their gradient sums are reduced once, at the end of the
+                window. A device without items passes weight 0.
             shard_axes: the mesh axis, or a tuple of several axes, along which
-                parameters are sharded inside `jax.shard_map`. The norm is then computed
-                over all shards, and all devices make the same decision. Pass ``()`` if
-                each device has a model of its own. Leave the option out if you use only
-                `jax.jit`.
-            mesh: the `jax.sharding.Mesh` that has the axes in `axis_name`, for calls of
-                ``tx.init(params)`` outside `gradaccum_jax.data_parallel`. Without this
-                option `init` uses the mesh of the surrounding context.
+                parameters are sharded inside `jax.shard_map`. The gradient norm is then
+                computed over all shards, and all devices decide in the same way whether
+                to apply the update. Pass ``()`` if each device has a model of its own.
+                Leave the option out if you use only `jax.jit`.
+            mesh: the `jax.sharding.Mesh` that contains `axis_name`. Outside
+                `gradaccum_jax.data_parallel`, ``tx.init(params)`` uses this mesh, or by
+                default the mesh of the surrounding context.
 
         Raises:
             ArgumentTypeError: `optimizer` is already wrapped. `init` raises this error
                 if the inner optimizer itself accumulates gradients.
-            ArgumentValueError: a callable in ``steps`` does not return an int >= 1 for
-                step 0, or a size does not fit into an int32.
-            UsageError: ``steps=until_weight(...)`` is combined with an `axis_name`, so
-                that each device would end its window according to its own weight.
+            ArgumentValueError: ``steps`` is a callable that does not return an int >= 1
+                for step 0, or the size of a window does not fit into an int32.
+            UsageError: ``steps=until_weight(...)`` is combined with `axis_name`. Each
+                device would then end the window according to its own weight.
         """
         if accumulation_of(optimizer) is not None:
             raise wrapped_twice_error(optimizer)
@@ -107,7 +107,7 @@ backend = JaxBackend()
 
 
 class JaxOptions(WrapOptions, total=False):
-    """The options of `gradaccum.wrap` and the options of `JaxBackend.wrap`."""
+    """The options that `gradaccum.wrap` accepts for an optax optimizer."""
 
     loss_scale: float | LossScale | None
     axis_name: Axes
@@ -118,5 +118,7 @@ class JaxOptions(WrapOptions, total=False):
 def wrap(
     optimizer: optax.GradientTransformation, steps: Steps, **options: Unpack[JaxOptions]
 ) -> Wrapped:
-    """Wrap an optax transformation, like `gradaccum.wrap` but with precise types."""
+    """Wrap an optax transformation, like `gradaccum.wrap` but with precise type
+    annotations.
+    """
     return cast(Wrapped, wrap_with(backend, optimizer, steps, **options))

@@ -1,5 +1,5 @@
-"""Checks of arguments. They run while JAX traces the faulty call, before anything has
-changed.
+"""Checks of arguments. They run while JAX traces a call, so a wrong call raises before
+it changes anything.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from gradaccum_jax.gradient_sum import has_sum
 from gradaccum_jax.state import AccumulationState
 
 ACCUMULATING = (AccumulationState, optax.MultiStepsState, optax.ApplyEvery)
-"""The types of the states of optimizers that accumulate gradients."""
+"""The types of the states of optimizers that themselves accumulate gradients."""
 
 
 def require_dtype(accumulate_dtype: DType) -> DType:
@@ -57,8 +57,9 @@ def require_dtype(accumulate_dtype: DType) -> DType:
 
 
 def require_params_alone(params: Params) -> None:
-    """Raise if `params` contains a flax nnx random stream, with which each micro-batch
-    would draw the same mask, or if it mixes parameters with other nnx variables.
+    """Raise if `params` contains a flax nnx random stream, or contains other nnx
+    variables in addition to parameters. With a random stream, every micro-batch would
+    draw the same dropout mask.
     """
     flat = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_variable)[0]
     kinds_by_path = {
@@ -72,11 +73,11 @@ def require_params_alone(params: Params) -> None:
             raise ArgumentTypeError(
                 f"params{jax.tree_util.keystr(path)}: expected only parameters; got a"
                 f" {kinds[0]} of a flax nnx module. Write graph, params, rest ="
-                " nnx.split(model, nnx.Param, ...), and begin the loss function of"
-                " (params, ...) with model = nnx.merge(graph, params, rest, copy=True)."
-                " Return as aux what the model changes in rest. For random streams,"
-                " also write nnx.reseed(model, default=key) there, with a key from the"
-                " batch."
+                " nnx.split(model, nnx.Param, ...), and begin the loss function with"
+                " model = nnx.merge(graph, params, rest, copy=True). If the model"
+                " changes variables in rest, return them as aux. If rest contains"
+                " random streams, also call nnx.reseed(model, default=key) in the loss"
+                " function, with a key from the batch."
             )
 
 
@@ -91,14 +92,17 @@ def require_plain(inner_state: InnerState) -> None:
         raise wrapped_twice_error(node)
 
 
-# Numbers that the caller passes with a micro-batch or at the end of a window.
+# The weight, the loss and the denominator that the caller passes are checked and
+# converted to scalar arrays here.
 
 
 def as_weight(weight: Scalar, dtype: DType) -> Scalar:
-    """Return a micro-batch's weight as a scalar array of `dtype`, or None for None.
+    """Return a micro-batch's weight as a scalar array of `dtype`, or None if `weight`
+    is None.
 
-    The value of a traced weight is unknown here. If it is negative or not finite, the
-    micro-batch is treated as if its gradient were not finite.
+    The value of a traced weight is unknown during tracing. If it turns out to be
+    negative or not finite, the micro-batch is treated as if its gradient were not
+    finite.
     """
     if weight is None:
         return None
@@ -115,10 +119,11 @@ def as_weight(weight: Scalar, dtype: DType) -> Scalar:
 
 
 def as_denominator(denominator: Scalar, options: Options, dtype: DType) -> Scalar:
-    """Return the divisor of a window as a scalar array of `dtype`, or None for None.
+    """Return the denominator of a window as a scalar array of `dtype`, or None if
+    `denominator` is None.
 
-    The value of a traced divisor is unknown here. If it is not finite or not above 0,
-    the window ends without an update.
+    The value of a traced denominator is unknown during tracing. If it turns out not to
+    be a finite number > 0, the window ends without an update.
     """
     if isinstance(denominator, jax.core.Tracer):
         kit.require_denominator_allowed(options)
@@ -129,24 +134,24 @@ def as_denominator(denominator: Scalar, options: Options, dtype: DType) -> Scala
 
 
 def as_loss(value: Scalar, dtype: DType) -> Scalar:
-    """Return a micro-batch's loss as a scalar array of `dtype`, or None for None."""
+    """Return a micro-batch's loss as a scalar array of `dtype`, or None if `value` is
+    None.
+    """
     if value is None:
         return None
     return jnp.asarray(value).astype(dtype).reshape(())
-
-
-# The user's gradients, in the order of the sums.
 
 
 NamedLeaves = list[tuple[str, Array]]
 
 
 def align(gradients: Tree, accumulator: Tree) -> Gradients:
-    """Return the gradients in the order of the sum's leaves, with None where there is
-    nothing to add.
+    """Check that `gradients` match `accumulator` in structure and shapes. Return them
+    in the order of the accumulator's leaves, with None for a leaf to which nothing is
+    added.
 
-    NumPy arrays are copied, because JAX reads their memory later, when the caller may
-    already have written the next micro-batch's gradient there.
+    NumPy arrays are copied, because JAX reads their memory later. By then the caller
+    may have overwritten it with the gradients of the next micro-batch.
     """
     totals, structure = _named_leaves(accumulator)
     named_gradients, gradient_structure = _named_leaves(gradients)
@@ -178,8 +183,8 @@ def align(gradients: Tree, accumulator: Tree) -> Gradients:
 
 
 def _named_leaves(tree: Tree) -> tuple[NamedLeaves, Tree]:
-    """Return the leaves with their paths, and the tree's structure; a leaf of dtype
-    float0 is returned as None.
+    """Return the leaves of `tree` with their paths, and the tree's structure. A leaf of
+    dtype float0, which is JAX's gradient of an integer, is replaced with None.
     """
     flat, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)
     leaves: NamedLeaves = []

@@ -1,8 +1,10 @@
-"""Find the one wrapped optimizer inside a transformation that optax's combinators made.
+"""Find the wrapped optimizer inside a transformation that was built with optax's
+combinators.
 
-`optax.chain`, `optax.partition` and `optax.masked` keep their parts in closures, and
-pass extra arguments on to these parts. So a `Question` to the wrapped part is passed as
-an extra argument, and the part answers it instead of adding a micro-batch.
+`optax.chain`, `optax.partition` and `optax.masked` keep the transformations that they
+combine in closures, but pass extra arguments on to them. So a `Question` is passed to
+``update`` as an extra argument, and the wrapped optimizer answers it instead of adding
+a micro-batch.
 """
 
 from __future__ import annotations
@@ -28,17 +30,21 @@ from gradaccum_jax.update import no_update
 
 T = TypeVar("T")
 QUESTION = "gradaccum_question"
-"""The name of the extra argument."""
+"""The name of the extra argument of ``update`` that contains a `Question`."""
 Answer = Callable[[Any, AccumulationState, Params, Extra], tuple[Updates, Any]]
-"""``answer(accumulation, state, params, extra)``."""
+"""The type of a function ``answer(accumulation, state, params, extra)`` that returns
+the updates and the new state of a wrapped optimizer.
+"""
 
 
 @jax.tree_util.register_static
 class Question:
-    """A question to the wrapped part of a transformation."""
+    """A call to make inside a combined transformation: the wrapped optimizer passes
+    itself and its state to the function. The results of the call are stored here.
+    """
 
     accumulation: Any = None
-    """The wrapped part, once it has answered."""
+    """The `Accumulation` of the wrapped optimizer; None before the call was made."""
     updates: Updates = None
 
     def __init__(self, answer: Answer) -> None:
@@ -53,8 +59,8 @@ class Question:
 
 
 def part_of(tx: optax.GradientTransformation, state: Tree, params: Params) -> Any:
-    """Return the `Accumulation` that is a part of `tx`; `state` and `params` may be
-    abstract.
+    """Return the `Accumulation` of the wrapped optimizer inside `tx`. `state` and
+    `params` may be abstract, because only their shapes and dtypes matter.
     """
     question = Question(
         lambda accumulation, state, params, extra: (state.accumulator, state)
@@ -72,12 +78,12 @@ def close_part(
     extra: Extra,
     close: Answer,
 ) -> tuple[Updates, Tree]:
-    """Close the window of the wrapped part through `close`; return the updates of the
-    whole tree and the new state.
+    """Close the window of the wrapped optimizer inside `tx` by calling `close`. Return
+    the updates for all parameters, and the new state of `tx`.
 
-    No other part processes a micro-batch, so the states and the parameters of the other
-    parts do not change. A transformation that follows the wrapped part in a chain
-    changes its updates, so it must not have a state.
+    The other transformations in `tx` do not process a micro-batch, so neither their
+    states nor their parameters change. But a transformation that follows the wrapped
+    optimizer in an `optax.chain` does change the updates, so it must not have a state.
     """
     question = Question(close)
     updates, new_state = _ask_part(tx, state, params, extra, question)
@@ -141,6 +147,6 @@ def not_wrapped_error(tx: object) -> ArgumentTypeError:
         f"tx: expected a wrapped optimizer; got a {type(tx).__name__} that is not"
         " wrapped. Pass the optimizer that gradaccum.wrap returned. flush, discard and"
         " check_state also accept an optax.chain that contains this optimizer."
-        " value_and_update does not: pass frozen parameters to it in the batch, with"
-        " axes=None."
+        " value_and_update does not accept a chain: to freeze parameters there, pass"
+        " them in the batch, with axes=None."
     )

@@ -1,7 +1,8 @@
-"""The window's loss, in the fields ``loss`` and ``last_loss`` of the state. Recording
-it changes nothing else in the window.
+"""Add up the losses of a window, in the fields ``loss`` and ``last_loss`` of an
+`AccumulationState`. Recording the losses does not affect the rest of the window.
 
-A loss that was not passed is NaN, which is stored as `state.UNKNOWN`.
+If the loss of a micro-batch was not passed, the window's loss is NaN, which is stored
+as `state.UNKNOWN`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from gradaccum_jax.state import (
 
 
 def first_losses(dtype: DType) -> dict[str, Scalar]:
-    """Return the two fields as they are before the first micro-batch."""
+    """Return the initial values of the state's fields `loss` and `last_loss`."""
     return {"loss": jnp.zeros((), dtype), "last_loss": jnp.full((), UNKNOWN, dtype)}
 
 
@@ -42,7 +43,9 @@ def add_loss(
 
 
 def close_loss(state: AccumulationState, loss: Scalar) -> AccumulationState:
-    """Return the state after a window whose loss was `loss`."""
+    """Store `loss` as the loss of the last closed window, and reset the sum of losses
+    for the next window.
+    """
     last_loss = like(as_stored(loss), state.last_loss)
     return discard_loss(state)._replace(last_loss=last_loss)
 

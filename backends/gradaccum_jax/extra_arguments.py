@@ -1,12 +1,12 @@
-"""The extra arguments of ``tx.update`` and ``flush``, which are passed to the inner
-optimizer.
+"""Check the extra arguments of ``tx.update`` and ``flush``, which are passed on to the
+inner optimizer.
 
 Some of them describe one batch: optax has `grad` and `value_fn` for line searches,
 `grad_fn` for SAM, and `obj_fn` for Sophia. The inner optimizer runs at the end of the
-window. A loop then has only the last micro-batch's function, which does not belong to
-the window's gradient. So the caller passes the whole window's arguments to `flush`.
-`value` is different: losses add up, so the inner optimizer gets the window's loss (see
-`extensions`).
+window, when the loop has only a function of the last micro-batch. This function does
+not match the gradient of the window, so the caller has to pass the arguments for the
+whole window to `flush`. `value` is different: losses can be added up, so the inner
+optimizer gets the window's loss (see `extensions`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gradaccum import ArgumentTypeError, UsageError
 from gradaccum_jax.arrays import Extra
 
 OF_A_BATCH = ("grad", "value_fn", "grad_fn", "obj_fn")
-"""optax's extra arguments that describe the gradient's batch."""
+"""The extra arguments of optax's optimizers that describe the batch of the gradient."""
 KNOWN = frozenset(("value", *OF_A_BATCH))
 """The extra arguments that are allowed even if the inner optimizer does not declare
 them.
@@ -33,16 +33,17 @@ def declared_by(inner: optax.GradientTransformation) -> frozenset[str]:
 
 
 def require_declared(extra: Extra, declared: frozenset[str]) -> None:
-    """Raise unless the inner optimizer declares each extra argument, because an
-    `optax.chain` would accept a misspelt ``weight=`` and ignore it.
+    """Raise if `extra` contains an argument that is neither in `declared` nor in
+    `KNOWN`. Otherwise an `optax.chain` would accept a misspelt ``weight=`` and ignore
+    it.
     """
     for name in extra.keys() - declared - KNOWN:
         raise ArgumentTypeError(
             f"{name}: expected an argument of this call or of the inner optimizer;"
             " got a name that neither of them declares. weight= and last= are arguments"
             " of tx.update, and denominator= is an argument of gradaccum_jax.flush. If"
-            " a part of an optax.chain needs the argument, wrap the chain in a"
-            " transformation that declares it:"
+            " a transformation inside an optax.chain needs the argument, wrap the chain"
+            " in a transformation that declares it:"
             f" def update(updates, state, params, *, {name}, **extra)."
         )
 
@@ -53,6 +54,7 @@ def require_none_of_a_batch(extra: Extra) -> None:
             raise UsageError(
                 f"{name}: expected no such argument in a window of several"
                 " micro-batches; got an argument that describes one micro-batch. Wrap"
-                " with steps=None, and close the window with the argument for the whole"
-                f" window: gradaccum_jax.flush(tx, state, params, {name}=...)."
+                " the optimizer with steps=None, and close the window with an argument"
+                " that describes the whole window:"
+                f" gradaccum_jax.flush(tx, state, params, {name}=...)."
             )

@@ -1,5 +1,5 @@
-"""The sum of a window's gradients, in a tree like the parameters, and the arithmetic on
-this sum.
+"""Arithmetic on the accumulator: the sum of a window's gradients, in a tree with the
+structure of the parameters.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def sum_dtype(leaf: Array, accumulate_dtype: DType) -> DType:
 
 
 def zeros(params: Params, accumulate_dtype: DType) -> Tree:
-    """Return a sum of zeros for `params`: one array per leaf, but None for random keys
-    and where `params` has None.
+    """Return an accumulator of zeros for `params`. An entry is None if the entry in
+    `params` is None or a random key.
     """
 
     def empty_sum(leaf: Array) -> Array:
@@ -62,8 +62,9 @@ def zeros(params: Params, accumulate_dtype: DType) -> Tree:
     return jax.tree.map(empty_sum, params)
 
 
-# A frozen parameter has no sum. The tree contains an array without elements instead, of
-# shape (0, 0, *shape of the parameter), which no parameter of an ordinary model has.
+# For a frozen parameter no gradients are added up. Instead of a sum, the accumulator
+# contains an array without elements, of shape (0, 0, *parameter.shape). No parameter of
+# an ordinary model has such a shape.
 
 
 def without_sum(total: Array) -> Array:
@@ -75,12 +76,16 @@ def has_sum(total: Array) -> bool:
 
 
 def as_gradient(total: Array) -> Array:
-    """Return zeros of the parameter's shape for a frozen parameter, else the sum."""
+    """Return `total`, or zeros of the parameter's shape if `total` is the placeholder
+    for a frozen parameter.
+    """
     return total if has_sum(total) else jnp.zeros(total.shape[2:], total.dtype)
 
 
 def weight_dtype(tree: Tree) -> DType:
-    """Return float64 if any leaf is float64 or complex128, else float32."""
+    """Return the dtype for weights and losses: float64 if any leaf of `tree` is float64
+    or complex128, else float32.
+    """
     dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(tree)]
     if any(dtype in ("float64", "complex128") for dtype in dtypes):
         return jnp.dtype("float64")
@@ -88,10 +93,12 @@ def weight_dtype(tree: Tree) -> DType:
 
 
 def add(accumulator: Tree, gradients: Gradients, factor: Scalar, adds: Scalar) -> Tree:
-    """Add ``factor * gradients`` to the sum if `adds` is true; ``factor=None`` means 1.
+    """Add ``factor * gradients`` to the accumulator if `adds` is true; ``factor=None``
+    means 1.
 
-    With weight 0 the sum must not change, even if the gradient is NaN. So a select
-    discards the product.
+    If `adds` is false, because the weight is 0 for example, the sum must not change
+    even if the gradient is NaN. So the old sum is selected, instead of adding a product
+    with 0.
     """
 
     def add_leaf(total: Array, gradient: Array) -> Array:
@@ -106,7 +113,9 @@ def add(accumulator: Tree, gradients: Gradients, factor: Scalar, adds: Scalar) -
 
 
 def all_finite(gradients: Gradients, factor: Scalar) -> Scalar:
-    """True if ``factor * gradients`` is finite; ``factor=None`` means 1."""
+    """True if every element of ``factor * gradients`` is finite; ``factor=None`` means
+    1. The result is a bool scalar.
+    """
     is_finite = jnp.asarray(True)
     for gradient in gradients:
         if gradient is None:
@@ -124,8 +133,8 @@ def divide(accumulator: Tree, divisor: Scalar) -> Tree:
 
 
 def keeps_dtypes(accumulator: Tree, divisor: Scalar) -> bool:
-    """True if division by `divisor` keeps the dtype of each leaf. A half-precision sum
-    divided by a float32 becomes float32.
+    """True if dividing the accumulator by `divisor` does not change the dtype of any
+    leaf. A half-precision sum divided by a float32 would become float32.
     """
     return all(
         leaf.dtype == wider(leaf.dtype, divisor.dtype)
@@ -145,35 +154,36 @@ def clear(tree: Tree) -> Tree:
 
 
 def select(predicate: Scalar, a: Array, b: Array) -> Array:
-    """Return `a` if `predicate` is true, else `b`, which has the same type. `jnp.where`
-    would become a separate function in the program, called once for each array.
+    """Return `a` if `predicate` is true, else `b`; both have the same type. `jnp.where`
+    would add a separate function to the compiled program, which would be called once
+    for each array.
     """
     return lax.select(jnp.asarray(predicate), a, b)
 
 
-# The global norm of the sum. It is finite if and only if every element is finite.
+# The global norm of the gradient sum is finite if and only if every element is finite.
 #
-# Squares of large finite elements overflow, and squares of tiny elements underflow.
-# Only in these cases is the norm measured again, after the sum was multiplied by a
-# power of two that brings the squares into range.
+# Squares of large finite elements may overflow, and squares of tiny elements may
+# underflow. Only then is the norm computed again, from the sum multiplied by a power of
+# two that brings the squares into range.
 
 
 SMALL_SIZE = 2**14
-"""Arrays of at most this many elements are measured together with other arrays of their
-type.
+"""Arrays with at most this many elements share one sum-of-squares kernel with other
+arrays of the same type (see `GROUP_SIZE`).
 """
 GROUP_SIZE = 10
-"""The number of small arrays that are measured together. XLA compiles a kernel for each
-sum of squares, so the squares of small arrays of one type are first added up element by
-element. A step with 150 arrays of 64 and of 64 x 64 elements then compiles in 1.5 s
-instead of 12.8 s (JAX 0.7.1 on a CPU). For more than ten arrays, XLA takes longer to
-compile one kernel than two kernels.
+"""How many small arrays share one sum-of-squares kernel. XLA compiles a kernel for each
+sum of squares, so the squares of small arrays of the same type are first added up
+element by element. A step with 150 arrays of 64 and of 64 x 64 elements then compiles
+in 1.5 s instead of 12.8 s (JAX 0.7.1 on a CPU). Beyond ten arrays, one combined kernel
+compiles more slowly than two smaller kernels.
 """
 
 
 def measure(accumulator: Tree, dtype: DType, shard_axes: ShardAxes = None) -> Scalar:
-    """Return the global 2-norm over all shards in `dtype`; inf if an element is inf or
-    NaN.
+    """Compute the global 2-norm of the gradient sum in `dtype`, over all shards of the
+    model. The norm is inf if an element is inf or NaN.
     """
     arrays = [array.astype(dtype) for array in _real_parts(accumulator)]
     limits = jnp.finfo(dtype)
@@ -192,25 +202,25 @@ def measure(accumulator: Tree, dtype: DType, shard_axes: ShardAxes = None) -> Sc
 
 
 def _square_root(squares: Scalar) -> Scalar:
-    """Return the square root with the derivative 0 at 0, so that the derivative for a
-    window of zero gradients does not contain 0 x inf.
+    """Return the square root of `squares`, with derivative 0 at 0. Otherwise the
+    derivative of the norm would be 0 x inf, which is NaN, if all gradients are 0.
     """
     is_zero = squares == 0
     return jnp.where(is_zero, 0, jnp.sqrt(jnp.where(is_zero, 1, squares)))
 
 
 def _sum_of_squares(arrays: Leaves, factor: Scalar, shard_axes: ShardAxes) -> Scalar:
-    """Return the sum of the squares of all elements, each times `factor`, over all
-    shards. An array is counted once if each device has a copy of it.
+    """Multiply all elements by `factor`, and return the sum of their squares over all
+    shards of the model. An array that is replicated on several devices is counted once.
     """
     sums: dict[tuple[str, ...], Scalar] = {}
     for group in _groups_of_one_type(arrays):
         axes = shards_of(group[0], shard_axes)
         total = sums.get(axes, jnp.zeros_like(factor))
-        # Before JAX 0.10, XLA:CPU writes the squares to memory. The artificial
-        # dependence on the total, which is never below 0, makes XLA measure one group
-        # after the other. AdamW on four arrays then needs temporary memory of 0.25
-        # times the parameters instead of 1.0 times (JAX 0.7.1).
+        # Before JAX 0.10, XLA:CPU writes the squares to memory. `total` is never
+        # negative, so this select always returns `factor`, but it makes XLA process one
+        # group after the other. AdamW on four arrays then needs temporary memory of
+        # 0.25 times the size of the parameters instead of 1.0 times (JAX 0.7.1).
         group_factor = jnp.where(total < 0, total, factor)
         squares = [jnp.square(array * group_factor) for array in group]
         sums[axes] = total + jnp.sum(functools.reduce(operator.add, squares))
@@ -221,8 +231,8 @@ def _sum_of_squares(arrays: Leaves, factor: Scalar, shard_axes: ShardAxes) -> Sc
 
 
 def _groups_of_one_type(arrays: Leaves) -> list[Leaves]:
-    """Return groups of small arrays of one type, and each large array as a group by
-    itself.
+    """Return lists of at most `GROUP_SIZE` small arrays of the same type. Each large
+    array is in a list by itself.
     """
     by_type: dict[Any, Leaves] = {}
     for place, array in enumerate(arrays):
@@ -246,11 +256,12 @@ def _real_parts(accumulator: Tree) -> Leaves:
 
 
 def fits(accumulator: Tree, divisor: Scalar, dtypes: list[DType]) -> Scalar:
-    """True if every finite element of the sum stays finite in
-    ``(sum / divisor).astype(dtype)``: a bool scalar.
+    """True if every finite element of the accumulator is still finite after
+    ``(sum / divisor).astype(dtype)``, where `dtypes` has a dtype for each leaf. The
+    result is a bool scalar.
 
-    It is enough to check the largest magnitude, because division and rounding are
-    monotonic.
+    It is enough to check the largest magnitude of each leaf, because division and
+    rounding are monotonic.
     """
     all_fit = jnp.asarray(True)
     for leaf, dtype in zip(jax.tree.leaves(accumulator), dtypes, strict=True):
@@ -261,8 +272,9 @@ def fits(accumulator: Tree, divisor: Scalar, dtypes: list[DType]) -> Scalar:
 
 
 def _is_narrower(dtype: DType, total_dtype: DType) -> bool:
-    """True if `dtype` is narrower than the dtype of the quotient. Dividing even a
-    half-precision sum by a float32 gives a float32.
+    """True if `dtype` has a smaller range than the quotient of a sum of dtype
+    `total_dtype` and a float32 divisor. Even for a half-precision sum, the quotient is
+    a float32.
     """
     if not jnp.issubdtype(total_dtype, jnp.inexact):
         return False
@@ -282,8 +294,8 @@ def _largest(leaf: Array) -> Scalar:
 
 
 def _limit(dtype: DType) -> float:
-    """Return the smallest magnitude that rounds to infinity. It lies half a rounding
-    step above the largest finite number: 65520 for float16.
+    """Return the smallest magnitude that is rounded to infinity in `dtype`. It lies
+    half a rounding step above the largest finite number: for float16 it is 65520.
     """
     largest = float(jnp.finfo(dtype).max)
     return largest + 2.0 ** (math.frexp(largest)[1] - int(jnp.finfo(dtype).nmant) - 2)

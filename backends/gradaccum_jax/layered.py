@@ -1,8 +1,8 @@
-"""The layered window, for a model of stacked layers: all micro-batches pass through one
-layer before the next layer, in the forward and in the backward pass.
+"""Train a model of stacked layers layer by layer: all micro-batches pass through one
+layer before the next layer runs, in the forward and in the backward pass.
 
-A layer's sum is complete when the last micro-batch has passed backwards through the
-layer. Then the layer is updated, and its gradient is freed.
+The sum of a layer's gradients is complete after the backward pass of the last
+micro-batch through this layer. Then the layer is updated, and its gradient is freed.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def layered_value_and_update(
     axes: Tree = 0,
     merge_aux: MergeAux = None,
 ) -> LayeredValueAndUpdate:
-    """Return a function that computes a large batch's window layer by layer, for a
-    model of identical layers with stacked parameters.
+    """Return a function that computes the loss and the update of a large batch layer by
+    layer, for a model of identical layers whose parameters are stacked.
 
         tx = gradaccum.wrap(optax.adamw(1e-3), steps=None, on_overflow="ignore")
         step = layered_value_and_update(embed, block, loss_fn, tx, steps=8)
@@ -77,11 +77,12 @@ def layered_value_and_update(
 
     The activations between the layers are kept for the whole batch, and each layer runs
     a second time in the backward pass. In exchange, only one layer's gradient is in
-    memory at a time. The outer parameters and each layer have their own state of the
-    inner optimizer. The optimizer is called for one of them at a time, and gets a layer
-    without its leading axis. So an optimizer that reads several of them at once, such
-    as `optax.clip_by_global_norm`, is rejected. An optimizer that draws random numbers
-    is rejected too, because it would draw the same numbers for each layer.
+    memory at a time. The inner optimizer has a separate state for the outer parameters
+    and for each layer, and is called separately for each of them. It gets the
+    parameters of a layer without the leading axis. So an optimizer that combines
+    several layers, such as `optax.clip_by_global_norm`, is rejected. An optimizer that
+    draws random numbers is rejected too, because it would draw the same numbers for
+    each layer.
 
     Args:
         prelude: ``prelude(outer, *micro_batch)`` returns the first layer's input
@@ -111,9 +112,10 @@ def layered_value_and_update(
 
     Raises:
         ArgumentTypeError: `tx` is not wrapped.
-        ArgumentValueError: `tx` was not wrapped with ``steps=None``, or an option makes
-            no sense. A call raises it in the same cases as for `value_and_grad`.
-        UsageError: `tx` or its inner optimizer cannot work layer by layer.
+        ArgumentValueError: `tx` was not wrapped with ``steps=None``, or an option is
+            invalid. A call of the returned function raises this error in the same cases
+            as with `value_and_grad`.
+        UsageError: `tx` or its inner optimizer cannot update the layers separately.
     """
     accumulation = require_open(tx)
     if kit.measures(accumulation.options):
@@ -131,7 +133,9 @@ def layered_value_and_update(
 
 
 class Part(NamedTuple):
-    """The outer parameters or one layer, with the inner optimizer's state for them."""
+    """The outer parameters or the parameters of one layer, with the inner optimizer's
+    state for these parameters.
+    """
 
     params: Tree
     inner_state: InnerState
@@ -148,7 +152,9 @@ class LayeredValueAndUpdate(LargeBatchFunction):
     accumulation: Accumulation
 
     def init(self, params: Params) -> AccumulationState:
-        """Return the state before the first window."""
+        """Return the state before the first window. `params` is the pair
+        ``(outer, layers)``.
+        """
         outer, layers = plain(params)
         outer_state = self.accumulation.init(outer)
         layer_states = jax.vmap(self.accumulation.init)(layers)
@@ -217,13 +223,15 @@ class LayeredValueAndUpdate(LargeBatchFunction):
         return value, params, state
 
     def first_layer(self, outer: Tree, _: Tree, *batch: Tree) -> Tree:
-        """Call `prelude` as a layer without inputs."""
+        """Call `prelude` with the signature of `layer`, ignoring the activations."""
         return self.prelude(outer, *batch)
 
 
 @dataclass(frozen=True)
 class LayeredPasses:
-    """The passes over the micro-batches in one call, while the call is traced."""
+    """The forward and backward passes over the micro-batches of one call. The object
+    exists only while JAX traces the call.
+    """
 
     function: LayeredValueAndUpdate
     batch: LargeBatch
@@ -231,7 +239,9 @@ class LayeredPasses:
     outer: Tree
 
     def copy(self, tree: Tree) -> Any:
-        """Return this device's copy of arrays that are the same on all devices."""
+        """Return the device's own copy of arrays that are the same on all devices, so
+        that their gradients are not reduced over the devices.
+        """
         return vary(tree, frozenset(self.function.spec.axis_names))
 
     def for_each(
@@ -272,8 +282,8 @@ class LayeredPasses:
         return cast(Leaves, self.copy(empty_sums(params, dtype)))
 
     def forward(self, layers: Tree) -> tuple[Stacks, Stacks, Array]:
-        """Return the last layer's activations, the inputs of each layer, and the
-        layers' numbers.
+        """Run the forward pass. Return the last layer's activations, the inputs of each
+        layer, and the indices of the layers.
         """
 
         def forward(
@@ -289,9 +299,10 @@ class LayeredPasses:
         return activations, borders, numbers
 
     def head(self, activations: Stacks, numbers: Array) -> Any:
-        """Return the window's state without its trees, the sums of the outer
-        parameters, the gradients with respect to the activations, the weights, and the
-        loss with its aux.
+        """Apply the loss function to the last layer's activations. Return the window's
+        state with empty trees, the sums of the outer parameters' gradients, the
+        gradients with respect to the activations, the weights of the micro-batches, and
+        the loss (with aux, if there is any).
         """
         spec = self.function.spec
         dtype = jnp.result_type(self.state.weight)
@@ -313,7 +324,7 @@ class LayeredPasses:
             window = self.function.accumulation.add(
                 window, (), weight, loss.astype(dtype)
             )
-            # A weight that is not usable closes the window as if it had overflowed.
+            # If a weight is invalid, the window is closed as if it had overflowed.
             weight = jnp.where(weight > 0, weight, 0)
             outer_gradients = gradients[:outer_count]
             sums = add_gradients(sums, outer_gradients, weight, spec.options)
@@ -343,8 +354,9 @@ class LayeredPasses:
         weights: Stacks,
         key_number: Scalar,
     ) -> tuple[Leaves, Stacks]:
-        """Add the gradients with respect to `params` to `sums`; return the sums, and
-        the gradients with respect to the inputs.
+        """Run the backward pass of `function` on all micro-batches. Return `sums` with
+        the gradients with respect to `params` added, and the gradients with respect to
+        the inputs.
         """
         moving, put = moving_of(self.copy(params))
         options = self.function.spec.options
@@ -371,8 +383,8 @@ class LayeredPasses:
     def close(
         self, window: AccumulationState, part: Part, sums: Leaves
     ) -> tuple[Part, AccumulationState]:
-        """Update a part with its sums; return the part, and the window's state after
-        the update.
+        """Update the parameters in `part` with the sums of their gradients. Return the
+        updated part, and the window's state after the update.
         """
         put = moving_of(part.params)[1]
         state = window._replace(
@@ -402,8 +414,9 @@ def with_entry(tree: Tree, entry: Tree, number: Scalar) -> Any:
 def require_separable(
     inner: optax.GradientTransformationExtraArgs, outer: Tree, layers: Tree
 ) -> None:
-    """Raise if the second update of the outer parameters or of a layer depends on
-    another of these parts, or if an update draws random numbers.
+    """Raise if the inner optimizer draws random numbers, or if its update of one layer
+    (or of the outer parameters) depends on another layer. Two updates in succession are
+    traced to find this out.
     """
 
     def second_updates(params: Tree, first: Tree, second: Tree) -> Tree:
@@ -432,7 +445,7 @@ def require_separable(
 
 def inseparable_error(found: str) -> UsageError:
     return UsageError(
-        f"tx: expected an optimizer that updates each layer by itself; got {found}."
-        ' Write gradaccum.wrap(..., steps=None, on_overflow="ignore") without'
+        "tx: expected an optimizer that can update each layer independently; got"
+        f' {found}. Write gradaccum.wrap(..., steps=None, on_overflow="ignore") without'
         " clipping or skipping by a norm, or call gradaccum_jax.value_and_update."
     )

@@ -1,8 +1,8 @@
-"""float32 masters of half-precision parameters (Micikevicius et al., "Mixed Precision
-Training", 2018, section 3.1).
+"""float32 master copies ("masters") of half-precision parameters (Micikevicius et al.,
+"Mixed Precision Training", 2018, section 3.1).
 
 The inner optimizer updates the masters. The update of a half-precision parameter is the
-float32 difference between the rounded master and the model's value.
+float32 difference between the rounded master and the parameter's current value.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ FLOAT16_SUBNORMALS = 2.0**24
 
 
 def masters_of(params: Params) -> Tree:
-    """Return `params` with a float32 copy of each half-precision leaf, and None for
-    every other leaf.
+    """Return a tree like `params`, with a float32 copy of each half-precision leaf, and
+    None for every other leaf.
     """
     return jax.tree.map(
         lambda leaf: jnp.asarray(leaf).astype(jnp.float32) if is_half(leaf) else None,
@@ -46,7 +46,7 @@ def masters_of(params: Params) -> Tree:
 
 
 def in_place_of(params: Params, masters: Tree) -> Params:
-    """Return `params` with each half-precision leaf replaced by its master."""
+    """Return `params` with each half-precision leaf replaced by its float32 master."""
     if masters is None:
         return params
     remaining = iter(jax.tree.leaves(masters))
@@ -56,9 +56,9 @@ def in_place_of(params: Params, masters: Tree) -> Params:
 def on_masters(
     inner: optax.GradientTransformationExtraArgs, has_masters: bool
 ) -> optax.GradientTransformationExtraArgs:
-    """Return `inner` as a transformation whose state is the pair (the state of `inner`,
-    masters). If `has_masters` is true, `inner` updates the masters instead of the
-    half-precision parameters; otherwise the masters are None.
+    """Return a transformation that runs `inner`, and whose state is the pair (the state
+    of `inner`, masters). If `has_masters` is true, `inner` updates the masters instead
+    of the half-precision parameters; otherwise the masters are None.
     """
 
     def init(params: Params) -> InnerState:
@@ -94,8 +94,9 @@ def on_masters(
 
 
 def distance(p: Array, master: Array) -> Array:
-    """Return the float32 u for which ``(p + u).astype(p.dtype)``, as
-    `optax.apply_updates` computes it, is the rounded `master`.
+    """Return the float32 update u of a half-precision parameter p for which
+    ``(p + u).astype(p.dtype)``, as computed by `optax.apply_updates`, is the rounded
+    `master`.
 
     Let q be the rounded master, t the number of bits in the half-precision significand
     (11 or 8), and u = fl(q - p). If p/2 <= q <= 2p, u is exact (Sterbenz,
@@ -106,14 +107,15 @@ def distance(p: Array, master: Array) -> Array:
     result is also q if q is 0, or if |q - p| <= 1 in float16, because such a multiple
     of 2^-24 is a float32.
 
-    All this holds unless q - p is beyond float32 or, in bfloat16, below 2^-126, which
-    XLA flushes to 0. A parameter that shrinks by a larger factor in one update, but not
-    to 0, is off by at most 2^-23 |p|, and is right again after the next update.
-    `apply_updates` does not have these limits.
+    All this holds unless q - p overflows float32 or, in bfloat16, is below 2^-126,
+    which XLA flushes to 0. A parameter that shrinks by a larger factor in one update,
+    but not to 0, is off by at most 2^-23 |p|, and is right again after the next update.
+    `gradaccum_jax.apply_updates` does not have these limits.
     """
     parameter = jnp.asarray(p).astype(jnp.float32)
     target = round_master(master, jnp.result_type(p))
-    # a tiny master rounds to a zero of its own sign
+    # If the master rounds to 0, it is used unrounded, so that p + u becomes a zero with
+    # the master's sign.
     u = jnp.where(target == 0, master, target) - parameter
     return jnp.where(u == 0, 0 * target, u)  # -0.0 - -0.0 is 0.0, and -0.0 + 0.0 too
 
@@ -122,12 +124,12 @@ def round_master(master: Array, dtype: DType) -> Array:
     """Round the float32 `master` to the nearest number of the half-precision `dtype`;
     return it as float32.
 
-    Converting to `dtype` and back would not do, because XLA may leave out such a pair
-    of conversions (its ``xla_allow_excess_precision``).
+    Converting to `dtype` and back would not be reliable, because XLA may remove such a
+    pair of conversions (its ``xla_allow_excess_precision``).
     """
     if dtype == jnp.bfloat16:
         return lax.reduce_precision(master, exponent_bits=8, mantissa_bits=7)
-    # flushes subnormals to 0
+    # `lax.reduce_precision` flushes subnormals to 0, so they are rounded separately.
     normal = lax.reduce_precision(master, exponent_bits=5, mantissa_bits=10)
     subnormal = (
         lax.round(master * FLOAT16_SUBNORMALS, lax.RoundingMethod.TO_NEAREST_EVEN)
@@ -137,11 +139,11 @@ def round_master(master: Array, dtype: DType) -> Array:
 
 
 def apply_updates(params: Params, updates: Updates, state: Tree) -> Params:
-    """Run `optax.apply_updates`, but set half-precision parameters to their rounded
-    masters, whatever their values were.
+    """Apply updates like `optax.apply_updates`, but set half-precision parameters to
+    their rounded masters, regardless of their previous values.
 
-    The two functions differ only for a parameter that shrinks by more than three orders
-    of magnitude in one update, or that is inf or NaN.
+    The result differs from `optax.apply_updates` only for a parameter that shrinks by
+    more than three orders of magnitude in one update, or that is inf or NaN.
 
     Args:
         params: the parameters, which may be in flax nnx's variables.

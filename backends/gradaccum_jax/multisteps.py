@@ -34,42 +34,46 @@ from gradaccum_jax.window import check_known
 from gradaccum_jax.xla import call_jitted
 
 SkipFunction = Callable[[Updates, Scalar, Params], tuple[Scalar, Tree]]
-"""``f(updates, gradient_step, params) -> (skip, skip_state)``."""
+"""The type of `should_skip_update_fn`:
+``f(updates, gradient_step, params) -> (skip, skip_state)``.
+"""
 
 
 class MultiSteps:
-    """Drop-in replacement for `optax.MultiSteps`, with the same state type. It fixes:
+    """Drop-in replacement for `optax.MultiSteps`, with the same state type. It differs
+    from `optax.MultiSteps` as follows:
 
-    - wasted work: the inner optimizer runs once per window, not in every mini-step;
-    - lasting NaN: an inf or NaN neither remains in the sum nor reaches the parameters
-      in mid-window through an update of ``0 * NaN``;
-    - lost precision: `accumulator_dtype` defaults to float32 for half precision and to
-      the parameter's own dtype otherwise, not to float32 for all parameters;
-    - None: a gradient that is None counts as zero;
-    - lost arguments: `gradient_transformation` passes on extra arguments, which optax's
-      method drops inside an `optax.chain`;
-    - schedules: NumPy's ints and pairs ``(first gradient_step, steps)`` are accepted,
-      and a size below 1 is rejected;
-    - compilation: a loop outside `jax.jit` compiles once.
+    - The inner optimizer runs once per window, not in every mini-step.
+    - An inf or NaN does not remain in the sum, and does not reach the parameters in the
+      middle of a window through an update of ``0 * NaN``.
+    - `accumulator_dtype` defaults to float32 for half precision and to the parameter's
+      own dtype otherwise, not to float32 for all parameters.
+    - A gradient that is None counts as zero.
+    - `gradient_transformation` passes on extra arguments, which optax's method drops
+      inside an `optax.chain`.
+    - `every_k_schedule` may also be a NumPy int or a list of pairs
+      ``(first gradient_step, steps)``. A size below 1 is rejected.
+    - A loop outside `jax.jit` compiles only once.
 
-    `acc_grads` contains the running mean, or the sum if `use_grad_mean` is False. A
-    rejected mini-step changes nothing but `skip_state`. Without a
-    `should_skip_update_fn`, a gradient that is not finite reaches the inner optimizer.
-    Extra arguments such as `value` come from the window's last mini-step.
+    The field `acc_grads` of the state contains the running mean of the gradients, or
+    their sum if `use_grad_mean` is False. If `should_skip_update_fn` rejects a
+    mini-step, only `skip_state` changes. Without a `should_skip_update_fn`, a gradient
+    that is not finite reaches the inner optimizer. Extra arguments such as `value` come
+    from the window's last mini-step.
 
     Args:
         opt: the wrapped optimizer.
         every_k_schedule: the number of mini-steps per update: an int >= 1, or a
             function of `gradient_step` that returns such an int. Under `jax.jit` the
-            returned value is not known, so a window of less than one mini-step never
-            ends there, as in optax.
+            returned int cannot be checked: if it is below 1, the window never ends, as
+            in optax.
         use_grad_mean: True for the mean over the mini-steps, False for their sum.
         should_skip_update_fn: ``f(updates, gradient_step, params) -> (skip,
             skip_state)``, such as `optax.skip_not_finite`; `skip` is a bool scalar.
         accumulator_dtype: the dtype of `acc_grads`.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: an argument is not as described above.
+        ArgumentTypeError, ArgumentValueError: an argument is invalid.
     """
 
     def __init__(
@@ -115,13 +119,13 @@ class MultiSteps:
         params: Params = None,
         **extra_args: Any,
     ) -> tuple[Updates, optax.MultiStepsState]:
-        """Process one mini-step; return the inner optimizer's updates at the end of a
-        window, and zeros before.
+        """Process one mini-step. Return the updates and the new state. The updates are
+        the inner optimizer's updates if the window ends, and zeros otherwise.
 
         Raises:
             GradientError: `updates` differs from `acc_grads` in structure or shape.
-            ArgumentTypeError, ArgumentValueError: outside `jax.jit`, a function
-                `every_k_schedule` did not return an int >= 1.
+            ArgumentTypeError, ArgumentValueError: outside `jax.jit`, the function
+                `every_k_schedule` returned something other than an int >= 1.
         """
         check_known(self._options.steps, state.gradient_step)
         gradients = align(updates, state.acc_grads)
@@ -136,11 +140,13 @@ class MultiSteps:
         return results
 
     def has_updated(self, state: optax.MultiStepsState) -> Scalar:
-        """True if the last accepted mini-step made an update: a bool scalar."""
+        """True if the last accepted mini-step made an update. The result is a bool
+        scalar.
+        """
         return (state.mini_step == 0) & (state.gradient_step > 0)
 
     def gradient_transformation(self) -> optax.GradientTransformationExtraArgs:
-        """Return `init` and `update` as a transformation."""
+        """Return an `optax.GradientTransformationExtraArgs` of `init` and `update`."""
         return optax.GradientTransformationExtraArgs(self.init, self.update)
 
     @cached_property
@@ -181,11 +187,12 @@ class MultiSteps:
     def _add(
         self, state: optax.MultiStepsState, gradients: Gradients, is_accepted: Scalar
     ) -> Tree:
-        """Return the new sum, or the new running mean: mean + (gradient - mean) /
-        (number of mini-steps).
+        """Add the gradients of a mini-step to the sum, or update the running mean: mean
+        + (gradient - mean) / (number of mini-steps).
         """
         if not self._use_grad_mean:
-            # not a constant when XLA compiles: see `window.add`
+            # `adds` must not be a constant of the compiled program: see the comment in
+            # `window.add`.
             adds = is_accepted & (state.mini_step >= 0)
             return gradient_sum.add(state.acc_grads, gradients, None, adds)
 

@@ -1,9 +1,9 @@
-"""The wrapped optimizer that `gradaccum.wrap` returns for an optax transformation, with
-`flush` and `discard`.
+"""The wrapped optimizer that `gradaccum.wrap` returns for an optax transformation, and
+the functions `flush`, `discard` and `epoch`.
 
-`wrap` returns a plain `optax.GradientTransformationExtraArgs`. Its two functions are
-methods of an `Accumulation`, in which `flush` finds the options. A loop outside
-`jax.jit` compiles once.
+`wrap` returns a plain `optax.GradientTransformationExtraArgs`. Its functions `init` and
+`update` are methods of an `Accumulation`, from which `flush` gets the options. The
+update is jitted, so a loop outside `jax.jit` compiles it only once.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class UpdateFunction(Protocol):
 
 
 class Wrapped(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
-    """The two functions of a wrapped optimizer."""
+    """A wrapped optimizer, which consists of the two functions `init` and `update`."""
 
     init: Callable[[Params], AccumulationState]
     update: UpdateFunction
@@ -89,7 +89,7 @@ class Wrapped(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
 
 @dataclass(frozen=True, eq=False)
 class Accumulation:
-    """An inner optimizer and the checked options."""
+    """An inner optimizer with the checked options of `gradaccum.wrap`."""
 
     transformation: optax.GradientTransformation
     """The optimizer that was passed to `wrap`."""
@@ -100,7 +100,9 @@ class Accumulation:
 
     @cached_property
     def inner(self) -> optax.GradientTransformationExtraArgs:
-        """The same optimizer, extended by `master_weights.on_masters`."""
+        """The optimizer that was passed to `wrap`, extended by
+        `master_weights.on_masters`.
+        """
         inner = optax.with_extra_args_support(self.transformation)
         return on_masters(inner, self.options.master_weights)
 
@@ -110,8 +112,8 @@ class Accumulation:
         return declared_by(self.transformation)
 
     def init(self, params: Params) -> AccumulationState:
-        """Return the state before the first micro-batch, with a sum in the structure of
-        `params`.
+        """Return the state before the first micro-batch. Its accumulator has the
+        structure of `params`.
         """
         group.require_axes(self.axes)
         group.same("params", params, self.axes)
@@ -149,8 +151,9 @@ class Accumulation:
         last: Scalar = None,
         **extra: Any,
     ) -> tuple[Updates, AccumulationState]:
-        """Add one micro-batch; return the inner optimizer's updates at the end of the
-        window, and zeros before.
+        """Add one micro-batch to the open window. Return the updates and the new state.
+        The updates are the inner optimizer's updates if the window ends with this
+        micro-batch, and zeros otherwise.
 
         If `last` is True, the window ends with this micro-batch.
         """
@@ -203,7 +206,7 @@ class Accumulation:
     def add(
         self, state: AccumulationState, grads: Tree, weight: Scalar, loss: Scalar
     ) -> AccumulationState:
-        """Add one micro-batch to a window that the caller closes."""
+        """Add one micro-batch to an open window that the caller closes itself."""
         micro_batch = MicroBatch(self._align(grads, state), weight, loss)
         return window.add(state, micro_batch, None, self.options, self.shard_axes)[0]
 
@@ -292,23 +295,23 @@ def flush(
 ) -> tuple[Updates, S]:
     """Close the open window: make an update from the micro-batches that it contains.
 
-    If the window is empty, nothing changes, and `result` says neither applied nor
-    skipped.
+    If the window is empty, nothing changes, and both `applied` and `skipped` are False
+    in `result`.
 
-    The inner optimizer gets the window's loss as ``value`` if the micro-batches passed
-    their losses, unless `extra` contains a ``value``.
+    The inner optimizer gets the window's loss as ``value`` if the losses were passed
+    with the micro-batches, unless `extra` contains a ``value``.
 
     Args:
         tx: an optimizer from `gradaccum.wrap`; or an `optax.chain`, `optax.partition`
-            or `optax.masked` with one such part. The parts before the wrapped part and
-            next to it do not change. A part that follows the wrapped part in a chain
-            changes the updates.
-        state: the state of `tx`; flax nnx's ``optimizer.opt_state`` is accepted too, as
-            in the recipes.
-        params: the parameters, which are needed with master weights, or if the inner
+            or `optax.masked` that contains one such optimizer. The states of
+            transformations before it or alongside it do not change. Transformations
+            after it in a chain are applied to the updates.
+        state: the state of `tx`, or flax nnx's ``optimizer.opt_state``, as in the
+            recipes.
+        params: the parameters. They are required with master weights, or if the inner
             optimizer needs them. The updates have the dtypes of the parameters.
-        denominator: with ``steps=None``, a finite scalar > 0 by which the sum is
-            divided, instead of by its weight.
+        denominator: with ``steps=None``, a finite scalar > 0 by which the sum of the
+            gradients is divided, instead of by the window's weight.
         extra: arguments that are passed on to the inner optimizer.
 
     Returns:
@@ -319,7 +322,7 @@ def flush(
             an argument in `extra`.
         ArgumentValueError: `denominator` is not a finite number > 0, or is combined
             with ``steps``.
-        UsageError: a part that follows the wrapped part in a chain has a state.
+        UsageError: a transformation after the wrapped optimizer in a chain has a state.
     """
 
     def close(

@@ -1,5 +1,5 @@
-"""Record the gradients that an optax optimizer receives while a loop runs, for the loop
-check.
+"""Record the gradients that an optax optimizer receives while a training loop runs, to
+check whether the loop accumulates them correctly.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from gradaccum import kit
 
 
 class RecorderState(NamedTuple):
-    """The number of updates so far. The recorded gradients are stored under this
-    number, because callbacks may run out of order.
+    """The state of a `LoopRecorder`: the number of updates so far. The gradients of
+    each update are recorded under this number, because JAX's callbacks may run out of
+    order.
     """
 
     updates: jax.Array
@@ -68,14 +69,16 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
 
         Args:
             state: the optimizer's state at the end of the loop, or a tree that contains
-                it. It shows which updates were applied, because a wrapper may compute
-                an update in every step but apply only some.
+                this state. A wrapper may compute an update in every step but apply only
+                some of them, and the state shows which updates were applied.
             loss_fn: ``loss_fn(params, *micro_batch)`` returns the loss, a scalar that
                 is not yet divided or weighted.
-            params: the parameters of the loop, which the loop did not change.
-            micro_batches: the micro-batches that the loop trained on, in its order.
-            weight: ``weight(*micro_batch)`` returns a micro-batch's weight; by default
-                its number of items.
+            params: the parameters with which the loop ran. They are still the same
+                after the loop, because the recorder's updates are zeros.
+            micro_batches: the micro-batches that the loop trained on, in the same
+                order.
+            weight: ``weight(*micro_batch)`` returns a micro-batch's weight. By default
+                the weight is the number of items.
             options: ``reduction``, ``steps`` and ``clip_norm``, as in
                 `gradaccum.check_loop`.
         """

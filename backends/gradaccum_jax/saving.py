@@ -1,8 +1,8 @@
-"""Saving and loading: a restored state is checked against the optimizer that resumes
+"""Check a state that was restored from a checkpoint against the optimizer that resumes
 with it.
 
-Libraries that restore without a target return plain dicts and lists. These have the
-same paths as the state, so they are checked by path.
+Libraries that restore without a target return plain dicts and lists. Their leaves have
+the same paths as the leaves of the state, so the leaves are compared by path.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from gradaccum_jax.workers.group import by_kind
 
 
 def check_state(tx: optax.GradientTransformation, state: Tree, params: Params) -> Tree:
-    """Check a restored `state`; return it as JAX arrays in the structure of the state
-    of `tx`.
+    """Check a restored `state`. Return it as JAX arrays, in the tree structure of the
+    state of `tx`.
 
     All paths, shapes and dtypes are checked. An open window can be resumed only with
     the options that it was saved with: `reduction`, `on_overflow`, `steps`, and the
-    kind of loss scale, or the scale itself if it is constant. Between two windows all
-    of these may change, and the saved loss scale is kept only if it is dynamic in both
-    runs. Do not call this under `jit`, because it reads values.
+    kind of loss scale (if the scale is constant, also its value). Between two windows
+    all of these may change, and the saved loss scale is kept only if it is dynamic in
+    both runs. Do not call this function under `jax.jit`, because it reads values.
 
-    With ``axis_name`` the state is for as many devices as it was saved on;
-    `gradaccum_jax.redistributed` converts it to another number of devices.
+    With ``axis_name``, the returned state is for the number of devices that it was
+    saved on. `gradaccum_jax.redistributed` converts it to another number of devices.
 
     Args:
         tx: an optimizer from `gradaccum.wrap`; or an `optax.chain`, `optax.partition`
-            or `optax.masked` with one such part.
+            or `optax.masked` that contains one such optimizer.
         state: the state from the checkpoint, with NumPy or JAX arrays: an
             `AccumulationState`; or the nested dicts that `flax.serialization` and orbax
             return if they restore without a target; or flax nnx's
@@ -61,7 +61,8 @@ def check_state(tx: optax.GradientTransformation, state: Tree, params: Params) -
         params: the parameters, or their `jax.ShapeDtypeStruct`.
 
     Raises:
-        CheckpointError: something differs; the message says what. Nothing was changed.
+        CheckpointError: the state does not fit the optimizer or the parameters; the
+            message says where. Nothing was changed.
         ArgumentTypeError: `tx` is not wrapped.
     """
     accumulation = accumulation_of(tx)
@@ -90,8 +91,8 @@ def _on_devices(like: AccumulationState, restored_state: Tree) -> AccumulationSt
 
 def _resume(state: AccumulationState, options: Options) -> AccumulationState:
     options = options._replace(steps=_on_the_host(options.steps))
-    # Leave out the fields that differ between devices, because another process may hold
-    # them. Nothing here depends on them.
+    # The weight and the overflow flag differ between devices, and other processes may
+    # store them. Nothing here depends on their values, so zeros are used instead.
     shared_state = state._replace(weight=np.zeros(()), overflow=np.zeros((), bool))
     saved_fields = State(
         *(np.asarray(field).item() for field in fields_of(shared_state))
@@ -117,8 +118,8 @@ def _on_the_host(steps: Schedule) -> Schedule:
 
 
 def rebuild(tree: Tree, like: Tree) -> Any:
-    """Return the leaves of `tree` in the structure of `like`; raise if they do not
-    match.
+    """Return the leaves of `tree` in the tree structure of `like`. Raise if a path, a
+    shape or a dtype differs.
     """
     given_leaves = by_path(tree)
     expected_leaves = by_path(like)
@@ -127,23 +128,24 @@ def rebuild(tree: Tree, like: Tree) -> Any:
         given_kind = _kind_at(path, given_leaves)
         if given_kind != kind:
             raise CheckpointError(
-                f"state.{path}: expected {kind}; got {given_kind}. Resume with the"
-                " optimizer and the parameters that the checkpoint was saved with."
+                f"state.{path}: expected {kind}; got {given_kind}. Resume with the same"
+                " optimizer and parameters that the checkpoint was saved with."
             )
     leaves = [_copy(given_leaves[path]) for path in expected_leaves]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 def _copy(leaf: Array) -> Array:
-    """Copy `leaf` to a JAX array, because JAX would share the memory of a NumPy array,
-    which the user may overwrite.
+    """Return `leaf` as a JAX array. A NumPy array is copied, because JAX would share
+    its memory, which the user may overwrite.
     """
     return jnp.array(leaf) if isinstance(leaf, np.ndarray) else jnp.asarray(leaf)
 
 
 def by_path(tree: Tree) -> dict[str, Array]:
-    """Return the leaves by path: names joined with dots, which are the same for a tuple
-    and for the dict that a library made from it.
+    """Return a dict with the leaves of `tree` by path. A path consists of names joined
+    with dots, so it is the same for a tuple and for the dict that a library made from
+    it.
     """
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
     name_of = partial(jax.tree_util.keystr, simple=True, separator=".")

@@ -1,9 +1,10 @@
-"""The types that say how values differ between devices: JAX's private names, and the
-differences between its versions.
+"""Helpers for the types that show along which mesh axes a value differs between
+devices. They hide JAX's private names and the differences between its versions.
 
-Inside `jax.shard_map`, a value's type contains the mesh axes along which the value
-differs from device to device. A loop or a conditional must return values of the types
-that it received. So if a flag would add axes to these types, the axes are added before.
+Inside `jax.shard_map`, the type of a value contains the mesh axes along which the value
+may differ between devices. A loop or a conditional must return values of the same types
+as its inputs. If the results would have additional axes, for example because of the
+predicate, these axes are added to the types of the inputs first.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ from gradaccum_jax.arrays import Array, Axes, Tree, typeof
 
 T = TypeVar("T")
 ShardAxes = tuple[str, ...] | None
-"""The axes along which parameters are sharded; None if the user did not name them."""
+"""The mesh axes along which parameters are sharded; None if the user did not pass
+`shard_axes`.
+"""
 
 
 def axes_of(value: Array) -> Axes:
-    """Return the manual axes along which an array, or an abstract value, varies;
-    outside `jax.shard_map` there are none.
+    """Return the mesh axes along which an array, or an abstract value, may differ
+    between devices. Outside `jax.shard_map` there are no such axes.
     """
     if not isinstance(value, (jax.Array, jax.core.AbstractValue)):
         return frozenset()
@@ -42,19 +45,21 @@ def axes_of(value: Array) -> Axes:
 
 
 def manual_axes() -> Axes:
-    """Return the mesh axes of the `jax.shard_map` around this call."""
+    """Return the mesh axes of the surrounding `jax.shard_map`, if there is one."""
     mesh: Any = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return frozenset(name for name, kind in kinds if kind == AxisType.Manual)
 
 
 def varying_axes(*trees: Tree) -> Axes:
-    """Return the manual axes along which anything in `trees` varies."""
+    """Return the mesh axes along which arrays in `trees` may differ between devices."""
     return frozenset[str]().union(*map(axes_of, jax.tree.leaves(trees)))
 
 
 def vary(tree: T, axes: Axes) -> T:
-    """Mark `tree` as varying along `axes` too."""
+    """Mark the arrays in `tree` as values that may differ between devices along the
+    mesh axes `axes`.
+    """
     library: Any = lax
 
     def vary_leaf(leaf: Array) -> Array:
@@ -71,8 +76,9 @@ def vary(tree: T, axes: Axes) -> T:
 def with_axes_of_results(
     predicate: Scalar, function: Callable[[T], T], operand: T
 ) -> tuple[Callable[[T], T], T]:
-    """Return `function` and `operand`, marked as varying along every axis along which
-    the operand, the results or the `predicate` varies.
+    """Make the types of the inputs and results of a conditional agree. Return
+    `function` and `operand`, in which each array is marked as varying along every mesh
+    axis along which the array, its result or `predicate` varies.
     """
     leaves, structure = jax.tree.flatten(operand)
     while True:
@@ -97,8 +103,8 @@ def shards_of(leaf: Array, shard_axes: ShardAxes) -> tuple[str, ...]:
 
 
 def everywhere(flag: Scalar, shard_axes: ShardAxes) -> Scalar:
-    """True if `flag` is true on every device that has a part of the model: a bool
-    scalar.
+    """True if `flag` is true on every device that stores a shard of the model. The
+    result is a bool scalar.
     """
     axes = shards_of(flag, shard_axes)
     if not axes:
@@ -111,19 +117,18 @@ def explicitly_sharded(leaf: Array) -> bool:
     return any(axis is not None for axis in typeof(leaf).sharding.spec)
 
 
-# The devices that share an axis of an array.
-#
-# An array knows its sharding, and so does a traced type on an explicit mesh. On an
-# ordinary mesh (``AxisType.Auto``) a traced type names only the mesh, and XLA decides
-# later which device holds what. Under ``jax.jit(..., in_shardings=...)`` the type of a
-# NumPy array names no mesh.
+# The number of shards of an array is known from its sharding, or from the type of a
+# traced array on an explicit mesh. On an ordinary mesh (``AxisType.Auto``), the type of
+# a traced array contains only the mesh, and XLA decides later which device stores which
+# part of the array. Under ``jax.jit(..., in_shardings=...)``, the type of a NumPy array
+# does not even contain the mesh.
 
 
 class AxisShards(NamedTuple):
-    """The number of equal shards of one axis."""
+    """The number of equal shards into which one axis of an array is divided."""
 
     known: int
-    """The number of shards that the array or its type shows."""
+    """The number of shards that is known from the array or its type."""
     possible: int
     """The largest possible number of shards, a multiple of `known`."""
 
@@ -132,8 +137,8 @@ ONE_SHARD = AxisShards(1, 1)
 
 
 def axis_shards(leaf: Array, axis: int, others: Tree) -> AxisShards:
-    """Return the shards of an axis of `leaf`. If its type names no mesh, it may be
-    sharded over a mesh of `others`.
+    """Return the number of shards of one axis of `leaf`. If the type of `leaf` contains
+    no mesh, `leaf` may be sharded over the largest mesh of the arrays in `others`.
     """
     if manual_axes() or not isinstance(leaf, jax.Array):
         return ONE_SHARD
@@ -160,8 +165,8 @@ def _shards_by_type(sharding: Any, axis: int, others: Tree) -> AxisShards:
 
 
 def _most_devices(tree: Tree) -> int:
-    """Return the size of the largest mesh with automatic axes, among the mesh around
-    this call and the meshes of the arrays in `tree`; 1 if there is no such mesh.
+    """Return the number of devices of the largest mesh with automatic axes, among the
+    surrounding mesh and the meshes of the arrays in `tree`; 1 if there is no such mesh.
     """
     arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
     meshes: list[Any] = [typeof(leaf).sharding.mesh for leaf in arrays]
@@ -170,13 +175,15 @@ def _most_devices(tree: Tree) -> int:
 
 
 def _is_automatic(mesh: Any) -> bool:
-    """True if XLA decides, along some axis of `mesh`, which device holds what."""
+    """True if `mesh` has an axis of ``AxisType.Auto``, along which XLA decides how
+    arrays are sharded.
+    """
     return not mesh.empty and AxisType.Auto in mesh.axis_types
 
 
 def divide_axis(array: Array, axis: int, blocks: int) -> Array:
-    """Return `array` with `axis` divided into two axes: an axis of blocks, which keeps
-    the sharding, and an axis within a block.
+    """Divide `axis` of `array` into two axes. The first axis numbers the blocks and
+    keeps the sharding; the second is the axis within a block.
     """
     length = array.shape[axis] // blocks
     shape = (*array.shape[:axis], blocks, length, *array.shape[axis + 1 :])
@@ -186,7 +193,7 @@ def divide_axis(array: Array, axis: int, blocks: int) -> Array:
 
 
 def merge_axis(array: Array, axis: int) -> Array:
-    """Return `array` with `axis` and the axis after it merged, the reverse of
+    """Merge `axis` of `array` and the axis after it into one axis, which reverses
     `divide_axis`.
     """
     shape = (
@@ -207,23 +214,25 @@ def _reshaped(
     return lax.reshape(array, shape, out_sharding=NamedSharding(sharding.mesh, spec))
 
 
-# A value that is the same on all devices although its type says that it may differ.
+# Some values are the same on all devices although their types say that they may differ.
 #
 # At the end of a window the reduced sum replaces each device's own sum in the same
 # buffer. The conditional that does this has one type for both sums: the type of values
-# that vary. Values computed from the reduced sum are the same on all devices, but JAX's
-# types do not show this. With these types, the updates would need a second buffer of
-# the model's size, or another collective.
+# that may differ. Values computed from the reduced sum are the same on all devices, but
+# JAX's types do not show this. With these types, the updates would need a second buffer
+# of the size of the model, or another all-reduce.
 #
-# JAX has no operation to correct them, so this primitive changes the type and nothing
-# else.
+# JAX has no operation that corrects the types, so this primitive changes the type of a
+# value and nothing else.
 
 
 replicated_p: Any = core.Primitive("replicated")
 
 
 def replicated(tree: T, axes: tuple[str, ...]) -> T:
-    """Mark `tree` as not varying along `axes`; the caller must be sure of this."""
+    """Mark the arrays in `tree` as the same on all devices along the mesh axes `axes`.
+    The caller must be sure that they are.
+    """
 
     def retype(leaf: Array) -> Array:
         varying_axes = tuple(sorted(axes_of(leaf) & frozenset(axes)))
@@ -235,7 +244,8 @@ def replicated(tree: T, axes: tuple[str, ...]) -> T:
 
 
 def _type_after(operand: Any, *, axes: tuple[str, ...]) -> Any:
-    # JAX 0.7. In JAX 0.10 a type records several ways in which a value may differ.
+    # In JAX 0.7, types have an attribute `vma`. In JAX 0.10, a type records several
+    # ways in which a value may differ between devices.
     if hasattr(operand, "vma"):
         return operand.update(vma=operand.vma - frozenset(axes))
     varying = operand.mat.varying - frozenset(axes)

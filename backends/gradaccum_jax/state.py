@@ -1,7 +1,8 @@
-"""The state of an accumulation as a pytree, and the results that users read from it.
+"""The state of a wrapped optimizer as a pytree, and the results that users read from
+it.
 
 The state is flat and has the same field names in every backend, so
-`optax.tree_utils.tree_get` finds the fields. It contains only arrays, so no field is
+`optax.tree_utils.tree_get` can find each field. It contains only arrays, so no field is
 lost when the state is flattened.
 """
 
@@ -24,7 +25,9 @@ STEPS = 4
 
 
 class AccumulationState(NamedTuple):
-    """The state between two micro-batches. Scalars have shape ``()``."""
+    """The state of a wrapped optimizer between two micro-batches. Scalars have shape
+    ``()``.
+    """
 
     micro_step: Scalar
     """int32: the number of micro-batches in the open window."""
@@ -33,12 +36,12 @@ class AccumulationState(NamedTuple):
     skipped_windows: Scalar
     """int32: the number of windows closed without an update."""
     weight: Scalar
-    """float32, or float64 with float64 accumulators: the sum of the weights in the open
-    window.
+    """The sum of the weights in the open window: a float32, or a float64 if the
+    accumulator contains float64.
     """
     overflow: Scalar
-    """bool: a micro-batch of the open window is known to have had a non-finite
-    gradient.
+    """bool: True if a micro-batch of the open window is known to have had a gradient
+    that is not finite.
     """
     loss_scale: Scalar
     """float32: the factor by which the loss is multiplied before differentiation."""
@@ -46,47 +49,50 @@ class AccumulationState(NamedTuple):
     """int32: the number of windows without overflow since the loss scale last changed.
     """
     accumulator: Tree
-    """The open window's sum, scaled and undivided, in the tree of the parameters.
-    Between two windows it contains leftover values from the last update.
+    """The sum of the open window's gradients, which still contains the loss scale and
+    is not divided yet. It has the tree structure of the parameters. Between two windows
+    it contains leftover values from the last update.
     """
     inner_state: InnerState
-    """The wrapped optimizer's own state; with master weights, its state for the
-    masters.
+    """The inner optimizer's own state. With master weights, this is the inner
+    optimizer's state for the master weights.
     """
     last_applied: Scalar
-    """bool: the last event closed a window with an update."""
+    """bool: True if the last call closed a window with an update."""
     last_skipped: Scalar
-    """bool: the last event closed a window without an update."""
+    """bool: True if the last call closed a window without an update."""
     last_overflow: Scalar
-    """bool: the last event closed a window that had overflowed, or dropped its
-    micro-batch.
+    """bool: True if the last call closed a window that had overflowed, or dropped the
+    call's own micro-batch.
     """
     last_grad_norm: Scalar
-    """dtype of `weight`: the global 2-norm of the last closed window's gradient before
-    clipping; inf if the window overflowed; 0 before the first window; `UNKNOWN` if no
-    option needed the norm.
+    """The global 2-norm of the last closed window's gradient before clipping, in the
+    dtype of `weight`. It is inf if the window overflowed, 0 before the first window,
+    and `UNKNOWN` if no option needed the norm.
     """
     masters: Tree = None
-    """With ``master_weights=True``, a tree like the parameters, with float32 masters of
-    the half-precision parameters and None for the other parameters.
+    """With ``master_weights=True``, a tree with the structure of the parameters: a
+    float32 master copy of each half-precision parameter, and None for every other
+    parameter.
     """
     terms: Array = None
-    """int32, shape (5,): format, reduction, on_overflow, kind of loss scale and steps
-    of the open window, as `gradaccum.kit.encode_terms` encodes them.
+    """int32, shape (5,): the format of the state, and the open window's reduction,
+    on_overflow, kind of loss scale and steps, as encoded by
+    `gradaccum.kit.encode_terms`.
     """
     loss: Scalar = None
-    """dtype of `weight`: the open window's losses, added up as `gradaccum.kit.add_loss`
-    does; `UNKNOWN` if a loss was not passed.
+    """The sum of the open window's losses (see `gradaccum.kit.add_loss`), in the dtype
+    of `weight`; `UNKNOWN` if a loss was not passed.
     """
     last_loss: Scalar = None
-    """dtype of `weight`: the last closed window's loss, unscaled; `UNKNOWN` before the
-    first window, and if a loss was not passed.
+    """The unscaled loss of the last closed window, in the dtype of `weight`. It is
+    `UNKNOWN` before the first window, or if a loss of the window was not passed.
     """
 
 
 def fresh(start: State, weight_dtype: DType, **trees: Tree) -> AccumulationState:
-    """Return the state before the first micro-batch. Every scalar has its own array,
-    because no buffer may be donated twice.
+    """Return the state before the first micro-batch. Each scalar has its own array,
+    because JAX cannot donate the same buffer twice.
     """
     dtypes = {**kit.FIELD_DTYPES, "weight": weight_dtype}
     fields: dict[str, Any] = {
@@ -103,8 +109,8 @@ def fresh(start: State, weight_dtype: DType, **trees: Tree) -> AccumulationState
 
 
 def first_terms(options: Options) -> Array:
-    """Return the terms before the first micro-batch, without calling a callable
-    ``steps``.
+    """Return the encoded settings of the first window. If ``steps`` is a callable, it
+    is not called.
     """
     if not kit.is_known(options.steps):
         return current_terms(options, None)
@@ -112,8 +118,8 @@ def first_terms(options: Options) -> Array:
 
 
 def current_terms(options: Options, steps: Scalar) -> Array:
-    """Return the encoded terms of the open window, which each micro-batch stores in the
-    state.
+    """Return the encoded settings of the open window, whose size is `steps`. Every
+    micro-batch writes them to the state.
     """
     codes = kit.encode_terms(kit.terms_of(options._replace(steps=None), 0))
     terms = jnp.asarray(codes, jnp.int32)
@@ -138,8 +144,9 @@ def fields_of(state: AccumulationState) -> Fields:
 
 
 def with_fields(state: AccumulationState, fields: Fields) -> AccumulationState:
-    """Return `state` with new `fields`. Each keeps its old type, because the type of a
-    scan's carry must not change.
+    """Return `state` with `fields` as its first seven fields. Each new field is cast to
+    the type of the old field, because the state may be the carry of a scan, whose type
+    must not change.
     """
     return AccumulationState._make((*all_like(fields, fields_of(state)), *state[7:]))
 
@@ -149,7 +156,9 @@ def like(new: Scalar, old: Scalar) -> Array:
 
 
 def all_like(news: Sequence[Scalar], olds: Sequence[Scalar]) -> list[Array]:
-    """Cast each new value to the dtype and the mesh axes of its old value."""
+    """Cast each new value to the dtype of its old value, and mark it as varying along
+    the same mesh axes.
+    """
     arrays = [
         jnp.asarray(new, jnp.result_type(old))
         for new, old in zip(news, olds, strict=True)
@@ -211,11 +220,11 @@ def result(state: Tree) -> StepResult:
 
 
 def describe(state: Tree) -> str:
-    """Return a description of the state in one line:
+    """Return a one-line description of the state, for example
     ``micro-batch 2 of 4, update 17, 1 skipped, scale 65536``.
 
-    The description shows the size of the last micro-batch's window. Call this outside
-    compiled code, because it waits for the device.
+    The number after "of" is the size of the last micro-batch's window. Call this
+    function outside compiled code, because it waits for the device.
 
     Args:
         state: as in `result`.
@@ -225,7 +234,8 @@ def describe(state: Tree) -> str:
     """
     window_state = the_state(state)
     code = int(window_state.terms[STEPS])
-    # each device that shares a window has its own weight
+    # Devices that share a window have separate weights, which add up to the window's
+    # weight.
     fields = State(*(jnp.sum(field).item() for field in fields_of(window_state)))
     return kit.status(fields, UntilWeight(-code) if code < 0 else code or None)
 
@@ -243,17 +253,19 @@ def scale_loss(loss: Scalar, state: Tree) -> Scalar:
     return loss * jnp.asarray(the_state(state).loss_scale)
 
 
-# How the state stores unknown numbers: the loss of a window whose losses were not
-# passed, and the norm of a window that was not measured.
+# The loss of a window is unknown if its losses were not passed, and the norm is unknown
+# if it was not computed.
 #
-# Computations treat such a number as NaN. But ``jax_debug_nans`` stops at each NaN that
-# leaves a jitted function, and every micro-batch returns a state from a jitted
-# function. So the state stores the lowest float32 instead of NaN; no sum of losses has
-# this value.
+# Computations treat an unknown number as NaN. But with ``jax_debug_nans``, JAX raises
+# an error when a jitted function returns a NaN, and every micro-batch returns a state
+# from a jitted function. So the state stores the lowest float32 instead of NaN; no sum
+# of losses has this value.
 
 
 UNKNOWN = float(jnp.finfo(jnp.float32).min)
-"""This number is exact in float64 too."""
+"""The number that the state stores instead of NaN: the lowest float32, which is exact
+in float64 too.
+"""
 
 
 def as_stored(number: Scalar) -> Scalar:

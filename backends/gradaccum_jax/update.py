@@ -1,9 +1,10 @@
-"""The call of the inner optimizer at the end of a window. It is made at most once, and
-needs no second buffer of the parameters' size.
+"""Call the inner optimizer at the end of a window, without a second buffer of the size
+of the parameters.
 
-If the inner optimizer runs, its updates replace the sum, and the next window's first
-micro-batch overwrites them. The parameters are closed over instead of carried. So XLA
-works in place, and a micro-batch in mid-window costs only the addition and a select.
+If the inner optimizer runs, its updates replace the sum of the gradients, and the first
+micro-batch of the next window overwrites them. The conditional reads the parameters
+from its closure and does not return them. So XLA works in place, and a micro-batch in
+the middle of a window costs only an addition and a select.
 """
 
 from __future__ import annotations
@@ -44,11 +45,13 @@ from gradaccum_jax.xla import run_if
 
 
 class Update(NamedTuple):
-    """A call of the inner optimizer that may be made at the end of a window."""
+    """The inner optimizer with its arguments, for a call that is made only if a window
+    ends with an update.
+    """
 
     optimizer: Callable[..., tuple[Any, Any]]
-    """``optimizer(gradients, state, params, **extra)``: the inner transformation's
-    ``update``.
+    """The inner optimizer's ``update``, which is called as
+    ``optimizer(gradients, state, params, **extra)``.
     """
     types: GradientTypes
     params: Params
@@ -58,8 +61,8 @@ class Update(NamedTuple):
     shard_axes: ShardAxes = None
 
     def with_loss(self, loss: Scalar) -> Update:
-        """Return the same call with the window's loss as the ``value`` that optax's
-        optimizers read.
+        """Return a copy of this call that also passes `loss`, the window's loss, as the
+        argument ``value`` of optax's optimizers.
         """
         return self._replace(extra={**self.extra, "value": loss})
 
@@ -70,12 +73,13 @@ class Update(NamedTuple):
         divisor: Scalar,
         apply: Scalar,
     ) -> tuple[Updates, Tree, InnerState]:
-        """Run the inner optimizer if `apply` is true. ``divisor=None`` means that the
-        sum is already divided.
+        """Run the inner optimizer on the sum of the gradients if `apply` is true.
+        ``divisor=None`` means that the sum is already divided.
 
         Returns:
-            The updates, the updates again in the sum's buffer, and the new state; if
-            `apply` is false, zeros, the sum and the old state.
+            If `apply` is true: the updates, the accumulator overwritten with the
+            updates, and the inner optimizer's new state. Otherwise: zeros, the
+            unchanged accumulator and the old state.
         """
         update_types = self._update_types(accumulator, inner_state, divisor)
         buffer = jax.tree.map(_wide_enough, accumulator, update_types)
@@ -102,8 +106,8 @@ class Update(NamedTuple):
     def _update_types(
         self, accumulator: Tree, inner_state: InnerState, divisor: Scalar
     ) -> Updates:
-        """Return the shapes and dtypes of the updates, without adding the call to the
-        program.
+        """Return the shapes and dtypes of the updates. They are found by
+        `jax.eval_shape`, which adds nothing to the compiled program.
         """
 
         def updates_of(accumulator: Tree, inner_state: InnerState) -> Updates:
@@ -122,8 +126,8 @@ class Update(NamedTuple):
         return jax.tree.unflatten(structure, gradients)
 
     def _optimize(self, gradients: Tree, inner_state: InnerState) -> tuple[Any, Any]:
-        """Call the optimizer, without ``value`` if it does not accept this argument, as
-        optax's SAM does not.
+        """Call the inner optimizer. If it does not accept the argument ``value``, as
+        optax's SAM does not, call it again without this argument.
         """
         extra = self.extra
         try:
@@ -141,9 +145,9 @@ def _wide_enough(total: Array, update: Array) -> Array:
 
 
 def _updates_that_move(updates: Updates, accumulator: Tree) -> Updates:
-    """Replace the update of each parameter without a floating dtype with its sum, an
-    exact 0 in the parameter's dtype, and the update of each frozen parameter with an
-    array without elements.
+    """Return `updates`, but replace the updates of parameters that never change. An
+    integer or bool parameter gets its sum, which is an exact 0 in the parameter's
+    dtype. A frozen parameter gets an array without elements.
     """
 
     def update_that_moves(total: Array, update: Array) -> Array:
@@ -160,11 +164,12 @@ def without_frozen(
     inner_state: InnerState,
     params: Params,
 ) -> Tree:
-    """Return `accumulator` without the sums of frozen parameters, whose gradients
-    `optimizer` does not read, for example because of `optax.set_to_zero`.
+    """Return `accumulator` with placeholders without elements instead of the sums of
+    frozen parameters. A parameter is frozen if `optimizer` does not read its gradient,
+    for example because of `optax.set_to_zero`.
 
-    All sums are kept if weight decay, or another use of parameters, could change a
-    frozen parameter.
+    All sums are kept if an update could still change a frozen parameter, for example
+    through weight decay.
     """
     totals, structure = jax.tree.flatten(accumulator)
     count = len(totals)
@@ -177,7 +182,8 @@ def without_frozen(
     try:
         program = jax.make_jaxpr(results)(totals, params).jaxpr
     except Exception:
-        # The optimizer needs arguments that exist only with a micro-batch.
+        # The optimizer needs arguments that are passed only with a micro-batch, so the
+        # frozen parameters cannot be found.
         return accumulator
     uses_state = [True] * len(program.outvars[count:])
     is_read = partial_eval.dce_jaxpr(program, [True] * count + uses_state)[1]
@@ -193,8 +199,9 @@ def without_frozen(
 
 
 def no_update(leaf: Array) -> Array:
-    """Return zeros like `leaf`: always -0.0, because adding -0.0 leaves every parameter
-    unchanged, bit for bit. Adding 0.0 would change -0.0 to 0.0.
+    """Return an update of zeros in the shape and dtype of `leaf`. The zeros are -0.0,
+    because adding -0.0 leaves every parameter unchanged, bit for bit. Adding 0.0 would
+    change -0.0 to 0.0.
     """
     zero: complex = 0
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):

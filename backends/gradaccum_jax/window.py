@@ -1,7 +1,7 @@
-"""The open window: add a micro-batch, close the window at its end, or discard it.
+"""Add a micro-batch to the open window, close the window, or discard it.
 
-Only the device knows whether a window ends. So every micro-batch runs the same program:
-`add`, then `close`, which closes the window only if `at_end` is true.
+Whether a window ends is known only on the device. So every micro-batch runs the same
+compiled program: `add`, then `close`, which closes the window only if `at_end` is true.
 """
 
 from __future__ import annotations
@@ -49,18 +49,24 @@ from gradaccum_jax.workers.group import ReducedWindow, all_reduce, require_known
 from gradaccum_jax.xla import run_if
 
 Event = tuple[Scalar, Scalar, Scalar]
-"""The last event as the state stores it: applied, skipped, overflow."""
+"""The outcome of the last call as stored in the state: three flags (applied, skipped,
+overflow).
+"""
 
 
 class MicroBatch(NamedTuple):
     """A micro-batch's gradients, weight and loss."""
 
     gradients: Gradients
-    """In the order of the sum's leaves; None adds nothing."""
+    """The micro-batch's gradients in the order of the accumulator's leaves. None means
+    that nothing is added to that leaf.
+    """
     weight: Scalar = None
-    """A scalar array; None means 1."""
+    """The micro-batch's weight, a scalar array; None means 1."""
     loss: Scalar = None
-    """A scalar array, unscaled; None if it was not passed."""
+    """The micro-batch's unscaled loss, a scalar array; None if the caller passed no
+    loss.
+    """
 
 
 def add(
@@ -70,8 +76,8 @@ def add(
     options: Options,
     shard_axes: ShardAxes = None,
 ) -> tuple[AccumulationState, Scalar]:
-    """Add a micro-batch to the window; return the state, and a bool scalar that is true
-    if the micro-batch was dropped.
+    """Add a micro-batch to the open window. Return the new state, and a bool scalar
+    that is true if the micro-batch was dropped.
     """
     gradients = micro_batch.gradients
     weight = micro_batch.weight
@@ -87,11 +93,13 @@ def add(
         finite = everywhere(gradient_sum.all_finite(gradients, factor), shard_axes)
     if not kit.is_known(options.steps):
         finite = finite & (number_of(steps) >= 1)
-    # `adds` is never a constant of the program, because `usable` looks at the total
-    # weight. This matters: XLA:CPU vectorises select(add), but compiles a bare in-place
-    # add to a scalar loop (JAX 0.7).
+    # `adds` is never a constant of the compiled program, because `usable` depends on
+    # the window's total weight. This matters because XLA:CPU vectorises an addition
+    # inside a select, but compiles a plain in-place addition to a scalar loop (JAX
+    # 0.7).
     adds = usable(fields, weight, finite)
-    # Between two windows the accumulator contains leftover values from the last window.
+    # Between two windows the accumulator contains leftover values from the last window,
+    # so the first micro-batch of a window starts from zeros.
     total = gradient_sum.emptied(state.accumulator, fields[0] == 0)
     total = gradient_sum.add(total, gradients, factor, adds)
     state = with_fields(state, accumulate(fields, weight, finite, jnp.where))
@@ -102,12 +110,15 @@ def add(
 
 
 class Ending(NamedTuple):
-    """The results of closing a window, apart from its update."""
+    """The results of closing a window, except the updates."""
 
     state: AccumulationState
-    """The state after the window, without its trees."""
+    """The state after the window. Its accumulator, inner state, master weights and
+    terms are None.
+    """
     total: Tree
-    """The sum over all devices that share the window; None if the window is not shared.
+    """The sum of the gradients of all devices that share the window; None if the window
+    is not shared.
     """
     apply: Scalar
     divisor: Scalar
@@ -124,14 +135,15 @@ def close(
     takes_loss: bool,
     denominator: Scalar = None,
 ) -> tuple[Updates, AccumulationState]:
-    """Close the window if `at_end` is true: make its update or skip it, and count the
-    window. Otherwise return zeros, and a state whose last event is `event`.
+    """Close the window if `at_end` is true: apply or skip its update, and count the
+    window. Otherwise return updates of zeros, and a state with the flags in `event`.
 
-    There are three conditionals: the first decides, the second divides the sum in
-    place, and the third runs the inner optimizer. The division is separate because
-    XLA:CPU runs a branch breadth first. If the optimizer's branch divided the sum, all
-    divided gradients would be in memory at once, because AdamW reads each of them twice
-    (JAX 0.7.1: temporary memory of 1.0 times the parameters instead of 0.25 times).
+    The program has three conditionals: the first decides whether to apply the update,
+    the second divides the sum in place, and the third runs the inner optimizer. The
+    division has its own conditional because XLA:CPU runs the operations of a branch
+    breadth first. If the optimizer's branch divided the sum, all divided gradients
+    would be in memory at once, because AdamW reads each gradient twice (JAX 0.7.1:
+    temporary memory of 1.0 times the size of the parameters instead of 0.25 times).
     """
     require_known_axes(state.accumulator, update.axes, update.shard_axes)
     bare_state = with_event(
@@ -186,8 +198,8 @@ def close(
         total, inner_state, divisor, ending.apply
     )
     if is_shared:
-        # `data_parallel` adds a leading axis to each device's sum. XLA would copy the
-        # sum for this axis, but writes a select in place.
+        # Clear the sum with a select, which XLA computes in place. Otherwise XLA would
+        # copy the sum, because `data_parallel` adds a leading axis to it.
         total = gradient_sum.emptied(total, at_end)
     return updates, ending.state._replace(
         accumulator=total, inner_state=inner_state, masters=masters, terms=state.terms
@@ -201,17 +213,18 @@ def discard(state: AccumulationState) -> AccumulationState:
     return with_event(state, False, False, False)
 
 
-# The end of a window: the norm of its sum, and the decision whether to apply the
-# update.
+# At the end of a window, the norm of its gradient decides whether the update is
+# applied.
 #
-# With ``on_overflow="ignore"`` and no option that needs the norm, nothing is measured.
+# With ``on_overflow="ignore"`` and no option that needs the norm, the norm is not
+# computed.
 
 
 def decide_on(
     fields: Fields, total: Tree, update: Update, divides: Options
 ) -> Decision:
-    """Return the decision on a window that ends; `divides` contains the options by
-    which its sum is divided.
+    """Decide whether to apply the update of a window that ends. `divides` contains the
+    options that determine the divisor of the gradient sum.
     """
     dtype = jnp.result_type(fields[3])
     norm = jnp.full((), jnp.nan, dtype)
@@ -226,11 +239,11 @@ def decide_on(
     return Decision(*decide(fields, norm, finite, divides, jnp.where, largest))
 
 
-# The size of a window if a callable in ``steps`` determines it.
+# If ``steps`` is a callable, it determines the size of each window.
 #
-# A concrete size is checked as in every backend, but a traced size is not known. If it
-# turns out to be below 1, each micro-batch counts as not finite, so that no update is
-# made and the result shows it.
+# A concrete size is checked as in every backend, but the value of a traced size is
+# unknown. If it turns out to be below 1, each micro-batch is treated as not finite, so
+# no update is made, and `result` shows this.
 
 
 def number_of(size: Scalar) -> Scalar:
@@ -238,9 +251,10 @@ def number_of(size: Scalar) -> Scalar:
 
 
 def check_known(schedule: kit.Schedule, optimizer_step: Scalar = 0) -> None:
-    """Check the open window's size if it is known, as in a loop outside `jax.jit`;
-    without an `optimizer_step`, check the first window's size. If ``steps`` is a
-    callable, this waits for the last update.
+    """Check the size that a callable ``steps`` returns for the window after
+    `optimizer_step` updates, by default for the first window. Nothing is checked under
+    `jax.jit`, where the size is unknown. In a loop outside `jax.jit`, the check waits
+    until the last update has been computed.
     """
     if kit.is_known(schedule) or isinstance(optimizer_step, jax.core.Tracer):
         return

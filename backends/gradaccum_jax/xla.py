@@ -1,5 +1,5 @@
-"""How a step is compiled: only once outside `jax.jit`, and with branches that the
-device chooses.
+"""Helpers for compilation: call a jitted function from Python, and run a function on
+the device only if a condition is true.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ TRACEABLE = (jax.Array, np.ndarray, np.generic, float)
 
 
 def call_jitted(jitted_function: Any, *arguments: Tree) -> Any:
-    """Call a function that `jax.jit` returned; or call the function inside it if a leaf
-    of the arguments is a function, a flag or another static value.
+    """Call a function that `jax.jit` returned. If a leaf of the arguments is a
+    function, a flag or another static value, call the Python function inside it
+    instead.
 
-    If a step were called from Python op by op, its conditionals would be compiled again
-    in every micro-batch. Under `jax.jit` the jitted function is inlined.
+    Outside `jax.jit` this avoids compiling the conditionals of a step again in every
+    micro-batch. Under `jax.jit` the jitted function is inlined.
     """
     is_traceable = all(
         isinstance(leaf, TRACEABLE) for leaf in jax.tree.leaves(arguments)
     )
-    # Sums are wider than gradients by design. With the user's setting "strict", JAX
-    # would refuse to mix the two dtypes.
+    # Sums have wider dtypes than gradients by design. If the user has set JAX's dtype
+    # promotion to "strict", JAX would refuse to add them.
     with jax.numpy_dtype_promotion("standard"):
         if is_traceable:
             return jitted_function(*arguments)
@@ -39,10 +40,10 @@ def call_jitted(jitted_function: Any, *arguments: Tree) -> Any:
 
 
 def run_if(predicate: Scalar, function: Callable[[T], T], operand: T) -> T:
-    """Return ``function(operand)`` if `predicate` is true, else `operand`; both have
-    the same types.
+    """Return ``function(operand)`` if `predicate` is true, else `operand`. Both have
+    the same shapes and dtypes.
 
-    Under `jax.vmap` this is a select: both results are computed.
+    Under `jax.vmap` this becomes a select: both results are computed.
     """
     arrays = jax.tree.map(jnp.asarray, operand)
     if manual_axes():

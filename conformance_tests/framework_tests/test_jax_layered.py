@@ -185,7 +185,7 @@ BATCH = np.ones((8, 3), np.float32), np.ones(8, np.float32), jax.random.key(0)
 @pytest.mark.parametrize("kind", INSEPARABLE)
 def test_inseparable_optimizers_are_refused(kind: str) -> None:
     step = layered(wrap(INSEPARABLE[kind](), on_overflow="ignore"))
-    words = "tx: expected an optimizer that updates each layer by itself"
+    words = "tx: expected an optimizer that can update each layer independently"
     for dtype in (jnp.float32, jnp.bfloat16):
         params = autoencoder(3, 8, dtype)
         del params[1]["number"]  # optax itself refuses integers here

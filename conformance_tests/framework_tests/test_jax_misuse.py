@@ -115,12 +115,12 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "list of flags": (
         lambda: large_batch(ONE, X, [True] * 6),
         VALUE,
-        r"batch\[1\]\[0\]: expected an array with an axis 0.*a bool.*a list",
+        r"batch\[1\]\[0\]: expected an array with a batch axis 0.*a bool.*a list",
     ),
     "list of numbers by keyword": (
         lambda: large_batch(ONE, X, y=[1.0] * 6),
         VALUE,
-        r"batch\['y'\]\[0\]: expected an array with an axis 0.*a list",
+        r"batch\['y'\]\[0\]: expected an array with a batch axis 0.*a list",
     ),
     "sparse array": (
         lambda: large_batch(ONE, sparse.BCOO.fromdense(jnp.eye(6))),
@@ -145,7 +145,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "clipped layers": (
         lambda: layered(wrap(steps=None, on_overflow="ignore", clip_norm=1.0)),
         USAGE,
-        "tx: expected an optimizer that updates each layer by itself; got options",
+        "tx: expected an optimizer that can update each layer independently; got options",
     ),
 }
 

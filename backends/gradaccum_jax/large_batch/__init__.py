@@ -1,1 +1,3 @@
-"""The large batch in one call, run micro-batch by micro-batch."""
+"""Functions that take a large batch in one call and process it micro-batch by
+micro-batch.
+"""

@@ -1,10 +1,10 @@
-"""A call with a large batch, which compiles its own program, and the search for the
-largest micro-batch that fits in memory.
+"""Compile a function of a large batch, and find the largest micro-batch that fits in
+memory.
 
 XLA reports how much memory a compiled program needs. The program is compiled for the
-whole batch, then for half of it, and so on, until it fits the limit. If the device
-still runs out of memory, the size is halved again. Several processes choose the same
-size, because they use the limit that the user passed.
+whole batch, then for micro-batches of half the size, and so on, until the memory stays
+within the limit. If the device still runs out of memory, the size is halved again. All
+processes choose the same size, because they use the limit that the user passed.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from gradaccum_jax.xla import call_jitted
 
 @dataclass(frozen=True, eq=False)
 class LargeBatchFunction(ABC):
-    """A function of a large batch and other arguments."""
+    """The base class of functions that split a large batch into micro-batches."""
 
     splitting: Splitting
 
     @abstractmethod
     def run(self, model_arguments: Any, batch: LargeBatch) -> Any:
-        """Run on a batch that `cut_batch` has split."""
+        """Run the function on a batch that `cut_batch` has split into micro-batches."""
 
     def call(
         self,
@@ -46,8 +46,9 @@ class LargeBatchFunction(ABC):
         arguments: tuple[Tree, ...],
         keywords: dict[str, Any],
     ) -> Any:
-        """Split the batch and run. Each value of a keyword argument such as a flag has
-        its own program.
+        """Split the batch into micro-batches, and run the compiled function on them.
+        For a plain keyword argument such as a flag, a program is compiled for each
+        value.
         """
         batch = read_batch(arguments, keywords, self.splitting)
         if self._size_search is not None:
@@ -69,15 +70,17 @@ class LargeBatchFunction(ABC):
 
 
 class SizeSearch:
-    """The programs of one function, compiled for the sizes that were tried."""
+    """The search for the largest micro-batch size that fits in memory, with the
+    programs that were compiled for the sizes tried.
+    """
 
     def __init__(self, jitted: Any, sizes: AutoMicroBatchSize) -> None:
         self.jitted = jitted
         self.sizes = sizes
         self.programs: dict[Hashable, Callable[..., Any]] = {}
         self.identity = object()
-        """Identifies this function in the keys of `sizes`, which keep the object alive,
-        so that no later function gets the same identity.
+        """An object that identifies this function in the keys of `sizes`. The keys keep
+        the object alive, so no later function can get the same identity.
         """
 
     def __call__(self, model_arguments: Tree, batch: LargeBatch) -> Any:
@@ -105,8 +108,9 @@ class SizeSearch:
     def attempt(
         self, name: Hashable, model_arguments: Tree, batch: LargeBatch, limit: int
     ) -> tuple[Any, Exception | str | None]:
-        """Return the result and None; or None and the reason why the batch did not fit.
-        An error is returned without its traceback, which would keep arrays alive.
+        """Run the function on a batch. Return ``(result, None)``, or ``(None, reason)``
+        if the batch did not fit in memory. An error is returned as the reason without
+        its traceback, which would keep arrays alive.
         """
         try:
             if name in self.programs:
@@ -136,8 +140,9 @@ class SizeSearch:
 
 
 def bytes_of(program: Any, arguments: Tree) -> int:
-    """Return the bytes that a run needs in addition to the arguments already on the
-    device, for the device that needs most.
+    """Return the number of bytes that a run of `program` needs in addition to the
+    arguments already on the device. If devices differ, it is the number for the device
+    that needs the most memory.
     """
     stats = program.memory_analysis()
     host_arrays = [
@@ -155,8 +160,8 @@ def bytes_of(program: Any, arguments: Tree) -> int:
 
 
 def free_bytes(arguments: Tree) -> int:
-    """Return the free memory of the device that has least, among the devices that hold
-    the arguments.
+    """Return the number of free bytes on the device with the least free memory, among
+    the devices that store the arguments.
     """
     if jax.process_count() > 1:
         raise unknown_limit_error(
@@ -180,8 +185,8 @@ def devices_of(arguments: Tree) -> set[Any]:
 
 
 def _type_of(leaf: Any) -> Hashable:
-    """Return the part of a program's key for a leaf: a constant's value, or an array's
-    type.
+    """Return what a compiled program depends on for one leaf: the type and value of a
+    constant, or the type and sharding of an array.
     """
     if is_constant(leaf):
         return type(leaf), leaf

@@ -1,9 +1,10 @@
-"""Losses that compare items across the whole batch, such as contrastive losses.
+"""Compute the loss and the gradient of a large batch for a loss that compares items
+across the whole batch, such as a contrastive loss.
 
-Each micro-batch runs twice: first for its outputs, and then, after the loss of all
-outputs was differentiated, to propagate the outputs' gradients to the parameters (Gao
-et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021,
-section 3.2).
+Each micro-batch runs twice. The first pass computes its outputs. After the loss of all
+outputs has been differentiated, the second pass propagates the gradients of the outputs
+to the parameters (Gao et al., "Scaling Deep Contrastive Learning Batch Size under
+Memory Limited Setup", 2021, section 3.2).
 """
 
 from __future__ import annotations
@@ -57,24 +58,25 @@ def coupled_value_and_grad(
         step = gradaccum_jax.coupled_value_and_grad(embed, info_nce, steps=8)
         loss, grads = step(params, images, texts)
 
-    It costs one forward pass more than `value_and_grad`, and the memory of all outputs.
+    Compared with `value_and_grad`, it costs an additional forward pass, and memory for
+    the outputs of all items.
 
     Args:
         outputs_fn: ``outputs_fn(params, *micro_batch)`` returns a tree of arrays with
-            one or more rows per item along the leading axis. It runs twice, so
-            randomness must come from a key in the batch.
+            one or more rows per item along the leading axis. It is called twice for
+            each micro-batch, so random numbers must come from a key in the batch.
         loss_fn: ``loss_fn(params, outputs)`` returns a floating scalar from the rows of
             the whole batch, in the order of the items; or ``(loss, aux)`` with
-            `has_aux`. It runs once. If you scale the loss, do it in this function.
-            Integer outputs get no gradient.
+            `has_aux`. It is called once. If you use a loss scale, multiply the loss by
+            it in this function. Integer outputs get no gradient.
         has_aux: as in `jax.value_and_grad`.
         steps: as for `value_and_grad`.
         micro_batch_size: as for `value_and_grad`.
         axes: as for `value_and_grad`.
         accumulate_dtype: as for `value_and_grad`.
-        axis_name: inside `jax.shard_map`, the mesh axes whose devices share the batch.
-            The outputs of all devices are gathered, device after device, and the
-            gradients are reduced once.
+        axis_name: inside `jax.shard_map`, the mesh axes over whose devices the batch is
+            split. The outputs of all devices are gathered in the order of the devices,
+            and the gradients are reduced once.
 
     Returns:
         A function of ``(params, *batch)`` that returns ``(loss, gradients)``, or
@@ -82,9 +84,9 @@ def coupled_value_and_grad(
         for `value_and_grad`.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: an option makes no sense; or, at a call,
-            the batch cannot be divided as requested, or `loss_fn` does not return a
-            scalar.
+        ArgumentTypeError, ArgumentValueError: an option is invalid; or, when the
+            returned function is called, the batch cannot be divided as requested, or
+            `loss_fn` does not return a scalar.
     """
     return CoupledValueAndGrad(
         Splitting(make_division(steps, micro_batch_size), axes, None),
@@ -114,12 +116,13 @@ class CoupledValueAndGrad(LargeBatchFunction):
     def run(self, params: Params, batch: LargeBatch) -> Any:
         require_params_alone(params)
         jax.grad(lambda _: 0.0)(params)  # JAX itself rejects integers.
-        # Otherwise `jax.grad` would reduce over the devices in every micro-batch.
+        # Mark the parameters and the sums as different on each device. Otherwise
+        # `jax.grad` would reduce the gradients over the devices in every micro-batch.
         varying = frozenset(self.axis_names) | varying_axes(params, batch)
         local_params = vary(params, varying)
         moving, put = moving_of(local_params)
 
-        # The first pass: the outputs.
+        # The first pass computes the outputs of each micro-batch.
         def forward(
             carry: tuple[()], micro_batch: MicroBatch, _: Any
         ) -> tuple[tuple[()], Tree]:
@@ -129,7 +132,7 @@ class CoupledValueAndGrad(LargeBatchFunction):
             batch, forward, (), axis_names=self.axis_names
         )
 
-        # The loss of all outputs.
+        # The loss of all outputs is computed and differentiated in one step.
         def loss_of_all(params_and_outputs: tuple[Params, Stacks]) -> Any:
             params, output_stacks = params_and_outputs
             outputs = concatenate_items(batch, output_stacks)
@@ -144,7 +147,7 @@ class CoupledValueAndGrad(LargeBatchFunction):
         put_outputs = moving_of(output_stacks)[1]
         output_gradients = put_outputs(gradients[len(moving) :], lambda _: None)
 
-        # The second pass: from the outputs to the parameters.
+        # The second pass propagates the gradients of the outputs to the parameters.
         def backward(
             sums: Leaves, micro_batch: MicroBatch, output_gradients: Tree
         ) -> tuple[Leaves, tuple[()]]:
@@ -169,8 +172,9 @@ class CoupledValueAndGrad(LargeBatchFunction):
         return jax.tree.map(jnp.asarray, outputs)
 
     def loss_on_first_device(self, params: Params, outputs: Tree) -> Any:
-        """Return the loss of all devices' outputs on the first device and 0 on the
-        other devices, so that the sum over the devices contains each gradient once.
+        """Gather the outputs of all devices. Return their loss on the first device and
+        0 on every other device, so that the sum over the devices contains the loss and
+        its gradient only once.
         """
         names = self.axis_names
         if not names:

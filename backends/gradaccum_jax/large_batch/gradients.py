@@ -1,5 +1,5 @@
-"""Loss and gradient of a large batch: the pass over the micro-batches, and the sum of
-their gradients.
+"""Compute the loss and the gradient of a large batch: run the loss function on each
+micro-batch, and add up the gradients.
 """
 
 from __future__ import annotations
@@ -40,16 +40,18 @@ S = TypeVar("S")
 
 
 class LossSpec(NamedTuple):
-    """The user's loss function, and how its results are combined."""
+    """The user's loss function, and how its results for micro-batches are combined."""
 
     loss_fn: Callable[..., Any]
     has_aux: bool
     merge_aux: Any
-    """None, "concatenate", or a function of all auxes and weights."""
+    """How the auxiliary outputs of the micro-batches are combined: None, "concatenate",
+    or a function that takes a list of all auxes and a list of all weights.
+    """
     weight: Weight
     options: Options
     axis_names: tuple[str, ...]
-    """The mesh axes whose devices share the batch."""
+    """The mesh axes over whose devices the batch is split."""
 
 
 def run(
@@ -60,12 +62,12 @@ def run(
     add: Callable[[S, Leaves, Scalar, Scalar], S],
     scale: Scalar = None,
 ) -> tuple[Any, S, Scalar]:
-    """Add up the micro-batches' gradients:
+    """Differentiate the loss of each micro-batch, and add up the gradients:
     ``sums = add(sums, gradients, weight, loss)``.
 
-    Return the loss, or the loss and aux, the last sums, and the weight of the
-    micro-batches of all devices. The loss is multiplied by `scale` before it is
-    differentiated.
+    Return the loss of the batch (or the pair of loss and aux), the sums after the last
+    micro-batch, and the total weight on all devices. The loss is multiplied by `scale`
+    before it is differentiated.
     """
 
     def body(sums: S, micro_batch: MicroBatch, _: Any) -> tuple[S, Tree]:
@@ -84,8 +86,9 @@ def run(
 
 
 def summarize(spec: LossSpec, batch: LargeBatch, stacks: Stacks) -> tuple[Any, Scalar]:
-    """Combine the stacked losses, weights and auxes: return the loss, or the loss and
-    aux, and the weight of the micro-batches of all devices.
+    """Combine the stacked losses, weights and auxes of the micro-batches. Return the
+    loss of the batch (or the pair of loss and aux), and the total weight on all
+    devices.
     """
     losses, weights = concatenate_micro_batches([stack[:2] for stack in stacks])
     sum_dtype = gradient_sum.sum_dtype(losses, None)
@@ -123,8 +126,8 @@ def merge_auxes(
 def value_and_gradients(
     function: Callable[[Any], Any], by: Tree, has_aux: bool, scale: Scalar = None
 ) -> tuple[Scalar, Tree, Leaves]:
-    """Return the loss and aux of ``function(by)``, and the gradient of the loss times
-    `scale` with respect to each floating leaf of `by`.
+    """Return three values: the loss and the aux of ``function(by)``, and the gradients
+    of ``loss * scale`` with respect to the floating-point leaves of `by`.
     """
     moving, put = moving_of(by)
 
@@ -141,9 +144,6 @@ def value_and_gradients(
     return jnp.asarray(loss), aux, gradients
 
 
-# The sum of the gradients.
-
-
 def empty_sums(by: Tree, accumulate_dtype: DType) -> Leaves:
     sums: Leaves = gradient_sum.zeros(moving_of(by)[0], accumulate_dtype)
     return sums
@@ -152,8 +152,8 @@ def empty_sums(by: Tree, accumulate_dtype: DType) -> Leaves:
 def add_gradients(
     sums: Leaves, gradients: Leaves, weight: Scalar, options: Options
 ) -> Leaves:
-    """Add one micro-batch's gradients. With weight 0 the sums do not change, even if a
-    gradient is NaN.
+    """Add one micro-batch's gradients to `sums`. If its weight is 0, the sums do not
+    change, even if a gradient is NaN.
     """
     factor = None
     is_one = isinstance(weight, float) and weight == 1
@@ -169,10 +169,11 @@ def gradients_of(
     params: Params,
     axis_names: tuple[str, ...] = (),
 ) -> Tree:
-    """Return the gradients of the large batch in the dtypes of the parameters.
+    """Divide the sums by `divisor`, and return the gradients of the large batch in the
+    dtypes of the parameters.
 
-    A sum is reduced over `axis_names`, and over the axes along which the sum varies but
-    its parameter does not.
+    Each sum is reduced over `axis_names`, and over the mesh axes along which the sum
+    differs between devices but its parameter does not.
     """
     moving, put = moving_of(params)
     gradients = []
@@ -185,8 +186,8 @@ def gradients_of(
 
 
 def denominator(weight: Scalar, options: Options) -> Scalar:
-    """Return the divisor of the sums: 1 for the reduction "sum", else the weight, or 1
-    if the weight is 0.
+    """Return the number by which the sums are divided: 1 for the reduction "sum";
+    otherwise the weight, or 1 if the weight is 0.
     """
     if options.reduction == "sum":
         return jnp.ones_like(weight)

@@ -1,5 +1,5 @@
-"""`jax.value_and_grad` for a large batch, with the memory of one micro-batch, and a
-wrapped optimizer's update from such a batch.
+"""Compute the loss and the gradient of a large batch, or the update of a wrapped
+optimizer, with the memory of one micro-batch.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def value_and_grad(
     accumulate_dtype: DType = None,
     axis_name: str | tuple[str, ...] | None = None,
 ) -> Callable[..., Any]:
-    """Return a function that replaces `jax.value_and_grad`, and computes the loss and
-    the gradient of a large batch micro-batch by micro-batch.
+    """Return a function that computes the loss and the gradient of a large batch
+    micro-batch by micro-batch. It replaces `jax.value_and_grad`.
 
         step = gradaccum_jax.value_and_grad(loss_fn, steps=8)
         loss, grads = step(params, x, y)
@@ -69,49 +69,52 @@ def value_and_grad(
     Micro-batches of equal size run in one `jax.lax.scan`; a smaller last micro-batch is
     compiled separately. A micro-batch contains consecutive items. If the batch is
     sharded over a mesh, a micro-batch contains consecutive items of each shard, so that
-    each device computes its share. Outside `jax.jit` the returned function compiles
-    itself. So create it only once, and pass everything that changes as an argument,
-    because all other values that `loss_fn` reads are constants.
+    each device computes its share. Outside `jax.jit` the returned function is compiled
+    automatically. So create it only once, and pass everything that changes as an
+    argument, because all other values that `loss_fn` reads are constants of the
+    compiled program.
 
     Args:
         loss_fn: ``loss_fn(params, *micro_batch)`` returns a floating scalar, or
             ``(loss, aux)`` with `has_aux`.
         has_aux: as in `jax.value_and_grad`.
-        steps: the largest number of micro-batches, each of ceil(items / steps) items;
-            the last micro-batch may be smaller. If the batch is sharded and its shards
-            are known, the size is rounded up so that a micro-batch has equally many
-            items of each shard.
+        steps: the largest number of micro-batches. Each micro-batch has ceil(items /
+            steps) items, except that the last micro-batch may be smaller. If the batch
+            is sharded and the number of its shards is known, the size is rounded up so
+            that a micro-batch has equally many items of each shard.
         micro_batch_size: the number of items in a micro-batch, rounded up in the same
             way; the last micro-batch may be smaller. "auto" or a
-            `gradaccum.AutoMicroBatchSize` finds the largest size that fits in memory;
-            then call the function outside `jax.jit`.
+            `gradaccum.AutoMicroBatchSize` finds the largest size that fits in memory.
+            In this case, call the returned function outside `jax.jit`.
         reduction: "mean" if `loss_fn` returns a mean over the weights; "sum" if it
             returns a sum; "sum_per_item" if it returns a sum that is to be divided by
             the batch's weight.
-        weight: the weight of a micro-batch: a function of its arguments that returns,
-            for example, its number of tokens, or an array with one number per item; by
-            default its number of items. The weight is not differentiated. A traced
-            weight that is negative or not finite makes the loss and the gradient NaN. A
-            micro-batch of weight 0 adds nothing, even if its gradient is NaN. If all
-            weights are 0, the loss and the gradient are 0.
-        axes: a prefix of the tuple of the batch's arguments: the axis of the items;
-            None for an argument that every micro-batch gets whole; or "key" for a
-            random key, from which micro-batch number i gets
+        weight: the weight of a micro-batch. It is a function of the micro-batch's
+            arguments that returns, for example, the number of tokens; or an array with
+            one number per item. By default the weight is the number of items. The
+            weight is not differentiated. A traced weight that is negative or not finite
+            makes the loss and the gradient NaN. A micro-batch of weight 0 adds nothing,
+            even if its gradient is NaN. If all weights are 0, the loss and the gradient
+            are 0.
+        axes: a tree prefix of the tuple of the batch's arguments. It contains the batch
+            axis of an argument; or None, if every micro-batch gets the whole argument;
+            or "key" for a random key, so that micro-batch number i gets
             ``jax.random.fold_in(key, i)``. The default is "key" for a scalar typed key,
             and None for a plain Python value. Under a `jax.jit` of your own, a plain
-            value is an array and needs an explicit None. A list of arrays of one kind
-            that may be as long as the batch needs ``[0, 0]``, an axis for each element.
+            value is an array and needs an explicit None. If an argument is a list of
+            arrays of one kind, and may be as long as the batch, write an axis for each
+            element, such as ``[0, 0]``.
         merge_aux: with None, each leaf of aux gets a new first axis with one entry per
             micro-batch. With "concatenate", each leaf must have a row per item, and the
             rows are returned in the order of the items. A function
             ``merge_aux(auxes, weights)`` gets a list of the micro-batches' auxes and a
-            list of their weights, and its result is returned.
-        accumulate_dtype: the dtype of the sum; by default float32 for half precision,
-            otherwise the gradient's own dtype. The returned gradient has its
-            parameter's dtype.
-        axis_name: inside `jax.shard_map`, the mesh axes whose devices share the batch.
-            The loss and the gradient are computed over the items of all devices and
-            reduced once; aux is the device's own.
+            list of their weights; it returns the aux of the whole batch.
+        accumulate_dtype: the dtype in which gradients are summed; by default float32
+            for half precision, otherwise the gradient's own dtype. The returned
+            gradient has its parameter's dtype.
+        axis_name: inside `jax.shard_map`, the mesh axes over whose devices the batch is
+            split. The loss and the gradient are computed over the items of all devices
+            and reduced once. aux contains only the device's own values.
 
     Returns:
         A function of ``(params, *batch)`` that returns ``(loss, gradients)``, or
@@ -121,8 +124,9 @@ def value_and_grad(
         ``train=True`` are constants, which `loss_fn` gets with every micro-batch.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: an option makes no sense; or, at a call,
-            the batch cannot be divided as requested, or the loss is not a scalar.
+        ArgumentTypeError, ArgumentValueError: an option is invalid; or, when the
+            returned function is called, the batch cannot be divided as requested, or
+            the loss is not a scalar.
     """
     options = make_options(
         None, reduction=reduction, accumulate_dtype=require_dtype(accumulate_dtype)
@@ -150,12 +154,13 @@ class ValueAndGrad(LargeBatchFunction):
         jax.grad(lambda _: 0.0)(params)  # JAX itself rejects integers.
         options = self.spec.options
         names = self.spec.axis_names
-        # Otherwise `jax.grad` would reduce over the devices in every micro-batch.
+        # Mark the parameters and the sums as different on each device. Otherwise
+        # `jax.grad` would reduce the gradients over the devices in every micro-batch.
         varying = frozenset(names) | varying_axes(params, batch)
         unit = 1.0
         if self.spec.weight is None and options.reduction == "mean":
-            # If weights are counted in units of the largest micro-batch, most weights
-            # are 1 and cost nothing.
+            # The weights are divided by the usual micro-batch size, so that most
+            # weights are 1 and need no multiplication.
             unit = float(batch.size)
 
         def add(sums: Leaves, gradients: Leaves, weight: Scalar, _: Scalar) -> Leaves:
@@ -169,9 +174,6 @@ class ValueAndGrad(LargeBatchFunction):
         return value, gradients_of(sums, divisor, params, names)
 
 
-# A window of a wrapped optimizer in one call.
-
-
 def value_and_update(
     loss_fn: Callable[..., Any],
     tx: optax.GradientTransformation,
@@ -183,22 +185,24 @@ def value_and_update(
     axes: Tree = 0,
     merge_aux: MergeAux = None,
 ) -> Callable[..., Any]:
-    """Return a function that computes the loss and the update of a large batch, which
-    is one window of `tx`.
+    """Return a function that computes the loss and the update of a large batch, as one
+    window of the wrapped optimizer `tx`.
 
         tx = gradaccum.wrap(optax.adamw(1e-3), steps=None, clip_norm=1.0)
         step = gradaccum_jax.value_and_update(loss_fn, tx, steps=8)
         loss, updates, state = step(params, state, x, y)
         params = gradaccum_jax.apply_updates(params, updates, state)
 
-    The call closes the window, with all options of `tx`. If the window already
+    Each call closes the window, with all options of `tx`. If the window already
     contained micro-batches, the update includes them.
 
     Args:
-        loss_fn: as for `value_and_grad`; the call itself scales the loss. Parameters
-            that are integers, bools or random keys are not trained.
-        tx: an optimizer from `gradaccum.wrap` with ``steps=None``. With ``axis_name``,
-            the loss is computed over all devices, and aux is the device's own.
+        loss_fn: as for `value_and_grad`, but without a loss scale, because the call
+            itself scales the loss. Parameters that are integers, bools or random keys
+            are not trained.
+        tx: an optimizer from `gradaccum.wrap` with ``steps=None``. If it was wrapped
+            with ``axis_name``, the loss is computed over all devices, and aux contains
+            only the device's own values.
         has_aux: as in `jax.value_and_grad`.
         steps: as for `value_and_grad`.
         micro_batch_size: as for `value_and_grad`.
@@ -211,15 +215,17 @@ def value_and_update(
         ``(loss, updates, state)``, or ``((loss, aux), updates, state)``. The loss is
         unscaled and includes dropped micro-batches; ``gradaccum_jax.result(...).loss``
         excludes them. The updates have the parameters' dtypes, and are zeros if no
-        update was made. The inner optimizer gets the arguments in `extra` that it
-        declares, optax's own arguments if `loss_fn` has no arguments of these names,
-        and the window's loss as `value` unless `extra` contains a `value`. `loss_fn`
-        gets the other arguments, as for `value_and_grad`.
+        update was made. From `extra`, the inner optimizer gets the arguments that it
+        declares, and the arguments of optax's own optimizers, such as `value_fn`,
+        unless `loss_fn` has an argument of the same name. It also gets the window's
+        loss as `value`, unless `extra` contains a `value`. All other arguments in
+        `extra` are passed to `loss_fn`, as for `value_and_grad`.
 
     Raises:
         ArgumentTypeError: `tx` is not wrapped.
-        ArgumentValueError: `tx` was not wrapped with ``steps=None``, or an option makes
-            no sense. A call raises it in the same cases as for `value_and_grad`.
+        ArgumentValueError: `tx` was not wrapped with ``steps=None``, or an option is
+            invalid. A call of the returned function raises this error in the same cases
+            as with `value_and_grad`.
     """
     accumulation = require_open(tx)
     return ValueAndUpdate(

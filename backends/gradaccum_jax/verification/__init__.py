@@ -1,4 +1,4 @@
-"""`verify`: a check whether accumulation is right for a user's loss."""
+"""`verify`: check that gradient accumulation gives correct results for a given loss."""
 
 from gradaccum_jax.verification.check import verify
 

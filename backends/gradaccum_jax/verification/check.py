@@ -1,4 +1,6 @@
-"""`gradaccum_jax.verify`: a check whether accumulation is right for a loss."""
+"""`gradaccum_jax.verify`: check that gradient accumulation gives correct results for a
+given loss.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,9 @@ from gradaccum.kit import Batch, as_loss, examine
 from gradaccum_jax.verification.subject import JaxSubject
 
 DIVIDED_LOSS = (
-    "the loss is divided by {steps}, although a window of {steps} micro-batches is"
-    " divided anyway. Most likely `loss / {steps}` is left over from the old loop, and"
-    " each update is {steps} times too small: delete the division."
+    "the loss is divided by {steps}, although gradaccum already divides the gradient of"
+    " a window of {steps} micro-batches. Most likely `loss / {steps}` is left over from"
+    " the old loop. Each update is {steps} times too small: delete the division."
 )
 
 
@@ -32,10 +34,11 @@ def verify(
     axes: Any = 0,
     has_aux: bool = False,
 ) -> VerificationReport:
-    """Check whether gradient accumulation is right for a loss, and if not, why.
+    """Check whether gradient accumulation gives correct results for a loss, and find
+    the reason if it does not.
 
-    JAX compiles `loss_fn` once for each size of a micro-batch. Do not call this under
-    `jax.jit`, because it reads values.
+    JAX compiles `loss_fn` once for each micro-batch size. Do not call this function
+    under `jax.jit`, because it reads values.
 
     If the loss draws random numbers, split one key into a key per item, and pass these
     keys in the batch. Then each item gets the same random numbers in every micro-batch,
@@ -46,7 +49,7 @@ def verify(
     Args:
         params: the tree with respect to which the loss is differentiated.
         loss_fn: ``loss_fn(params, *batch)`` returns a floating scalar.
-        batch: a tuple or list of the loss's other arguments, which are nests of arrays
+        batch: a tuple or list of the loss's other arguments, which are trees of arrays
             with the items along axis 0. Pass a few real items, at least `steps`. A
             dictionary is passed as one argument, or as keyword arguments if `loss_fn`
             accepts its keys.
@@ -56,20 +59,22 @@ def verify(
             "sum_per_item".
         weight: the weight that you will accumulate with: a callable
             ``weight(*micro_batch)``, or an array with one number per item.
-        axes: a tree prefix of `batch`: the axis of the items, None for an array that
-            each micro-batch gets in full, or ``"key"`` for a micro-batch's random key.
+        axes: a tree prefix of `batch`. It contains the batch axis of an array; or None,
+            if each micro-batch gets the whole array; or ``"key"`` for a micro-batch's
+            random key.
         has_aux: True if `loss_fn` returns ``(loss, aux)``, as for `jax.grad`.
 
     Raises:
-        ArgumentValueError: arrays have different numbers of items, or `steps` or
-            `weight` does not suit the batch.
+        ArgumentValueError: the arrays have different numbers of items, or `steps` or
+            `weight` does not fit the batch.
     """
     loss, arguments = as_loss(loss_fn, batch)
     item_batch = Batch(arguments, axes, is_array, take)
     subject = JaxSubject(
         params, loss, item_batch, item_batch.weight_of(weight), has_aux
     )
-    # The report says which gradients are not finite.
+    # NumPy's warnings are suppressed, because the report says which gradients are not
+    # finite.
     with np.errstate(all="ignore"):
         report = examine(subject, steps, reduction)
     if reduction == "sum" or not subject.is_divided_by(steps):

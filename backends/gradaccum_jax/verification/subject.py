@@ -1,5 +1,5 @@
-"""A JAX loss that `gradaccum.verify` runs on parts of a batch, under different
-conditions. A JAX loss has no state and no mode.
+"""Run a JAX loss on parts of a batch, under the conditions that `gradaccum.verify`
+compares. A JAX loss has no state and no training mode.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ ROUNDOFFS = {
     "f32": 2.0**-23,
     "f64": 2.0**-52,
 }
-"""The roundoff of each floating dtype, by the beginning of its name in a program,
-coarsest first.
+"""The relative rounding error of each floating-point dtype, beginning with the coarsest
+dtype. A key is the beginning of a dtype's name in the text of a JAX program (jaxpr).
 """
 Numbers = np.ndarray[Any, Any]
 
 
 class JaxSubject:
-    """The `gradaccum.kit.Subject` for JAX."""
+    """The JAX implementation of `gradaccum.kit.Subject`: a loss with its parameters and
+    a batch.
+    """
 
     def __init__(
         self,
@@ -48,7 +50,9 @@ class JaxSubject:
         paths_and_leaves, self._structure = jax.tree_util.tree_flatten_with_path(params)
         self._leaves = [leaf for _, leaf in paths_and_leaves]
         self._places: dict[str, int] = {}
-        """The index of each floating leaf, by name."""
+        """The index of each floating-point parameter in `_leaves`, by the parameter's
+        name.
+        """
         for place, (path, leaf) in enumerate(paths_and_leaves):
             if is_floating(leaf):
                 self._places[jax.tree_util.keystr(path) or "params"] = place
@@ -64,7 +68,7 @@ class JaxSubject:
             arguments = self._batch.part(part)
             try:
                 # The loss may draw random numbers from Python or NumPy while JAX traces
-                # it.
+                # it, so their generators are seeded first.
                 self._host.restore(conditions.seed)
                 differentiate = self._differentiate(conditions.seed)
                 gradient_list = differentiate(values, arguments, conditions.scale)
@@ -81,8 +85,8 @@ class JaxSubject:
         return float(np.vdot(a, b).real)
 
     def precision(self, name: str) -> Precision:
-        """Return the precision of a parameter. Its smallest number is a normal number,
-        because XLA flushes subnormal numbers to 0.
+        """Return the floating-point precision of the parameter `name`. Its smallest
+        number is a normal number, because XLA flushes subnormal numbers to 0.
         """
         value = self._leaves[self._places[name]]
         smallest = float(jnp.finfo(value.dtype).smallest_normal)
@@ -102,8 +106,8 @@ class JaxSubject:
         return ()
 
     def is_divided_by(self, steps: int | None) -> bool:
-        """True if the loss ends with a division by `steps` that does not make a mean:
-        the dividend is not a sum.
+        """True if the last operation of the loss is a division by `steps` that does not
+        compute a mean. It computes a mean if the dividend is a sum.
         """
         operations = self._program.eqns[-3:-1]  # the operations before the scaling
         names = [operation.primitive.name for operation in operations]
@@ -112,8 +116,8 @@ class JaxSubject:
         return bool(getattr(operations[-1].invars[1], "val", 0) == steps)
 
     def _values(self, perturbation: int | None = None) -> list[Any]:
-        """Return the floating leaves; with a `perturbation`, each element is changed by
-        one rounding error.
+        """Return the floating-point parameters. If the seed `perturbation` is given,
+        each element is increased or decreased at random by one rounding error.
         """
         values = [self._leaves[place] for place in self._places.values()]
         if perturbation is None:
@@ -128,8 +132,8 @@ class JaxSubject:
         ]
 
     def _differentiate(self, seed: int) -> Callable[..., Any]:
-        """Return the compiled gradient. Each seed has its own program, because random
-        numbers from Python and NumPy are constants of a program.
+        """Return the compiled gradient of the loss. A program is compiled for each
+        seed, because random numbers from Python and NumPy are constants of a program.
         """
         if seed not in self._compiled:
             self._compiled[seed] = jax.jit(jax.grad(self._scaled_loss))
@@ -156,7 +160,9 @@ class JaxSubject:
 
     @cached_property
     def _roundoff(self) -> float:
-        """The roundoff of the coarsest floating dtype in the program."""
+        """The relative rounding error of the coarsest floating-point dtype in the
+        compiled loss.
+        """
         names = re.findall(r"\b(b?f\d+)", str(self._program))
         return max(ROUNDOFFS[name] for name in names if name in ROUNDOFFS)
 

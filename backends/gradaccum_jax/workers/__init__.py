@@ -1,1 +1,1 @@
-"""Windows that several devices share, inside `jax.shard_map`."""
+"""Support for windows that several devices share inside `jax.shard_map`."""

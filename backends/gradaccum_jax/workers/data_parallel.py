@@ -1,12 +1,13 @@
-"""Run one device's step on several devices: each device gets its part of the batch, and
+"""Run a training step on several devices: each device gets its part of the batch, and
 all devices share the window.
 
-The user's step gets the parameters as per-device copies, so that `jax.grad` gives each
-device its own gradient without a reduction. Outside `jax.shard_map`, the devices'
-own sums have a leading axis with one entry per device. All other results must be the
-same on all devices, but types derived from copies cannot show whether they are. So the
-step is first traced once more, with parameters typed as the same on all devices. In
-this trace JAX's types show which results differ.
+The user's step gets the parameters as per-device copies, so that `jax.grad` returns
+each device's own gradient without a reduction. Outside `jax.shard_map`, the gradient
+sums of the devices have a leading axis with one entry per device. All other results
+must be the same on all devices, but the types of values computed from copies cannot
+show whether they are. So the step is first traced with parameters that are typed as the
+same on all devices. In this trace, JAX's types show which results differ between
+devices.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ Spec = Any
 
 def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> Step:
     """Return a function that runs `step` on all devices of a mesh axis, with the batch
-    split over the devices. They share one window, which is reduced once, at its end.
+    split over the devices. The devices share one window, and their gradient sums are
+    reduced once, at the end of the window.
 
         tx = gradaccum.wrap(optax.adamw(1e-3), steps=4, axis_name="data", mesh=mesh)
         state = tx.init(params)
@@ -48,8 +50,8 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
         params, state, losses = train(params, state, x, y)
 
     In the step, differentiate the device's own loss, not the average over the devices.
-    ``weight=`` may differ between devices; it is 0 on a device without items. Pass
-    random keys in the batch, one for each device.
+    ``weight=`` may differ between devices; pass 0 on a device without items. Pass
+    random keys in the batch, one key for each device.
 
     Args:
         step: ``step(params, state, *batch)`` returns ``(params, state, *rest)``. A step
@@ -57,18 +59,18 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
             flush or discard, write ``step(params, state)``. `state` is the state of an
             optimizer wrapped with this `axis_name`, or a tree that contains such a
             state.
-        mesh: a mesh with that axis. Along its other axes the compiler partitions the
-            step, as under `jax.jit`.
-        axis_name: the axis, or a tuple of several axes.
+        mesh: a mesh that contains `axis_name`. Along the other axes of the mesh, the
+            compiler partitions the step as under `jax.jit`.
+        axis_name: the mesh axis, or a tuple of several axes.
 
     Returns:
         A jitted function of the same arguments, which can also be used under `jax.jit`.
         Every array of the batch is split along its first axis, whose length must be a
         multiple of the number of devices. A single bool, such as `last`, is the same on
-        all devices. The open window's sums, loss, weight and overflow flag are returned
-        with a leading axis of the devices, and so is each array in ``rest`` that
-        differs between devices: for example, a loss has shape (devices,), or () if the
-        step averages it with `jax.lax.pmean`.
+        all devices. The gradient sums, the loss, the weight and the overflow flag of
+        the open window are returned with a leading axis that has one entry per device.
+        So is each array in ``rest`` that differs between devices: for example, a loss
+        has shape (devices,), or () if the step averages it with `jax.lax.pmean`.
 
     Raises:
         UsageError: `step` does not return the state of an optimizer with this
@@ -119,8 +121,8 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
             results.append(results_of(step_results, args, axes))
             return results[-1].leaves
 
-        # The first trace only finds the types of the results, because jax.shard_map
-        # needs their specs.
+        # This trace only finds the types of the results, because `jax.shard_map` needs
+        # a `PartitionSpec` for each result.
         jax.eval_shape(
             on_each_device(lambda *args: step_with_copies(*args)[:0], []), *leaves
         )
@@ -139,15 +141,16 @@ def _trace(check: Step, leaves: list[Array]) -> None:
     except GradAccumError:
         raise
     except Exception:
-        # Some steps can be traced only with copies, such as a `jax.custom_vjp` whose
-        # gradient is the device's own, or a scan that begins with a parameter. An error
-        # in the step itself is raised again when copies are traced.
+        # Some steps can be traced only with per-device copies of the parameters, for
+        # example if a `jax.custom_vjp` returns the device's own gradient, or if a
+        # parameter is the initial carry of a scan. An error in the step itself is
+        # raised again when the step is traced with copies.
         pass
 
 
 def start_on(init: Step, mesh: Mesh | None, axes: tuple[str, ...]) -> Step:
-    """Return `init` so that it also works outside `jax.shard_map`, on `mesh` or on the
-    mesh of the surrounding context.
+    """Return a version of `init` that also works outside `jax.shard_map`, on `mesh` or
+    on the mesh of the surrounding context.
     """
 
     def start(params: Tree) -> Tree:
@@ -160,11 +163,10 @@ def start_on(init: Step, mesh: Mesh | None, axes: tuple[str, ...]) -> Step:
     return start
 
 
-# The arguments of a step, before they enter `jax.shard_map`.
-
-
 def specs_of(index: int, arg: Tree, axes: tuple[str, ...]) -> list[Spec]:
-    """Return the spec of each leaf of argument number `index`."""
+    """Return the `PartitionSpec` of each leaf of `arg`, which is argument number
+    `index` of a step.
+    """
     split, same = _specs(axes)
     if index > 1:
         return [same if _is_flag(leaf) else split for leaf in jax.tree.leaves(arg)]
@@ -175,17 +177,17 @@ def specs_of(index: int, arg: Tree, axes: tuple[str, ...]) -> list[Spec]:
 
 
 def _specs(axes: tuple[str, ...]) -> tuple[Spec, Spec]:
-    """Return the spec of an array that is split along its first axis, and of an array
-    that is the same on all devices.
+    """Return two `PartitionSpec` objects: for an array that is split along its first
+    axis over `axes`, and for an array that is the same on all devices.
     """
     spec: Any = jax.sharding.PartitionSpec
     return spec(axes if len(axes) > 1 else axes[0]), spec()
 
 
 def _typed_by(leaf: Array, spec: Spec, mesh: Mesh) -> Array:
-    """Return `leaf` with the sharding of `spec` in its type on a mesh of
-    ``AxisType.Explicit``, the default from JAX 0.9 on, where `jax.shard_map` accepts no
-    other type.
+    """Reshard `leaf` if `mesh` has axes of ``AxisType.Explicit``, the default from JAX
+    0.9 on, so that its type contains the sharding `spec`. On such a mesh,
+    `jax.shard_map` accepts no other type.
     """
     is_explicit = jax.sharding.AxisType.Explicit in mesh.axis_types
     leaf_spec = typeof(leaf).sharding.spec
@@ -196,17 +198,16 @@ def _typed_by(leaf: Array, spec: Spec, mesh: Mesh) -> Array:
 
 
 def _without_device_axis(arg: Tree) -> Tree:
-    """Return an argument as the step of one device gets it: the device's own sums
-    without their leading axis.
+    """Remove the leading device axis from the fields of a state that differ between
+    devices, because the step of one device gets these fields without this axis.
     """
     return map_by_kind(arg, own=lambda leaf: jnp.squeeze(leaf, 0))
 
 
-# The results of a step, before they leave `jax.shard_map`.
-
-
 class Results(NamedTuple):
-    """The results of a step, ready to leave `jax.shard_map`."""
+    """The results of a step as `jax.shard_map` needs them: the structure, the leaves,
+    and the `PartitionSpec` of each leaf.
+    """
 
     structure: Any
     leaves: list[Array]
@@ -214,8 +215,8 @@ class Results(NamedTuple):
 
 
 def results_of(results: Any, args: tuple[Tree, ...], axes: tuple[str, ...]) -> Results:
-    """Return the step's results, typed as the same on all devices; results that differ
-    get a leading axis instead.
+    """Prepare the results of a step for `jax.shard_map`. Results that are the same on
+    all devices are marked as such, and results that differ get a leading device axis.
     """
     params_and_state, rest = split_results(results, args)
     require_shared_window(params_and_state, axes)
@@ -237,8 +238,9 @@ def results_of(results: Any, args: tuple[Tree, ...], axes: tuple[str, ...]) -> R
 
 
 def split_results(results: Any, args: tuple[Tree, ...]) -> tuple[Tree, Tree]:
-    """Split the results of a step into (parameters, state) and the rest. The result of
-    an init is a state without a rest.
+    """Split the results of a step into ``(params, state)`` and the rest. If the step
+    has only one argument, as ``tx.init`` has, its result is a state, and the rest is
+    empty.
     """
     if len(args) == 1:
         return results, ()
@@ -246,12 +248,14 @@ def split_results(results: Any, args: tuple[Tree, ...]) -> tuple[Tree, Tree]:
 
 
 def require_shared_window(tree: Tree, axes: tuple[str, ...]) -> None:
-    """Raise unless `tree` contains states of wrapped optimizers, all with `axes`."""
+    """Raise unless `tree` contains states of wrapped optimizers, and all of them were
+    wrapped with ``axis_name=axes``.
+    """
     weights = [state.weight for state in find_states(tree)]
     if not weights or any(spread_axes(axes) - axes_of(weight) for weight in weights):
         raise UsageError(
             "state: expected (params, state) with the state of an optimizer wrapped"
-            f" with axis_name {axes}; got something else. Write tx ="
+            f" with axis_name {axes}; got results without such a state. Write tx ="
             f" gradaccum.wrap(..., axis_name={axes!r}, mesh=mesh) and state ="
             " tx.init(params)."
         )

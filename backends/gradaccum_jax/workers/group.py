@@ -1,9 +1,10 @@
-"""Devices that share a window, or that hold shards of one model.
+"""Checks and reductions for devices that share a window, or that store shards of one
+model.
 
-Each device has the sum, the weight and the overflow flag of its own micro-batches.
-Everything else must be the same on all devices. Otherwise only some devices might take
-a branch, and wait forever in its collective. So the types inside `jax.shard_map` are
-checked.
+Each device has the gradient sum, the weight, the loss and the overflow flag of its own
+micro-batches. Everything else must be the same on all devices. Otherwise only some of
+the devices might take a branch, and would wait forever for the other devices in an
+all-reduce. So the types inside `jax.shard_map` are checked.
 """
 
 from __future__ import annotations
@@ -43,21 +44,25 @@ from gradaccum_jax.state import AccumulationState, is_state
 T = TypeVar("T")
 OnLeaf = Callable[[Array], Any]
 OWN = ("weight", "overflow", "accumulator", "last_overflow", "loss")
-"""The fields of an `AccumulationState` whose values differ between devices."""
+"""The names of the fields of an `AccumulationState` whose values differ between
+devices.
+"""
 
 
 class ParamsType(Enum):
-    """The type of the parameters while `data_parallel` traces a step. It traces the
+    """How the parameters are typed while `data_parallel` traces a step. It traces each
     step with both types.
     """
 
     SAME = "same on all devices"
-    """JAX's types then show which values depend on a device's own batch, but `jax.grad`
-    adds up the gradients of such parameters over the devices.
+    """The parameters are typed as the same on all devices. JAX's types then show which
+    values depend on a device's own batch, but `jax.grad` adds up the gradients over the
+    devices.
     """
     COPY = "a copy for each device"
-    """`jax.grad` then returns each device's own gradient, but the type of every value
-    that depends on the parameters says that the value may differ between devices.
+    """The parameters are typed as per-device copies. `jax.grad` then returns each
+    device's own gradient, but the type of every value that depends on the parameters
+    says that the value may differ between devices.
     """
 
 
@@ -74,8 +79,8 @@ def params_typed_as(params_type: ParamsType) -> Iterator[None]:
 
 
 def by_kind(state: AccumulationState, own: OnLeaf, shared: OnLeaf) -> AccumulationState:
-    """Map `own` over the fields whose values differ between devices, and `shared` over
-    the other fields.
+    """Apply `own` to the fields of `state` whose values differ between devices, and
+    `shared` to the other fields.
     """
     fields = {}
     for name, field in state._asdict().items():
@@ -84,8 +89,9 @@ def by_kind(state: AccumulationState, own: OnLeaf, shared: OnLeaf) -> Accumulati
 
 
 def require_axes(axes: tuple[str, ...]) -> None:
-    """Raise unless the axes belong to a `jax.shard_map` with ``check_vma=True``. In
-    other maps, types do not show which values differ between devices.
+    """Raise unless the axes belong to a `jax.shard_map` with ``check_vma=True``. Under
+    `jax.pmap` or `jax.vmap`, for example, types do not show which values differ between
+    devices.
     """
     for axis in axes:
         index = lax.axis_index(axis)
@@ -98,8 +104,9 @@ def require_axes(axes: tuple[str, ...]) -> None:
 
 
 def same(name: str, tree: T, axes: tuple[str, ...]) -> T:
-    """Return `tree` typed as the same on all devices; raise if its types say that an
-    array may differ. While the parameters are typed as copies, nothing is raised.
+    """Return `tree` typed as the same on all devices. Raise if the type of an array
+    says that the array may differ between devices, unless `data_parallel` currently
+    traces the step with per-device copies of the parameters.
     """
     if _params_type.get() is ParamsType.COPY:
         return replicated(tree, axes)
@@ -121,15 +128,15 @@ def require_same(name: str, tree: Tree, axes: tuple[str, ...]) -> None:
 
 
 def require_shared(name: str, tree: Tree, axes: tuple[str, ...]) -> None:
-    """Raise unless everything in `tree` is the same on all devices, apart from the
-    fields of a state whose values differ between devices.
+    """Raise unless everything in `tree` is the same on all devices, except the fields
+    in `OWN`, in which each device has its own values.
     """
     require_same(name, map_by_kind(tree, own=lambda _: None), axes)
 
 
 def spread_axes(axes: tuple[str, ...]) -> Axes:
-    """Return the axes in `axes` that have several devices, because JAX may leave an
-    axis of one device out of types.
+    """Return the mesh axes in `axes` that have more than one device. JAX may leave an
+    axis with only one device out of types.
     """
     return frozenset(axis for axis in axes if lax.axis_size(axis) > 1)
 
@@ -156,7 +163,8 @@ def require_own(name: str, tree: Tree, axes: tuple[str, ...]) -> None:
 
 def shared_window(state: AccumulationState, axes: tuple[str, ...]) -> AccumulationState:
     """Return `state`, which is the same on all devices, with the types of a shared
-    window.
+    window: the fields in `OWN` may differ between devices, and all other fields may
+    not.
     """
     if not axes:
         return state
@@ -178,8 +186,8 @@ def map_by_kind(
     shared: OnLeaf = unchanged,
     other: OnLeaf = unchanged,
 ) -> Tree:
-    """Map `own` and `shared` over the leaves of an `AccumulationState` in `tree`, and
-    `other` over all other leaves.
+    """Apply `own` and `shared` to the fields of each `AccumulationState` in `tree`, as
+    `by_kind` does, and `other` to all other leaves.
     """
 
     def node(part: Any) -> Any:
@@ -190,16 +198,17 @@ def map_by_kind(
     return jax.tree.map(node, tree, is_leaf=is_state)
 
 
-# Parameters sharded by hand, inside `jax.shard_map`: the devices along ``shard_axes``
-# hold parts of one model.
+# Parameters may be sharded by hand inside `jax.shard_map`: each device along
+# ``shard_axes`` stores a part of the model.
 #
-# There no device sees the whole window: it has only the norm of its own shards, and
-# does not see an inf in the other shards. So the norm adds up the squares of all
-# shards. It counts each element once, because JAX's types show which arrays are sharded
-# and which are copies. And all devices make the same decision at the end of a window.
+# Then no device knows the whole gradient. It can compute only the norm of its own
+# shards, and does not notice an inf in another device's shards. So the squares are
+# added up over all shards. Each element is counted once, because JAX's types show which
+# arrays are sharded and which are replicated. All devices make the same decision at the
+# end of a window.
 #
-# A type does not distinguish a shard from a model of the device's own, as in an
-# ensemble. Without ``shard_axes``, an error is raised.
+# The type of a shard does not differ from the type of a device's own model, as in an
+# ensemble. So if ``shard_axes`` is not passed, an error is raised.
 
 
 def require_known_axes(
@@ -210,7 +219,7 @@ def require_known_axes(
         raise UsageError(
             "shard_axes: expected the axes along which parameters are sharded; got"
             f" None, although parameters differ between devices along {names}. Write"
-            f" gradaccum.wrap(..., shard_axes={names!r}) if the devices hold shards of"
+            f" gradaccum.wrap(..., shard_axes={names!r}) if the devices store shards of"
             " one model, or shard_axes=() if each device has a model of its own."
         )
 
@@ -218,8 +227,8 @@ def require_known_axes(
 def like_params(
     inner: optax.GradientTransformation, inner_state: InnerState, params: Params
 ) -> Any:
-    """Return the inner optimizer's state with each parameter's arrays typed as sharded
-    like the parameter.
+    """Return the inner optimizer's state, in which the arrays that belong to a
+    parameter are typed as sharded in the same way as the parameter.
     """
 
     def vary_like(leaf: Array, parameter: Array) -> Array:
@@ -230,11 +239,10 @@ def like_params(
     )
 
 
-# The names of axes.
-
-
 def are_bound(axes: tuple[str, ...]) -> bool:
-    """True if the call is inside a `jax.shard_map`, or another map, over these axes."""
+    """True if the call is inside a `jax.shard_map`, or another mapping function, over
+    the axes in `axes`.
+    """
     try:
         return bool(axes) and lax.axis_size(axes) > 0
     except NameError:
@@ -242,37 +250,45 @@ def are_bound(axes: tuple[str, ...]) -> bool:
 
 
 def names_of(axis_name: Any) -> tuple[str, ...]:
-    """Return the name of an axis, or several names, as a tuple."""
+    """Return the user's `axis_name`, which is None, a name or several names, as a tuple
+    of names.
+    """
     if axis_name is None:
         return ()
     return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
 
 
-# One all-reduce for many arrays.
-#
-# All arrays go into one `jax.lax.psum`, which XLA compiles to one collective, but on
-# the CPU only from JAX 0.10 on. So small arrays of one type are packed into one array
-# (shards and copies have different types). Packing large arrays would cost memory.
+# All arrays are reduced by one `jax.lax.psum`. XLA compiles it to one all-reduce, but
+# on the CPU only from JAX 0.10 on. So small arrays of the same type are packed into one
+# array. (Sharded and replicated arrays have different types.) Large arrays are not
+# packed, because packing them would cost memory.
 
 
 LARGE_BYTES = 2**20
-"""An array of at least this size is reduced separately, in place."""
+"""An array of at least this many bytes is not packed with other arrays, but reduced
+separately, in place.
+"""
 
 
 class ReducedWindow(NamedTuple):
-    """The sums over the devices at a window's end."""
+    """The values of a window that are reduced over the devices at its end."""
 
     total: Tree
     weight: Scalar
     overflow: Scalar
-    """bool; after the reduction, True if the flag of any device is True."""
+    """bool: the overflow flag of the window. After the reduction it is True if the flag
+    of any device was True.
+    """
     loss: Scalar
-    """The sum of the losses."""
+    """The sum of the losses of the window's micro-batches."""
 
 
 def all_reduce(window: ReducedWindow, axes: tuple[str, ...]) -> ReducedWindow:
-    """Reduce each device's own window to the window of all devices along `axes`."""
-    # The sum of an integer parameter is 0 on every device.
+    """Add up the windows of all devices along the mesh axes `axes`. Return the window
+    that they share.
+    """
+    # The gradient sum of an integer parameter is 0 on every device, so it is not
+    # reduced.
     moving, put = moving_of(window.total)
     overflow = window.overflow.astype(window.weight.dtype)
     *sums, weight, overflows, loss = added_up(
@@ -298,8 +314,8 @@ def added_up(leaves: Leaves, axes: tuple[str, ...]) -> Leaves:
 
 
 def _packed(leaves: Leaves) -> tuple[Array, Callable[[Array], Leaves]]:
-    """Return one array with all elements, and a function that splits it into the leaves
-    again.
+    """Pack `leaves` into one array. Return this array, and a function that splits such
+    an array into the leaves again.
     """
     if len(leaves) == 1:
         return leaves[0], lambda array: [array]

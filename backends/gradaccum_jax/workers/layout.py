@@ -1,7 +1,8 @@
-"""A window's state outside `jax.shard_map`. There, fields whose values differ between
-devices have a leading axis with one entry per device.
+"""Convert the state of a shared window to another number of devices.
 
-So every checkpoint contains the sums of all devices.
+Outside `jax.shard_map`, the fields of the state whose values differ between devices
+have a leading axis with one entry per device. So every checkpoint contains the gradient
+sums of all devices.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from gradaccum_jax.workers.group import by_kind
 
 
 def redistributed(state: Tree, workers: int) -> Tree:
-    """Return `state`, for example from a checkpoint, for another number of devices. An
-    open window resumes with everything that it contains.
+    """Convert `state`, for example from a checkpoint, to another number of devices. No
+    micro-batch of an open window is lost.
 
-    The first device gets the total of the sums and of the weights, and the other
-    devices get zeros. If the number of devices does not change, neither does the state.
-    Do not call this under `jit`, because it reads values.
+    The first device gets the total of all gradient sums and weights, and the other
+    devices get zeros. If the number of devices does not change, the state does not
+    change either. Do not call this function under `jax.jit`, because it reads values.
 
     Args:
         state: the state of a wrapped optimizer with ``axis_name``, or a tree that
