@@ -147,5 +147,5 @@ def test_program_ends_in_an_open_window(how, lost, tmp_path):
         check=False,
     )
     assert run.returncode == (how == "raises"), run.stderr[-2000:]
-    found = re.findall(r"GradAccumWarning: .*micro-batches \((\d)\)", run.stderr)
+    found = re.findall(r"GradAccumWarning: .*\(micro-batches: (\d)\)", run.stderr)
     assert sorted(map(int, found)) == lost
