@@ -56,8 +56,8 @@ def shares_windows(data_parallel: object) -> bool:
     if not GlobalComm.INITED:
         # MindSpore would treat this process as the only worker.
         raise UsageError(
-            "data_parallel: expected a process that has initialised communication; got"
-            " a process that has not. Call mindspore.communication.init() first."
+            "data_parallel: expected a process with initialised communication; got a"
+            " process without communication. Call mindspore.communication.init() first."
         )
     if mode not in PLAIN_MODES:
         raise UsageError(
@@ -128,8 +128,8 @@ def places_of_shards(
         raise ArgumentValueError(
             "on_overflow: expected another policy for parameters marked as"
             " layerwise_parallel, because one worker could drop its part of a"
-            " micro-batch while the others keep theirs; got 'drop_micro_batch'. Leave"
-            " on_overflow out."
+            " micro-batch while the other workers keep their parts; got"
+            " 'drop_micro_batch'. Leave on_overflow out."
         )
     return tuple(places)
 
