@@ -29,7 +29,9 @@ from gradaccum_mindspore.workers.agreement import shares_windows
 
 
 class MindSporeBackend:
-    """`gradaccum.kit.Backend` for both families of MindSpore's optimizers."""
+    """The implementation of `gradaccum.kit.Backend` for the optimizers of
+    `mindspore.nn` and of `mindspore.experimental`.
+    """
 
     name = "mindspore"
 
@@ -125,5 +127,7 @@ def wrap(
     steps: Steps,
     **options: Unpack[MindSporeOptions],
 ) -> AccumulatingOptimizer:
-    """Wrap a MindSpore optimizer, as `gradaccum.wrap` does, with precise types."""
+    """Wrap a MindSpore optimizer, as `gradaccum.wrap` does, but with type annotations
+    for MindSpore.
+    """
     return cast(AccumulatingOptimizer, wrap_with(backend, optimizer, steps, **options))

@@ -21,7 +21,7 @@ from gradaccum import UsageError
 
 try:
     from mindspore.graph import api, jit_trace
-except ImportError:  # where they were before MindSpore 2.9
+except ImportError:  # Before MindSpore 2.9, these modules were here.
     from mindspore.common import api, jit_trace
 
 pynative_executor = api._pynative_executor

@@ -457,7 +457,7 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
         return self.storage.listener_calls.on_update(function)
 
     def __repr__(self) -> str:
-        """Return the state in one line, after waiting for the device.
+        """Return a one-line description of the state. The call waits for the device.
         ``print(optimizer.inner)`` shows the inner optimizer.
         """
         steps = self.options.steps

@@ -46,7 +46,7 @@ def load_checkpoint_into(cell: nn.Cell, parameter_dict: Checkpoint) -> None:
             raise CheckpointError(
                 "cell: expected Parameters with different names, because a checkpoint"
                 f" has one value for each name; got two Parameters called {name!r}. If"
-                " there are two wrapped optimizers, give one a name:"
+                " there are two wrapped optimizers, give one of them a name:"
                 " gradaccum.wrap(..., name='generator')."
             )
     # A checkpoint of a single worker has no entry for its rank.

@@ -83,8 +83,8 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
         if optimizer.storage.has_workers:
             self.grad_reducer = nn.Identity()
         if weight is None:
-            # Every micro-batch has weight 1, so do not warn about unequal sizes. With
-            # "sum", there is no such warning.
+            # Here every micro-batch has weight 1, so no warning is needed if their
+            # sizes differ. `Sizes("sum")` never warns.
             optimizer.storage.sizes = Sizes("sum")
         # This is not called `weight`, because a Cell that contains a tuple of
         # Parameters gets an attribute with each Parameter's name.

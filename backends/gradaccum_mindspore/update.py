@@ -43,7 +43,7 @@ class Update(nn.Cell):  # type: ignore[misc]
         self.inner_attributes = vars(inner)
         self.guard = MethodType(guarded_construct, inner)
         self.inner_attributes["construct"] = self.guard
-        # Otherwise, in graph mode, Python would call the program that was compiled
+        # In graph mode, Python would otherwise call the program that was compiled
         # earlier.
         inner.compile_cache.clear()
         finalize(self, self.inner_attributes.pop, "construct", None)

@@ -133,8 +133,8 @@ def size_along(leaf: Any, axis: Any, path: str) -> int:
     if not -len(leaf.shape) <= axis < len(leaf.shape):
         raise ArgumentValueError(
             f"{path}: expected an array with axis {axis}; got an array of shape"
-            f" {tuple(leaf.shape)}. In axes=, pass the axis of the array's items, or"
-            " None to pass the whole array to every micro-batch."
+            f" {tuple(leaf.shape)}. In axes=, give the axis along which the items"
+            " lie, or None to pass the whole array to every micro-batch."
         )
     return int(leaf.shape[axis])
 

@@ -147,8 +147,8 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
             leaves = tensors_of(self.outputs_fn(*micro_batch))
             product = 0.0
             for place, cotangent in zip(cotangents, rows, strict=True):
-                # In half precision this sum could overflow, although its value is not
-                # used.
+                # The value of this sum is not used, but it could overflow in half
+                # precision.
                 work = working_dtype(cotangent.dtype)
                 terms = leaves[place].astype(work) * cotangent.astype(work)
                 product = product + terms.sum()
@@ -209,8 +209,9 @@ def coupled_value_and_grad(
         restored. With several workers, the loss couples only the items of one worker.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: an option is wrong; on a call, the batch
-            is empty or has leaves of unequal size, or the loss is not a scalar.
+        ArgumentTypeError, ArgumentValueError: an option is invalid; or, on a call, the
+            batch is empty, its arrays have unequal numbers of items, or the loss is not
+            a scalar.
         UsageError: on a call, `outputs_fn` does not return the same outputs in both
             passes, for example because it draws random numbers under `mindspore.jit`.
 
@@ -227,9 +228,9 @@ def coupled_value_and_grad(
     known_modules = modules_of(outputs_fn, modules or ())
     if modules is None and not known_modules:
         raise ArgumentValueError(
-            "modules: expected the Cells that outputs_fn calls, because it runs twice"
-            " but must update their statistics only once; got a function without"
-            " modules. Write modules=(net,), or modules=() if it calls no Cell."
+            "modules: expected the Cells that outputs_fn calls, because outputs_fn runs"
+            " twice but must update the Cells' statistics only once; got no Cells."
+            " Write modules=(net,), or modules=() if outputs_fn calls no Cell."
         )
     division = make_division(steps, micro_batch_size)
     options = CallOptions(division, make_options(None, reduction="sum"), axes=axes)

@@ -31,7 +31,7 @@ Function = Callable[..., Any]
 
 
 class TensorSum:
-    """A weighted sum of several tensors over the micro-batches."""
+    """The weighted sums of several tensors over the micro-batches."""
 
     def __init__(self, accumulate_dtype: object = None) -> None:
         self.accumulate_dtype = accumulate_dtype

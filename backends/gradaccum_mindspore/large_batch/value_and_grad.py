@@ -121,10 +121,10 @@ def value_and_grad(
             an array is passed whole to each micro-batch, as numbers and strings are. If
             a list of arrays could have as many elements as the batch has items, give
             one axis per element, such as ``[0, 0]``.
-        merge_aux: None returns a list with one aux per micro-batch. "concatenate"
-            returns one aux with a row per item, in the order of the items. A function
-            is called once, with the list of one aux per micro-batch and the list of
-            their weights, and its result is returned.
+        merge_aux: how the aux outputs of the micro-batches are merged. None returns
+            them as a list. "concatenate" returns one aux with a row per item, in the
+            order of the items. A function is called once, with the list of aux outputs
+            and the list of the micro-batches' weights, and its result is returned.
         accumulate_dtype: the dtype in which gradients are added up. None means float32
             for half-precision gradients, and otherwise the dtype of the gradient. The
             returned gradients are converted back to their own dtype.
@@ -139,8 +139,9 @@ def value_and_grad(
         random numbers, as they can in a hand-written loop.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: an option is wrong; on a call, the batch
-            is empty or has leaves of unequal size, or the loss is not a scalar.
+        ArgumentTypeError, ArgumentValueError: an option is invalid; or, on a call, the
+            batch is empty, its arrays have unequal numbers of items, or the loss is not
+            a scalar.
 
     Examples:
         >>> import mindspore as ms
@@ -155,8 +156,8 @@ def value_and_grad(
     """
     if grad_position is not None:
         raise ArgumentValueError(
-            "grad_position: expected None, because the call differentiates only with"
-            f" respect to weights; got {grad_position!r}. Write value_and_grad(fn,"
+            "grad_position: expected None, because value_and_grad differentiates only"
+            f" with respect to weights; got {grad_position!r}. Write value_and_grad(fn,"
             " None, weights, steps=4)."
         )
     options = CallOptions(

@@ -167,8 +167,8 @@ def value_and_update(
     """
     if optimizer.options.steps is not None:
         raise ArgumentValueError(
-            "optimizer: expected an optimizer wrapped with steps=None, because the call"
-            f" closes the window; got steps={optimizer.options.steps!r}. Write"
+            "optimizer: expected an optimizer wrapped with steps=None, because each"
+            f" call closes its own window; got steps={optimizer.options.steps!r}. Write"
             " gradaccum.wrap(optimizer, steps=None)."
         )
     division = make_division(steps, micro_batch_size)

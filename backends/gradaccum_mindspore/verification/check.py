@@ -42,14 +42,14 @@ def verify(
     Args:
         model: the Cell. The loss is differentiated with respect to its trainable
             parameters.
-        loss_fn: ``loss_fn(model, *batch)`` returns a floating Tensor with one element.
-            An ordinary criterion, ``criterion(output, *targets)``, is called with
-            ``model(batch[0])`` and the rest of the batch. A function that closes over
-            its model, ``loss_fn(*batch)``, is called with the batch.
+        loss_fn: ``loss_fn(model, *batch)`` returns a floating-point Tensor with one
+            element. An ordinary criterion, ``criterion(output, *targets)``, is called
+            with ``model(batch[0])`` and the rest of the batch. A function that closes
+            over its model, ``loss_fn(*batch)``, is called with the batch.
         batch: a tuple or list of nests of Tensors and NumPy arrays with the items along
             axis 0. A few real items are enough, but there must be at least `steps`
-            items. A dictionary is one argument, or keyword arguments. Values that are
-            not arrays are passed whole.
+            items. A dictionary is passed as one argument or as keyword arguments.
+            Values that are not arrays are passed whole.
         steps: the number of micro-batches that the batch is divided into, at least 2;
             by default 4, or the number of items if that is smaller.
         reduction: how the micro-batches will be added up: "mean", "sum" or

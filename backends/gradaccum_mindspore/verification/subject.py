@@ -183,8 +183,8 @@ class MindSporeSubject:
 
 
 class ModelState:
-    """A copy of a model's parameters, and of the plain attributes and modes of its
-    Cells.
+    """A copy of a model's parameters, and of the attributes of its Cells that are
+    numbers, strings or flags.
     """
 
     def __init__(self, model: nn.Cell) -> None:
@@ -244,7 +244,8 @@ class RandomState:
 
 
 UNUSUAL_SEED = 0x5EED0
-"""A number far from the seeds that users write."""
+"""The base of the seeds that are set here. It is far from the seeds that users write.
+"""
 
 
 def is_floating(value: object) -> bool:

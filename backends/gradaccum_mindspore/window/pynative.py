@@ -60,9 +60,9 @@ class PyNativeWindow:
         state = self.storage.pull()
         if state.micro_step and kit.ends(state, size, kit.select):
             raise UsageError(
-                "gradients: expected flush() or discard() first, because the update of"
-                " the open window raised an error; got another micro-batch. Call"
-                " optimizer.flush() to make the update."
+                "gradients: expected a call of flush() or discard() first, because the"
+                " open window is full and its update raised an error; got another"
+                " micro-batch. Call optimizer.flush() to make the update."
             )
         factor = kit.contribution(weight, self.options)
         is_finite = self.is_finite(gradients, weight, factor)

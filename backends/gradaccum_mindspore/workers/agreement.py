@@ -120,8 +120,8 @@ def places_of_shards(
     if places and options.reduction == "mean":
         raise ArgumentValueError(
             'reduction: expected "sum_per_item" or "sum" for parameters marked as'
-            " layerwise_parallel, because their loss covers the items of all workers;"
-            f" got {'mean'!r} ({str.__name__}). Return the sum of the loss, and write"
+            " layerwise_parallel, because the loss covers the items of all workers;"
+            f" got {'mean'!r} ({str.__name__}). Let the loss be a sum, and write"
             ' reduction="sum_per_item".'
         )
     if places and options.on_overflow == "drop_micro_batch":
@@ -161,8 +161,8 @@ def mark(optimizer: nn.Cell, parameters: Sequence[Parameter]) -> None:
 
 
 def unmark(parameters: Sequence[Parameter], owner: int | None = None) -> None:
-    """Undo `mark` for all of `parameters`, or only for those that were marked with the
-    number `owner`.
+    """Undo `mark` for all of `parameters`, or only for the parameters that were marked
+    with the number `owner`.
     """
     for parameter in parameters:
         marked_by = getattr(parameter, "shares_windows", 0)

@@ -335,7 +335,9 @@ class SharedWindow(PyNativeWindow):
 
 
 def compiled(cell: nn.Cell) -> Callable[..., Any]:
-    """Return a function that runs the cell as a compiled program, even in PyNative."""
+    """Return a function that runs the cell as a compiled program, even in PyNative
+    mode.
+    """
     program: Callable[..., Any] = cell
     if not is_graph_mode():
         if not hasattr(cell, "program"):
