@@ -169,7 +169,7 @@ class ListenerCalls(Extension):
         self.windows = windows
         self.listeners = Listeners()
         self.last_state = windows.read()
-        """The state when the number of closed windows was last compared."""
+        """The state at the last check for windows that compiled code has closed."""
 
     def add(self, listener: Listener) -> Handle:
         self.begin()
@@ -197,8 +197,8 @@ class ListenerCalls(Extension):
 
     def note_compiled(self, micro_batches: float = math.nan) -> None:
         """Record for the listeners the window, if any, that compiled code has closed
-        since the state was last compared. `micro_batches` is the number of
-        micro-batches since then.
+        since the last check. `micro_batches` is the number of micro-batches since the
+        last check.
         """
         if not self.listeners.added:
             return
@@ -220,8 +220,8 @@ class ListenerCalls(Extension):
             self.listeners.note(result, micro_batches=micro_batches)
 
     def report(self, micro_batches: float = math.nan) -> None:
-        """Call the listeners if compiled code has closed a window. `micro_batches` is
-        the number of micro-batches since the state was last compared.
+        """Call the listeners if compiled code has closed a window since the last check.
+        `micro_batches` is the number of micro-batches since the last check.
         """
         if self.listeners.added:
             with self.listeners.settled():

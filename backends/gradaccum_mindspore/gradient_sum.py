@@ -256,8 +256,8 @@ ARRAYS: dict[DType, np.dtype[np.floating[Any]]] = {
 
 
 def array_of(tensor: Tensor) -> Array | None:
-    """Return a NumPy array of the values of `tensor`, or None if the dtype or the
-    device does not allow it. The call waits until `tensor` is computed.
+    """Return a NumPy array that shares the memory of `tensor`, or None if the dtype or
+    the device does not allow it. The call waits until `tensor` is computed.
     """
     if tensor.dtype in ARRAYS and tensor.device == "CPU":
         array: Array = tensor.asnumpy()

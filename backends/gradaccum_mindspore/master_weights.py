@@ -61,7 +61,7 @@ class MasterWeights(nn.Cell):  # type: ignore[misc]
         return map_over(_round, self.halves, self.masters)
 
     def copy_model_into_masters(self) -> bool:
-        """If weights were loaded into the model, copy them to their master weights.
+        """Update the master weights if weights were loaded into the model.
 
         Weights count as loaded if their memory address has changed. MindSpore 2.10 puts
         loaded weights at a new address, but MindSpore 2.7 does not. If the loaded

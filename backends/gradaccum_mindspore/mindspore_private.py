@@ -43,8 +43,8 @@ def context(**settings: Any) -> Iterator[None]:
 
 
 _mode = getattr(ms.context, "_get_mode", partial(ms.get_context, "mode"))
-"""Returns MindSpore's execution mode. `mindspore.nn.Cell` itself calls this function;
-`mindspore.get_context` would take as long as ten operators.
+"""A function that returns MindSpore's execution mode. `mindspore.nn.Cell` itself calls
+this function; `mindspore.get_context` would take as long as ten operators.
 """
 
 

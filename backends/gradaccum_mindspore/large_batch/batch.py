@@ -140,7 +140,9 @@ def size_along(leaf: Any, axis: Any, path: str) -> int:
 
 
 def slices_of(batch: Batch, axes: Nest, cut: Cut) -> Batch:
-    """Return the arguments of one micro-batch."""
+    """Return the arguments of one micro-batch: the part of `batch` with the items in
+    `cut`.
+    """
     leaves = kit.leaves_of(batch)
     leaf_axes = kit.spread(axes, batch, "axes")
     pairs = zip(leaves, leaf_axes, strict=True)

@@ -94,7 +94,7 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
     def first_pass(
         self, arguments: Sequence[Batch], replay: RandomReplay
     ) -> list[Nest]:
-        """Return the outputs of each micro-batch."""
+        """Run `outputs_fn` on each micro-batch, and return the list of its outputs."""
         outputs = []
         for number, micro_batch in enumerate(arguments):
             replay.begin(number)
@@ -139,8 +139,8 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
         cotangents: dict[int, Sequence[Tensor]],
         total: TensorSum,
     ) -> None:
-        """Add the gradients of each micro-batch, with respect to the parameters, to
-        `total`.
+        """Compute the gradients of each micro-batch with respect to the parameters, and
+        add them to `total`.
         """
 
         def products(rows: Sequence[Tensor], *micro_batch: Nest) -> tuple[Tensor, Any]:
@@ -248,7 +248,7 @@ def require_same(first_pass: Sequence[Tensor], second_pass: Sequence[Tensor]) ->
         before = first.astype(ms.float64).asnumpy()
         after = second.astype(ms.float64).asnumpy()
         largest = np.abs(before[np.isfinite(before)]).max(initial=0.0)
-        # Two compilations of the same function round differently.
+        # Two compilations of the same function can round differently.
         limit = largest * (2.0**-4 if first.dtype in HALF else 2.0**-11)
         if not np.allclose(before, after, rtol=0, atol=limit, equal_nan=True):
             raise UsageError(
