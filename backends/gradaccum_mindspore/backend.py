@@ -1,4 +1,4 @@
-"""The backend that the core looks up under the name ``mindspore``."""
+"""The MindSpore backend, which gradaccum looks up under the name ``mindspore``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ from gradaccum_mindspore.workers.agreement import shares_windows
 
 
 class MindSporeBackend:
-    """`gradaccum.kit.Backend` for both families of MindSpore's optimizers."""
+    """The implementation of `gradaccum.kit.Backend` for the optimizers of
+    `mindspore.nn` and of `mindspore.experimental`.
+    """
 
     name = "mindspore"
 
@@ -65,30 +67,31 @@ class MindSporeBackend:
         name: str = "gradaccum",
         data_parallel: bool | None = None,
     ) -> AccumulatingOptimizer:
-        """Wrap `optimizer`.
+        """Wrap a MindSpore optimizer so that it runs once per window.
 
         Args:
             optimizer: the optimizer to run once per window.
-            options: the checked options.
+            options: the validated options.
             name: becomes part of the names of the Parameters that hold the state.
-            data_parallel: True means that all workers share each window, whose sum is
-                reduced once, at its end. This call, the end of a window and ``flush``
-                are then collective. A Parameter that you marked as
-                ``layerwise_parallel`` belongs to one worker, so its sum is not reduced.
-                This call marks all other Parameters too, because MindSpore's own
+            data_parallel: True means that all workers share each window, and the
+                gradient sums are all-reduced once, when the window ends. This call, the
+                end of a window and ``flush`` are then collective operations. A
+                Parameter that you marked as ``layerwise_parallel`` belongs to one
+                worker, so its gradient sum is not all-reduced. This call marks all
+                other Parameters as ``layerwise_parallel`` too, because MindSpore's own
                 reducer then skips them. False means that this worker does not share its
                 windows. None is allowed only if there is no other worker.
 
         Raises:
             ArgumentTypeError: `optimizer` is not a MindSpore optimizer, or is already
                 wrapped.
-            ArgumentValueError: `optimizer` divides by a loss scale of its own; with
+            ArgumentValueError: `optimizer` has a loss scale of its own; with
                 ``data_parallel=True``, another worker has different options or
                 parameters; or there are ``layerwise_parallel`` Parameters, and the
                 reduction is "mean" or ``on_overflow`` is "drop_micro_batch".
-            UsageError: there are several workers, and `data_parallel` was not given; or
-                it is True, but communication is not initialised or MindSpore reduces
-                the gradients itself.
+            UsageError: there are several workers, but `data_parallel` was not passed;
+                or `data_parallel` is True, but communication is not initialised, or
+                MindSpore itself reduces the gradients.
         """
         if isinstance(optimizer, AccumulatingOptimizer):
             raise wrapped_twice_error(optimizer)
@@ -110,7 +113,7 @@ backend = MindSporeBackend()
 
 
 class MindSporeOptions(WrapOptions, total=False):
-    """The options of `wrap`: the options of `gradaccum.wrap` and of
+    """The keyword arguments of `wrap`: the options of `gradaccum.wrap` and of
     `MindSporeBackend.wrap`.
     """
 
@@ -124,5 +127,7 @@ def wrap(
     steps: Steps,
     **options: Unpack[MindSporeOptions],
 ) -> AccumulatingOptimizer:
-    """Wrap a MindSpore optimizer, as `gradaccum.wrap` does, with precise types."""
+    """Wrap a MindSpore optimizer, as `gradaccum.wrap` does, but with type annotations
+    for MindSpore.
+    """
     return cast(AccumulatingOptimizer, wrap_with(backend, optimizer, steps, **options))

@@ -1,8 +1,8 @@
-"""Checks of gradients, weights and losses. Each check raises before anything is
-changed.
+"""Checks of the gradients, weight and loss of a micro-batch. Each check raises an error
+before anything is changed.
 
-In a compiled program, structure, shape and dtype are constants, so they are checked
-while MindSpore compiles the program.
+In a compiled program, the structure, shapes and dtypes of arguments are constants, so
+they are checked while MindSpore compiles the program.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ Weight: TypeAlias = Number | None
 Loss: TypeAlias = Number | None
 """The unscaled loss of a micro-batch; None if it is not known."""
 Spec = tuple[str, Shape, DType]
-"""(name, shape, dtype) of a parameter of the model."""
+"""The name, shape and dtype of a parameter of the model."""
 Specs = tuple[Spec, ...]
-
-# The gradients of a micro-batch.
 
 
 def checked_gradients(gradients: Gradients, specs: Specs) -> Gradients:
@@ -70,8 +68,8 @@ def require_gradients(
 
 
 def without_none(gradients: Gradients, specs: Specs) -> Gradients:
-    """Replace None with zeros, because the compiler treats a tuple that contains None
-    as a constant.
+    """Return the gradients with zeros instead of None, because the compiler treats a
+    tuple that contains None as a constant.
     """
     pairs = zip(gradients, specs, strict=True)
     return tuple(
@@ -88,18 +86,17 @@ def gradient_error(argument: str, expected: str, found: str) -> GradientError:
     )
 
 
-# The weight and the loss of a micro-batch.
-
-
 @constexpr  # type: ignore[untyped-decorator]
 def require_certain_weight(dtype: object) -> None:
-    """Raise if a weight that is passed by position, without a loss, may be the loss."""
+    """Raise if `dtype`, the dtype of an argument that was passed by position, is a
+    floating-point dtype, because the argument may be the loss.
+    """
     if "float" in str(dtype).lower():
         raise ArgumentTypeError(
-            "weight: expected a keyword argument, because a floating value without a"
-            f" keyword may be the loss; got a positional value of dtype {dtype}. Write"
-            " optimizer(gradients, weight=n), optimizer(gradients, loss=loss), or"
-            " optimizer(gradients, n, loss)."
+            "weight: expected a keyword argument, because a floating-point value that"
+            f" is passed by position may be the loss; got a value of dtype {dtype} that"
+            " was passed by position. Write optimizer(gradients, weight=n),"
+            " optimizer(gradients, loss=loss), or optimizer(gradients, n, loss)."
         )
 
 
@@ -124,8 +121,8 @@ def loss_as_number(loss: Any) -> float:
     return float(np.asarray(loss).item())
 
 
-# The same checks while MindSpore compiles. MindSpore 2.7 warns about a check whose
-# result is unused, so some return True.
+# The following checks run while MindSpore compiles a program. MindSpore 2.7 warns if
+# the result of a check is unused, so some checks return True.
 
 
 check_compiled_gradients: Callable[..., bool] = constexpr(require_gradients)
@@ -133,7 +130,9 @@ check_compiled_gradients: Callable[..., bool] = constexpr(require_gradients)
 
 @constexpr  # type: ignore[untyped-decorator]
 def check_compiled_weight(weight: object) -> None:
-    """Check a constant weight; None means that the weight is not a constant."""
+    """Raise if a weight that is a constant of the program is invalid. None means that
+    the weight is not a constant.
+    """
     if weight is not None:
         require_weight(weight)
 

@@ -1,5 +1,6 @@
-"""Observers of a window, which do not change it: its loss, its listeners, and the
-warnings about common mistakes. Any observer can be deleted without changing the window.
+"""Objects that observe a window without changing it: they record its loss, call its
+listeners and warn about common mistakes. Any of these objects can be removed without
+changing the window.
 """
 
 from __future__ import annotations
@@ -26,55 +27,56 @@ from gradaccum_mindspore.gradient_sum import (
 from gradaccum_mindspore.mindspore_private import call_when_saved
 
 OPEN_AT_THE_END = (
-    "gradaccum: the program ended with an open window, and no update contains its"
-    " micro-batches ({}). Call optimizer.flush() after the last micro-batch; in"
-    " Model.train, pass callbacks=[FlushAtEpochEnd(optimizer)]. To drop these"
-    " micro-batches, call optimizer.discard()."
+    "gradaccum: the program ended with an open window (micro-batches: {}), so these"
+    " micro-batches were not used in any update. Call optimizer.flush() after the last"
+    " micro-batch, or pass callbacks=[FlushAtEpochEnd(optimizer)] to Model.train. To"
+    " drop the micro-batches, call optimizer.discard()."
 )
 OPEN_IN_THE_NEXT_EPOCH = (
-    "gradaccum: an epoch begins while the window of an epoch that was left early is"
-    " still open (micro-batches: {}). Call optimizer.flush() where you leave the loop,"
-    " or write optimizer.epoch(loader, carry=True)."
+    "gradaccum: a new epoch begins, but a window is still open (micro-batches: {}),"
+    " because an earlier epoch was left early. Call optimizer.flush() where you leave"
+    " the loop, or write optimizer.epoch(loader, carry=True)."
 )
 
 
 class Extension:
-    """An observer of a wrapped optimizer. Each method handles one event, and is called
-    from Python.
+    """The base class of objects that observe the windows of a wrapped optimizer. Its
+    methods are called from Python, never from compiled code.
     """
 
     def micro_batch_given(self) -> None:
-        """Handle a new micro-batch, before anything has changed."""
+        """Handle a new micro-batch, before it changes the window."""
 
     def window_closed(self, state: State) -> None:
-        """Handle a window that Python has closed. `state` is the state before the
-        window ended, with the weight of all workers.
+        """Handle a window that was closed from Python. `state` is the state before the
+        window closed, and its weight includes all workers.
         """
 
     def state_loaded(self) -> None:
-        """Handle a checkpoint that was loaded."""
+        """Handle the loading of a checkpoint."""
 
 
-# The loss of a window. A micro-batch without a loss writes nothing. Next to the sum of
-# the losses is the weight of the micro-batches that had a loss. If it differs from the
-# window's weight at the end, the window's loss is NaN.
+# A window's loss is computed from the weighted sum of its micro-batches' losses. A
+# micro-batch without a loss writes nothing. The weight of the micro-batches that had a
+# loss is stored next to the sum. If this weight differs from the window's weight at the
+# end, the window's loss is NaN.
 
 
 LOSS = "loss"
-"""The last part of the Parameter's name."""
+"""The last part of the name of the Parameter that stores the losses."""
 NO_LOSS = (0.0, 0.0, math.nan)
 Losses: TypeAlias = Sequence[float]
-"""The sum of the open window's losses, the weight of the micro-batches that had a loss,
-and the loss of the last closed window.
+"""Three numbers: the sum of the open window's losses, the weight of the micro-batches
+that had a loss, and the loss of the last closed window.
 """
 
 
 class WindowLoss(nn.Cell):  # type: ignore[misc]
-    """The loss of each window, as of one large batch; NaN unless each of its
-    micro-batches had a loss.
+    """The loss of each window, computed as if the window were one large batch. It is
+    NaN unless every micro-batch of the window had a loss.
 
-    The methods with ``compiled_`` in their names are compiled. They return the values
-    that the window should write, because the compiler drops an ``if`` on a flag that
+    MindSpore compiles the methods whose names begin with ``compiled_``. They return
+    values for the window to write, because the compiler drops an ``if`` whose condition
     comes from a function that writes.
     """
 
@@ -83,11 +85,9 @@ class WindowLoss(nn.Cell):  # type: ignore[misc]
         self.options = options._replace(steps=None)
         self.float_dtype = float_dtype
         self.loss = hidden_parameter(Tensor(NO_LOSS, float_dtype), f"{prefix}.{LOSS}")
-        """`Losses`."""
+        """A Parameter with the three numbers of `Losses`."""
         self.zero = Tensor(0.0, float_dtype)
         self.nan = Tensor(math.nan, float_dtype)
-
-    # In PyNative.
 
     def read(self) -> Losses:
         losses: Losses = self.loss.tolist()
@@ -104,7 +104,9 @@ class WindowLoss(nn.Cell):  # type: ignore[misc]
         return self.read()[2]
 
     def add(self, loss: float, weight: float, is_added: bool) -> None:
-        """Add the loss of a micro-batch, if its gradient was added."""
+        """Add the loss of a micro-batch to the stored losses, if its gradient was added
+        to the window.
+        """
         total, weight_with_loss, value = self.read()
         total = kit.add_loss(total, loss, weight, is_added, self.options, kit.select)
         if is_added:
@@ -112,8 +114,8 @@ class WindowLoss(nn.Cell):  # type: ignore[misc]
         self.write((total, weight_with_loss, value))
 
     def after_window(self, state: State, ending: State, options: Options) -> Losses:
-        """Return the `Losses` after a window that ended with `state`; `ending` and
-        `options` determine the divisor of its sum.
+        """Return the losses to store after a window that ended with `state`. `ending`
+        and `options` determine what the sum of the losses is divided by.
         """
         total, weight_with_loss, _ = self.read()
         if weight_with_loss != state.weight:
@@ -123,13 +125,11 @@ class WindowLoss(nn.Cell):  # type: ignore[misc]
     def after_discard(self) -> Losses:
         return 0.0, 0.0, self.value
 
-    # In compiled code.
-
     def compiled_parts(
         self, loss: Tensor, weight: Tensor, is_added: Tensor | None
     ) -> Tensor:
-        """Return what a micro-batch adds to the losses if its gradient is added.
-        `is_added=None` means True.
+        """Return the numbers to add to the stored losses for one micro-batch, which are
+        zeros unless its gradient is added to the window. `is_added=None` means True.
         """
         part = kit.contribution(weight, self.options) * loss
         parts = ops.stack((part, weight, self.zero))
@@ -149,23 +149,27 @@ class WindowLoss(nn.Cell):  # type: ignore[misc]
         return ops.stack((self.zero, self.zero, loss.astype(self.float_dtype)))
 
     def compiled_with_total(self, total: Tensor, weight: Tensor) -> Tensor:
-        """Return the `Losses` of a window with this sum of losses and this weight."""
+        """Return the losses to store for an open window. `total` is the sum of its
+        losses, and `weight` is the weight of its micro-batches that had a loss.
+        """
         return ops.stack((total, weight, self.loss.value()[2]))
 
 
-# Listeners. Compiled code cannot call them, so Python compares the counters of closed
-# windows before and after a call of compiled code. At most one window may close between
-# two comparisons.
+# Compiled code cannot call listeners. So Python compares the number of closed windows
+# before and after each call of compiled code. At most one window may close between two
+# comparisons.
 
 
 class ListenerCalls(Extension):
-    """Calls the listeners of one optimizer; `windows` is the optimizer's `Storage`."""
+    """Calls the listeners of one wrapped optimizer. `windows` is the optimizer's
+    `Storage`.
+    """
 
     def __init__(self, windows: Any) -> None:
         self.windows = windows
         self.listeners = Listeners()
         self.last_state = windows.read()
-        """The state at the last comparison."""
+        """The state at the last check for windows that compiled code has closed."""
 
     def add(self, listener: Listener) -> Handle:
         self.begin()
@@ -192,8 +196,9 @@ class ListenerCalls(Extension):
             )
 
     def note_compiled(self, micro_batches: float = math.nan) -> None:
-        """Note the window that compiled code has closed since the last comparison.
-        `micro_batches` is the number of micro-batches since then.
+        """Record for the listeners the window, if any, that compiled code has closed
+        since the last check. `micro_batches` is the number of micro-batches since the
+        last check.
         """
         if not self.listeners.added:
             return
@@ -215,14 +220,16 @@ class ListenerCalls(Extension):
             self.listeners.note(result, micro_batches=micro_batches)
 
     def report(self, micro_batches: float = math.nan) -> None:
-        """Call the listeners with the window that compiled code has closed."""
+        """Call the listeners if compiled code has closed a window since the last check.
+        `micro_batches` is the number of micro-batches since the last check.
+        """
         if self.listeners.added:
             with self.listeners.settled():
                 self.note_compiled(micro_batches)
 
     def around(self, micro_batches: int, call: Callable[[], Any]) -> Any:
-        """Run `call`, which adds this number of micro-batches, and then call the
-        listeners with each window that it closed.
+        """Run `call`, which adds `micro_batches` micro-batches, and call the listeners
+        with each window that it closes. Return the result of `call`.
         """
         if not self.listeners.added:
             return call()
@@ -234,7 +241,7 @@ class ListenerCalls(Extension):
         return answer
 
     def between_windows(self) -> None:
-        """Call the listeners between two windows that one call closes."""
+        """Call the listeners between two windows that one ``flush`` closes."""
         self.note_compiled(0)
         self.listeners.tell()
 
@@ -253,25 +260,27 @@ def missed_windows_error(windows: int) -> UsageError:
     )
 
 
-# Warnings. If a window is open when the program ends, no update contains its
-# micro-batches. This is intended if the window was saved, or if a loop carries its
-# windows over. No warning is given after an exception that ended the program, or in a
-# test, where open windows are common.
+# If a window is open when the program ends, its micro-batches are not used in any
+# update. This is intended if the window was saved in a checkpoint, or if a loop uses
+# ``carry=True``. There is no warning if an exception ended the program, or under
+# pytest, because open windows are common in tests.
 
 
 class OpenWindowWarning(Extension):
-    """Warns once about a window that was never closed, at the end of the program or
-    when the next epoch begins.
+    """Warns once if a window is still open when the program ends or when the next epoch
+    begins.
     """
 
     def __init__(self, windows: Any) -> None:
         self.windows = windows
         self.known_state = windows.read()
-        """The state that was last saved or loaded."""
+        """The state that was last saved in, or loaded from, a checkpoint."""
         self.in_epoch = False
-        """True if an epoch has begun and, as far as is known, has not ended."""
+        """True if the loop over an epoch has begun but has not reached the end of its
+        loader.
+        """
         self.is_silent = False
-        """True if the user carries windows over, or has been warned."""
+        """True if the user passed ``carry=True`` or has already been warned."""
         call_when_saved(windows.micro_step, self.state_loaded)
         OPEN_WINDOW_WARNINGS.add(self)
 
@@ -285,7 +294,9 @@ class OpenWindowWarning(Extension):
         self.in_epoch = True
 
     def warn_if_open(self, message: str) -> None:
-        """Warn about an open window that was neither saved nor loaded."""
+        """Warn if a window is open and its state differs from the state that was last
+        saved or loaded.
+        """
         if self.is_silent:
             return
         state = self.windows.read()
@@ -307,8 +318,8 @@ def warn_at_the_end() -> None:
 
 
 class ChangedRateWarning(Extension):
-    """Warns once about a learning rate that changes inside one of the first two
-    windows, as it does if a scheduler steps with each micro-batch.
+    """Warns once if a learning rate changes inside one of the first two windows, for
+    example because a scheduler steps after each micro-batch.
     """
 
     def __init__(self, windows: Any, inner: Any) -> None:

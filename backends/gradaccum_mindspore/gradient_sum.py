@@ -1,18 +1,18 @@
-"""The sums of a window and their arithmetic: add, check, divide, clear, and the global
-2-norm.
+"""The arithmetic on a window's gradient sums: adding, checking for non-finite values,
+dividing, clearing, and the global 2-norm.
 
-Functions with ``compiled_`` in their name run where the state is a Tensor
-(`mindspore.jit`, graph mode). `scaled`, `all_finite`, `divided`, `clear` and `norm_of`
-run in PyNative. There an operator takes tenths of a millisecond, because MindSpore
-passes it to another thread. NumPy takes microseconds, because it reads a CPU tensor's
-memory without a copy. On other devices, and for bfloat16, these functions use
-MindSpore's operators.
+Functions whose names begin with ``compiled_`` run in compiled code (`mindspore.jit` or
+graph mode). `scaled`, `all_finite`, `divided`, `clear` and `norm_of` run in PyNative
+mode. There a MindSpore operator takes tenths of a millisecond, because MindSpore passes
+it to another thread. NumPy takes microseconds, because it reads a CPU tensor's memory
+without a copy. On other devices, and for bfloat16, these functions use MindSpore's
+operators.
 
-Only `write` and `add_into` change a sum. In PyNative, ``Tensor.add_`` and similar
-methods leave a Parameter unchanged, and a compiled function does not see ``set_data``.
-A sum is zero while no window is open, because the end of a window writes zeros. So
-adding a micro-batch is a single addition. `compiled_clear` computes the zeros, because
-``zeros_like`` would be a constant of the graph, as large as the model.
+Only `write` and `add_into` change a sum, because in PyNative mode ``Tensor.add_`` and
+similar methods leave a Parameter unchanged, and a compiled function does not see the
+effect of ``set_data``. The end of a window sets the sums to zero, so adding a
+micro-batch is a single addition. `compiled_clear` computes the zeros, because
+``zeros_like`` would be a constant of the graph that is as large as the model.
 
 Arithmetic on a half-precision sum runs in float32, and the result is rounded when it is
 written. MindSpore has few bfloat16 operators on a CPU, and float16 cannot represent a
@@ -35,16 +35,17 @@ from numpy.typing import NDArray
 from gradaccum.kit import accumulate_dtype_error
 
 Array = NDArray[Any]
-"""The memory of a Tensor as a NumPy array."""
+"""A NumPy array with the values of a Tensor."""
 DType: TypeAlias = ms.Type
 """A MindSpore dtype, such as ``mindspore.float32``."""
 Shape = tuple[int, ...]
 Number: TypeAlias = float | Tensor
-"""A Python number, or a Tensor of one element."""
+"""A Python number or a one-element Tensor."""
 Sums = Sequence[Parameter]
-"""One sum per parameter of the model, in their order."""
+"""One gradient sum for each parameter of the model, in the order of the parameters."""
 Gradients = Sequence[Tensor | None]
-"""One gradient per parameter, in their order; None for a parameter without a gradient.
+"""One gradient for each parameter of the model, in the order of the parameters. A
+parameter without a gradient has None.
 """
 
 
@@ -62,31 +63,35 @@ LIMITS = {
     ms.float32: (2.0**-23, 2.0**-149),
     ms.float64: (2.0**-52, 5e-324),
 }
-"""The distance from 1 to the next number, and the smallest positive number."""
+"""For each dtype, the distance from 1 to the next larger number, and the smallest
+positive number.
+"""
 
 map_over: Callable[..., tuple[Any, ...]] = ops.HyperMap()
 """``map_over(function, trees...)`` applies `function` to corresponding leaves, and
-returns the results as a tuple. A loop with an ``if`` took minutes to compile for 200
-parameters.
+returns the results as a tuple. It is used because a loop with an ``if`` took minutes to
+compile for 200 parameters.
 """
 cast: Callable[[Tensor, DType], Tensor] = ops.Cast()
-"""``cast(tensor, dtype)`` returns the tensor itself if it already has the dtype. It is
-one operator, while ``Tensor.astype`` is four graphs.
+"""``cast(tensor, dtype)`` returns the tensor itself if it already has the dtype. It
+compiles to one operator, whereas ``Tensor.astype`` compiles to four graphs.
 """
 
 
 def hidden_parameter(value: Tensor, name: str) -> Parameter:
-    """Return a Parameter that MindSpore saves but never trains."""
+    """Return a Parameter that MindSpore saves in checkpoints but never trains."""
     return Parameter(value, name=name, requires_grad=False)
 
 
 def where(condition: Tensor, a: Number, b: Number) -> Tensor:
-    """Call `mindspore.ops.where`, in a function that MindSpore can compile."""
+    """Call `mindspore.ops.where` through a plain function, which compiled code can pass
+    as an argument.
+    """
     return ops.where(condition, a, b)
 
 
 def sum_dtype(dtype: DType, accumulate_dtype: object) -> DType:
-    """Return the dtype of the sum for a parameter of `dtype`."""
+    """Return the dtype in which gradients of a parameter of `dtype` are added up."""
     if accumulate_dtype is None:
         return ms.float32 if dtype in HALF else dtype
     name = str(getattr(accumulate_dtype, "__name__", accumulate_dtype))
@@ -101,7 +106,9 @@ def working_dtype(dtype: DType) -> DType:
 
 
 def write(parameter: Parameter, value: Tensor) -> None:
-    """Assign a tensor of the parameter's dtype, in PyNative and in compiled code."""
+    """Assign `value`, which has the parameter's dtype, in PyNative mode or in compiled
+    code.
+    """
     # Assign has no bfloat16 kernel on a CPU. Tensor.copy_ is not used, because the
     # compiler can overlook its effect.
     if parameter.dtype == ms.bfloat16:
@@ -113,7 +120,7 @@ def write(parameter: Parameter, value: Tensor) -> None:
 def write_numbers(
     parameter: Parameter, numbers: SupportsFloat | Sequence[float]
 ) -> None:
-    """Assign Python numbers, outside compiled code."""
+    """Assign Python numbers to a Parameter, outside compiled code."""
     # Tensor(numbers, dtype) would take ten times as long.
     dtype = str(parameter.dtype).lower()
     with np.errstate(over="ignore"):
@@ -132,8 +139,8 @@ def add_into(total: Parameter, part: Tensor) -> None:
 
 
 def narrows(sum_dtype: DType, gradient_dtype: DType) -> bool:
-    """True if a finite sum can become inf in the dtype of the gradient. MindSpore
-    compiles this function too.
+    """True if a finite sum can become infinite when it is converted to the gradient's
+    dtype. Compiled code calls this function too.
     """
     loses_range: bool = gradient_dtype == ms.float16 or (
         sum_dtype == ms.float64 and gradient_dtype != ms.float64
@@ -142,17 +149,17 @@ def narrows(sum_dtype: DType, gradient_dtype: DType) -> bool:
 
 
 def fits(total: Parameter, divisor: Tensor, dtype: DType) -> Tensor:
-    """True if all of ``sum / divisor`` is finite in `dtype`, as a bool Tensor of shape
-    ().
+    """True if every element of ``total / divisor`` is finite in `dtype`. The result is
+    a bool Tensor of shape ().
 
-    Rounding is monotone, so it is enough to check the largest element.
+    Rounding is monotone, so it is enough to check the element of largest magnitude.
     """
     work = working_dtype(total.dtype)
     largest = ops.abs(cast(total, work)).max() / cast(divisor, work)
     return ops.isfinite(cast(cast(largest, dtype), ms.float32))
 
 
-# In compiled code. A scalar is a Tensor of shape ().
+# The following functions run in compiled code, where a scalar is a Tensor of shape ().
 
 
 def compiled_add(
@@ -182,13 +189,17 @@ def _add(
 
 
 def compiled_scaled(gradient: Tensor, factor: Tensor, dtype: DType) -> Tensor:
-    """Return ``factor * gradient``, rounded to `dtype` but in its working dtype."""
+    """Return ``factor * gradient`` rounded to `dtype`. If `dtype` is a half-precision
+    dtype, the rounded values are returned as float32.
+    """
     work = working_dtype(dtype)
     return cast(cast(cast(gradient, work) * cast(factor, work), dtype), work)
 
 
 def compiled_finite(sums: Sums, gradients: Gradients, factor: Tensor) -> Tensor:
-    """True if everything that `compiled_add` would add is finite."""
+    """True if every gradient is finite after it is multiplied by `factor` and rounded
+    to the dtype of its sum.
+    """
     return ops.stack(map_over(ops.partial(_finite, factor), sums, gradients)).min() > 0
 
 
@@ -200,7 +211,7 @@ def _finite(factor: Tensor, total: Parameter, gradient: Tensor | None) -> Tensor
 
 
 def compiled_clear(sums: Sums, zero: Tensor) -> tuple[bool, ...]:
-    """Set each sum to exact zeros."""
+    """Set every element of each sum to exactly 0."""
     return map_over(ops.partial(_clear, zero), sums)
 
 
@@ -213,7 +224,9 @@ def _clear(zero: Tensor, total: Parameter) -> bool:
 def compiled_divided(
     sums: Sums, divisor: Tensor, dtypes: Sequence[DType]
 ) -> tuple[Tensor, ...]:
-    """Return ``sum / divisor`` for each sum, in its dtype from `dtypes`."""
+    """Return each sum divided by `divisor` and converted to the corresponding dtype in
+    `dtypes`.
+    """
     return map_over(ops.partial(_divided, divisor), sums, dtypes)
 
 
@@ -223,7 +236,9 @@ def _divided(divisor: Tensor, total: Parameter, dtype: DType) -> Tensor:
 
 
 def compiled_fits(sums: Sums, divisor: Tensor, dtypes: Sequence[DType]) -> Tensor:
-    """True if everything that `compiled_divided` would return is finite."""
+    """True if no sum becomes infinite when it is divided by `divisor` and converted to
+    the corresponding dtype in `dtypes`.
+    """
     return ops.stack(map_over(ops.partial(_fits, divisor), sums, dtypes)).min() > 0
 
 
@@ -231,9 +246,6 @@ def _fits(divisor: Tensor, total: Parameter, dtype: DType) -> Tensor:
     if narrows(total.dtype, dtype):
         return cast(fits(total, divisor, dtype), divisor.dtype)
     return ops.ones_like(divisor)
-
-
-# In PyNative.
 
 
 ARRAYS: dict[DType, np.dtype[np.floating[Any]]] = {
@@ -244,8 +256,8 @@ ARRAYS: dict[DType, np.dtype[np.floating[Any]]] = {
 
 
 def array_of(tensor: Tensor) -> Array | None:
-    """Return the memory of `tensor` if NumPy can work on it, otherwise None. The call
-    waits until `tensor` is computed.
+    """Return a NumPy array that shares the memory of `tensor`, or None if the dtype or
+    the device does not allow it. The call waits until `tensor` is computed.
     """
     if tensor.dtype in ARRAYS and tensor.device == "CPU":
         array: Array = tensor.asnumpy()
@@ -254,7 +266,7 @@ def array_of(tensor: Tensor) -> Array | None:
 
 
 def tensor_of(array: Array, dtype: DType) -> Tensor:
-    # In NumPy, a product of arrays without axes is a number.
+    # In NumPy, the product of two arrays of shape () is a number, not an array.
     return Tensor.from_numpy(np.asarray(array, ARRAYS[dtype]))
 
 
@@ -281,8 +293,8 @@ def all_finite(tensor: Tensor) -> bool:
 def divided(
     sums: Sums, divisor: float, dtypes: Sequence[DType], float_dtype: DType
 ) -> tuple[Tensor, ...]:
-    """Return the quotients as `compiled_divided` does; `divisor` is rounded to
-    `float_dtype`.
+    """Return each sum divided by `divisor` and converted to the corresponding dtype in
+    `dtypes`. `divisor` is first rounded to `float_dtype`.
     """
     rounded_divisor = ARRAYS[float_dtype].type(divisor)
     pairs = zip(sums, dtypes, strict=True)
@@ -303,7 +315,7 @@ def clear(sums: Sums) -> None:
 
 
 def norm_of(sums: Sums, dtype: DType) -> float:
-    """Return the global 2-norm; inf or NaN if an element is not finite."""
+    """Return the 2-norm of all sums together. It is not finite if an element is not."""
     # In float64 the square of a float32 number neither overflows nor underflows.
     squares = 0.0
     for total in sums:
@@ -321,22 +333,25 @@ CHUNK = 2**20
 """The number of elements of a sum that are copied to float64 at once."""
 
 
-# The norm in compiled code. A first pass finds the largest magnitude, and a second pass
-# divides by it, because the squares of float32 numbers may overflow or underflow.
+# Compiled code computes the norm in two passes. The first pass finds the largest
+# magnitude, and the second pass divides by it, because the squares of float32 numbers
+# may overflow or underflow.
 
 
 ROW = 4096
-"""The largest number of elements to sum in one go. MindSpore's sum over all axes takes
-seven times as long as its sum over the last axis.
+"""The maximum length of the rows into which a tensor is reshaped before it is summed.
+MindSpore's sum over all axes takes seven times as long as its sum over the last axis.
 """
 
 
 def compiled_norm(sums: Sums, dtype: DType) -> Tensor:
-    """Return the global 2-norm in `dtype`; inf or NaN if an element is not finite."""
+    """Return the 2-norm of all sums together, in `dtype`; inf or NaN if an element is
+    not finite.
+    """
     largest = ops.stack(map_over(ops.partial(_largest, dtype), sums)).max()
     divisor = ops.where(largest > 0, largest, ops.ones_like(largest))
-    # An inf becomes inf / inf = NaN, and max may overlook a NaN. The sum of squares
-    # shows both.
+    # The division turns an inf into NaN, and `max` may overlook a NaN. In both cases
+    # the sum of squares is NaN.
     squares = ops.addn(map_over(ops.partial(_squares, divisor), sums))
     return largest * ops.sqrt(squares)
 

@@ -1,10 +1,10 @@
-"""The check that the user has read the loss scale.
+"""Check that the training step reads the loss scale.
 
-The end of a window divides the gradients by the loss scale, so the user must have
-multiplied the loss by it. Stock cells such as `mindspore.nn.TrainOneStepCell` cannot do
-that. So `note_read` is called where the scale is read, and `require_read` is called
-where gradients are passed in. Both run as Python while MindSpore compiles a program,
-and at each call in PyNative.
+The end of a window divides the gradients by the loss scale, so the training step must
+multiply the loss by it. MindSpore's own cells, such as `mindspore.nn.TrainOneStepCell`,
+cannot do that. So `note_read` is called where the scale is read, and `require_read` is
+called where gradients are passed to the optimizer. For compiled code, both run in
+Python while MindSpore compiles the program. In PyNative mode, they run at each call.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _read: set[int] = set()
 
 
 def key_of(options: Options) -> int:
-    """Return a constant that identifies one wrapped optimizer in compiled code, or
+    """Return a number that identifies one wrapped optimizer in compiled code, or
     `NEVER` if it has no loss scale.
     """
     return NEVER if options.scale_rule == ScaleRule() else next(_keys)
@@ -41,9 +41,9 @@ def require_read(key: int) -> bool:
         return True
     raise UsageError(
         "gradients: expected the gradients of the loss times the loss scale; got a"
-        " micro-batch although the loss scale has never been read. Train with"
-        " gradaccum_mindspore.TrainOneStepCell(network, optimizer), which can also be"
-        " the network of mindspore.train.Model. In a step of your own, return"
+        " micro-batch, but the loss scale has never been read. Train with"
+        " gradaccum_mindspore.TrainOneStepCell(network, optimizer), which you can also"
+        " pass to mindspore.train.Model. In your own training step, return"
         " optimizer.scale(loss) from the function that you differentiate, or pass"
         " optimizer.loss_scale as sens. Reading optimizer.result does not count."
     )

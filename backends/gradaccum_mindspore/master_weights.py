@@ -3,9 +3,9 @@ the master weights, and the model contains their rounded copies.
 
 A MindSpore optimizer clones its moments from the model's Parameters when it is built.
 So `put_masters_into` changes the optimizer in place: it replaces each half-precision
-Parameter with its master, wherever the optimizer and its cells refer to it. The
-optimizer's own half-precision state becomes float32, with its old names and its rounded
-values.
+Parameter with its master weight, wherever the optimizer and its cells refer to it. The
+optimizer's own half-precision state is converted to float32. It keeps its names, and
+its values stay rounded to half precision.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from gradaccum_mindspore.gradient_sum import (
 
 Optimizer: TypeAlias = nn.Optimizer | optim.Optimizer
 Replacements = Mapping[int, Parameter]
-"""Maps the `id` of a Parameter to its master."""
+"""Maps the `id` of a half-precision Parameter to its float32 master weight."""
 
 
 class MasterWeights(nn.Cell):  # type: ignore[misc]
-    """The masters of the half-precision parameters among `parameters`. A call rounds
-    the masters into the model.
+    """The float32 master weights of the half-precision parameters among `parameters`. A
+    call writes the rounded master weights into the model.
     """
 
     def __init__(self, parameters: Sequence[Parameter], suffix: str) -> None:
@@ -47,23 +47,25 @@ class MasterWeights(nn.Cell):  # type: ignore[misc]
                 for half in halves
             ]
         )
-        # A Cell would turn the list into a tuple.
+        # With a plain assignment, the Cell would turn the list into a tuple.
         object.__setattr__(self, "pointers", [None] * len(halves))
-        """The address of each half-precision Parameter when it was last checked."""
+        """The memory address of each half-precision Parameter at the last check for
+        loaded weights.
+        """
         self.copy_while_compiling = constexpr(
             self.copy_model_into_masters, reuse_result=False
         )
 
     def construct(self) -> tuple[bool, ...]:
-        """Write the rounded masters into the model."""
+        """Write the rounded master weights into the model."""
         return map_over(_round, self.halves, self.masters)
 
     def copy_model_into_masters(self) -> bool:
-        """Copy weights that were loaded into the model into their masters.
+        """Update the master weights if weights were loaded into the model.
 
-        A new memory address shows that weights were loaded: MindSpore 2.10 puts them
-        elsewhere in memory, but MindSpore 2.7 does not. If the loaded weights equal the
-        rounded master, the master stays unchanged.
+        Weights count as loaded if their memory address has changed. MindSpore 2.10 puts
+        loaded weights at a new address, but MindSpore 2.7 does not. If the loaded
+        weights equal the rounded master weights, the master weights stay unchanged.
         """
         for place, half in enumerate(self.halves):
             pointer = half.data_ptr()
@@ -99,8 +101,9 @@ def put_masters_into(inner: Optimizer, masters: MasterWeights) -> None:
 
 
 def _with_masters(value: Any, replacements: Replacements) -> Any:
-    """Return a copy of a container in which masters replace their parameters. A value
-    without such parameters is returned as the same object.
+    """Return a copy of the container `value` in which each half-precision Parameter is
+    replaced with its master weight. If `value` contains no such Parameter, return
+    `value` itself.
     """
     if isinstance(value, MutableMapping):
         entries = {
@@ -111,8 +114,8 @@ def _with_masters(value: Any, replacements: Replacements) -> Any:
         container = copy(value)
         container.clear()
         for key, part in value.items():
-            # A Cell's dict lists a Parameter from a tuple under the Parameter's own
-            # name, and any other Parameter under the attribute's name.
+            # In a Cell's dict, the key of a Parameter from a tuple is the Parameter's
+            # own name. The key of any other Parameter is the attribute's name.
             has_own_name = id(part) in replacements and key == part.name
             container[entries[key].name if has_own_name else key] = entries[key]
         return container

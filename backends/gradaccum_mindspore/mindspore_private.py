@@ -1,8 +1,9 @@
-"""Private names of MindSpore, for its mode, traces, recorded operators, saving and
-random counters.
+"""Functions that use MindSpore's private API to read its mode, end traces, clear
+recorded operators, observe saving and set the counters of random operators.
 
-After a function has raised inside `mindspore.value_and_grad`, MindSpore keeps recording
-operators, unless a Cell raised. `forget_recorded` stops that.
+After a function has raised an error inside `mindspore.value_and_grad`, MindSpore keeps
+recording operators, unless the error came from a Cell. `forget_recorded` stops the
+recording.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from gradaccum import UsageError
 
 try:
     from mindspore.graph import api, jit_trace
-except ImportError:  # where they were before MindSpore 2.9
+except ImportError:  # Before MindSpore 2.9, these modules were here.
     from mindspore.common import api, jit_trace
 
 pynative_executor = api._pynative_executor
@@ -32,7 +33,7 @@ def forget_recorded() -> None:
 
 @contextmanager
 def context(**settings: Any) -> Iterator[None]:
-    """Change settings of `mindspore.set_context` inside the block."""
+    """Change settings of `mindspore.set_context` while a ``with`` block runs."""
     before = {name: ms.get_context(name) for name in settings}
     ms.set_context(**settings)
     try:
@@ -42,8 +43,8 @@ def context(**settings: Any) -> Iterator[None]:
 
 
 _mode = getattr(ms.context, "_get_mode", partial(ms.get_context, "mode"))
-"""The function that `mindspore.nn.Cell` itself calls. `mindspore.get_context` takes as
-long as ten operators.
+"""A function that returns MindSpore's execution mode. `mindspore.nn.Cell` itself calls
+this function; `mindspore.get_context` would take as long as ten operators.
 """
 
 
@@ -52,8 +53,9 @@ def is_graph_mode() -> bool:
 
 
 def refuse_trace() -> None:
-    """Raise inside ``mindspore.jit(capture_mode="trace")``. A trace repeats the
-    operators of its first call, so no later micro-batch would end a window.
+    """Raise an error if ``mindspore.jit(capture_mode="trace")`` is recording this call.
+    A trace repeats the operators of its first call, so no later micro-batch would end a
+    window.
     """
     if not jit_trace._using_trace:
         return
@@ -72,8 +74,8 @@ def call_when_saved(parameter: Parameter, function: Callable[[], None]) -> None:
     """Call `function` whenever `parameter` is saved, and also before its Cell runs for
     the first time.
 
-    MindSpore has no hook for saving, but it calls ``init_data`` of every Parameter
-    then.
+    MindSpore has no hook for saving, but it calls ``init_data`` of every Parameter on
+    these occasions.
     """
     init_data = parameter.init_data
 
@@ -85,8 +87,8 @@ def call_when_saved(parameter: Parameter, function: Callable[[], None]) -> None:
 
 
 SEEDS: Any = import_module("mindspore.common.seed")
-"""The module with ``_GLOBAL_SEED``, ``_KERNEL_SEED`` (a counter for each random
-operator) and ``_get_graph_seed``.
+"""The MindSpore module that contains ``_GLOBAL_SEED``, ``_KERNEL_SEED`` (a counter for
+each random operator) and ``_get_graph_seed``.
 """
 
 

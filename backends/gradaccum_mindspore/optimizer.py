@@ -1,10 +1,11 @@
 """The wrapped optimizer: a `mindspore.nn.Optimizer` that runs its inner optimizer once
 per window.
 
-MindSpore compiles ``construct`` and never ``__call__``, which is the PyNative path.
-`Flush` and `Discard` are Cells for that reason. The wrapped optimizer calls only
-`mindspore.nn.Cell`'s constructor, and passes on the inner optimizer's attributes. So
-there is one learning rate and one ``global_step``, which counts updates.
+MindSpore compiles ``construct`` but never ``__call__``, so ``__call__`` contains the
+code for PyNative mode. `Flush` and `Discard` are Cells because they need both methods.
+The wrapped optimizer runs the constructor of `mindspore.nn.Cell`, not of
+`mindspore.nn.Optimizer`, and looks up its other attributes on the inner optimizer. So
+there is one learning rate, and one ``global_step``, which counts updates.
 """
 
 from __future__ import annotations
@@ -54,11 +55,15 @@ from gradaccum_mindspore.workers.group import (
 M = TypeVar("M")
 
 FIXED_NAMES = {*Options._fields, "options", "inner", "loss_scale"}
-"""Attributes that cannot be set, because compiled code has read them."""
+"""The names of attributes that cannot be changed after wrapping, because compiled code
+has already read them.
+"""
 
 
 class WindowCall(nn.Cell):  # type: ignore[misc]
-    """A call without gradients, for Python and for the compiler."""
+    """The base class of `Flush` and `Discard`. Both can be called from Python and from
+    compiled code.
+    """
 
     def __init__(
         self, compiled_window: CompiledWindow, pynative_window: PyNativeWindow
@@ -69,11 +74,11 @@ class WindowCall(nn.Cell):  # type: ignore[misc]
 
 
 class Flush(WindowCall):
-    """``optimizer.flush()``: close the open window, however few micro-batches it
-    contains; do nothing if it contains none.
+    """``optimizer.flush()``: close the open window, even if it is not full. If no
+    window is open, leave the parameters unchanged.
 
-    ``optimizer.flush(denominator=n)`` divides the window's sum by n instead of its
-    weight. It needs ``steps=None`` and a call from Python.
+    ``optimizer.flush(denominator=n)`` divides the window's gradient sum by n instead of
+    the window's weight. It requires ``steps=None`` and a call from Python.
     """
 
     def __call__(self, denominator: Weight = None) -> bool | Tensor:
@@ -82,8 +87,8 @@ class Flush(WindowCall):
         Raises:
             ArgumentTypeError, ArgumentValueError: `denominator` is not a finite number
                 > 0.
-            UsageError: `denominator` is given although ``steps`` closes the windows, or
-                although several workers share the window.
+            UsageError: `denominator` is passed, but ``steps`` is not None or several
+                workers share the window.
         """
         refuse_trace()
         storage = self.pynative_window.storage
@@ -108,7 +113,7 @@ class Flush(WindowCall):
 
 
 class Discard(WindowCall):
-    """``optimizer.discard()``: drop the open window."""
+    """``optimizer.discard()``: drop the open window and its micro-batches."""
 
     def __call__(self) -> None:
         refuse_trace()
@@ -119,15 +124,16 @@ class Discard(WindowCall):
 
 
 class MicroBatch(nn.Cell):  # type: ignore[misc]
-    """``optimizer(gradients, weight, loss)`` in compiled code. Python calls this Cell
-    in graph mode, where it accepts no keyword arguments.
+    """Adds one micro-batch in compiled code: ``optimizer(gradients, weight, loss)``. In
+    graph mode, Python calls this Cell too, but without keyword arguments, which a Cell
+    does not accept there.
     """
 
     def __init__(self, window: CompiledWindow) -> None:
         super().__init__(auto_prefix=False)
         self.window = window
-        # As in `nn.Optimizer`. Otherwise MindSpore treats the gradients as constants,
-        # and compiles at each call.
+        # `nn.Optimizer` sets this attribute too. Without it, MindSpore would treat the
+        # gradients as constants and compile again at each call.
         self.enable_tuple_broaden = True
 
     def construct(self, gradients: Gradients, weight: Weight, loss: Loss) -> Tensor:
@@ -155,14 +161,15 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
 
     Args:
         inner: the optimizer to run once per window.
-        options: the checked options. With ``master_weights``, `inner` updates float32
-            masters from now on, so differentiate with respect to this object's
-            ``parameters``. Weights that are loaded into the model before the first
-            update become the masters.
-        name: part of the names of the Parameters that hold the state; two wrapped
-            optimizers in one program need different names.
-        data_parallel: True if all workers share each window. This call, the end of each
-            window and ``flush`` are then collective.
+        options: the validated options. With ``master_weights``, `inner` updates float32
+            master weights from now on, so differentiate with respect to this object's
+            ``parameters``. If you load weights into the model before the first update,
+            the master weights take their values.
+        name: becomes part of the names of the Parameters that hold the state. Two
+            wrapped optimizers in one program need different names.
+        data_parallel: True if all workers share each window. The constructor, the end
+            of each window and ``flush`` are then collective operations, in which every
+            worker must take part.
     """
 
     def __init__(
@@ -177,8 +184,8 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
         require_unwrapped(inner)
         require_no_scale(inner)
         if options.master_weights:
-            # The inner optimizer's parameters will be the masters. Users still
-            # differentiate with respect to the model's parameters.
+            # The inner optimizer's parameters will be the master weights, but users
+            # still differentiate with respect to the model's parameters.
             self.parameters = ParameterTuple(inner.parameters)
         parameters = inner.parameters
         this_place = None
@@ -227,10 +234,9 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
             nn.Cell.__setattr__(self, name, value)
         elif name in FIXED_NAMES:
             raise UsageError(
-                f"{name}: expected a value that is not changed after wrapping, because"
-                f" compiled code has already read it; got {value!r}"
-                f" ({type(value).__name__}). Wrap the optimizer again, or pass a"
-                " schedule as steps=."
+                f"{name}: expected no assignment after wrapping, because compiled code"
+                f" has already read the value; got {value!r} ({type(value).__name__})."
+                " Wrap the optimizer again, or pass a schedule as steps=."
             )
         elif (
             name not in self.__dict__
@@ -255,27 +261,27 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
 
         Args:
             gradients: a tuple or list in the order of ``self.parameters``; None for a
-                parameter without a gradient. They must be multiplied by the loss scale,
-                if there is one.
-            positional_weight: `weight`, passed by position. A floating Tensor or array
-                without a loss must be passed as ``weight=``, because it may be the
-                loss.
+                parameter without a gradient. If there is a loss scale, the gradients
+                must be multiplied by it.
+            positional_weight: `weight`, passed by position. If no loss is passed, a
+                floating-point Tensor or array must be passed as ``weight=``, because it
+                could be the loss.
             positional_loss: `loss`, passed by position after the weight.
-            weight: the number of items in the micro-batch, a number or a one-element
-                Tensor, >= 0; 1 if left out.
-            loss: the unscaled loss of the micro-batch, a number or a one-element
+            weight: the number of items in the micro-batch: a number or a one-element
+                Tensor, >= 0. The default is 1.
+            loss: the unscaled loss of the micro-batch: a number or a one-element
                 Tensor. If all losses of a window are passed, ``result.loss`` is the
                 window's loss.
 
         Raises:
             GradientError: the gradients differ from the parameters in number, shape or
                 dtype.
-            ArgumentTypeError, ArgumentValueError: `weight` is not a finite number >= 0;
-                or the function ``steps`` did not return an int >= 1.
-            UsageError: the loss scale has never been read;
-                ``jit(capture_mode="trace")`` is recording; the window is full, because
-                its update raised; or an exception left the window or its update
-                partially written.
+            ArgumentTypeError, ArgumentValueError: `weight` is not a finite number >= 0,
+                or the function passed as ``steps`` did not return an int >= 1.
+            UsageError: the loss scale has never been read; the call is inside
+                ``jit(capture_mode="trace")``; the window is full, because its update
+                raised an error; or an exception left the window or its update partially
+                written.
         """
         refuse_trace()
         for extension in self.storage.extensions:
@@ -317,8 +323,8 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
         return is_full
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return ``loss`` times the loss scale, in the loss's dtype. Differentiate this
-        product, in any mode.
+        """Return ``loss`` times the loss scale, in the loss's dtype. Differentiate the
+        result instead of ``loss``. This works from Python and in compiled code.
         """
         if not self.storage.has_scale:
             return loss
@@ -326,18 +332,20 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
 
     @property
     def loss_scale(self) -> Parameter:
-        """The current loss scale, a float32 Parameter of shape (), for example to pass
-        as ``sens``. It can be read in any mode.
+        """The current loss scale: a float32 Parameter of shape (), which you can pass
+        as ``sens``, for example. It can be read from Python and in compiled code.
         """
         note_read(self.storage.scale_key)
         return self.storage.loss_scale
 
     @property
     def result(self) -> StepResult:
-        """The result of the last micro-batch, flush or discard, in Python numbers. It
-        can be read only from Python. Reading it calls the listeners.
+        """The result of the last call (a micro-batch, ``flush`` or ``discard``), as
+        Python numbers. It can be read only from Python, and reading it calls the
+        listeners.
 
-        Reading it does not count as reading the loss scale.
+        Training with a loss scale requires that you read the scale. Reading ``result``
+        does not count as reading it.
 
         Raises:
             UsageError: compiled code skipped a window, because the workers had
@@ -351,22 +359,23 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
     def epoch(
         self, loader: Iterable[M], *, carry: bool = False, progress: bool = False
     ) -> kit.Epoch[M]:
-        """Iterate over the micro-batches of a loader, from Python, and flush when it
-        ends: ``for x, y in opt.epoch(loader):``.
+        """Iterate from Python over the micro-batches of a loader, and flush when the
+        loader ends: ``for x, y in opt.epoch(loader):``.
 
-        A loop that is left early leaves its window open. With several workers, each
-        flushes once, when its own loader ends. A `GradAccumWarning` is given, once, if
-        micro-batches of unequal size have no weight (in compiled code, only if the
-        program is compiled for their size). Another is given, once, if an earlier loop
-        was left early and its window is still open.
+        If you leave the loop early, its window stays open. With several workers, each
+        worker flushes once, when its own loader ends. A `GradAccumWarning` is issued
+        once if micro-batches differ in size but have no weight; in compiled code, this
+        is noticed only if the program is compiled for each size. Another warning is
+        issued once if an earlier loop was left early and its window is still open.
 
         Args:
             loader: yields the micro-batches, such as a `mindspore.dataset` dataset.
-            carry: leave the last window open for the next pass.
-            progress: show a progress bar; needs rich.
+            carry: True leaves the last window open for the next epoch.
+            progress: True shows a progress bar, which requires the package rich.
 
         Raises:
-            ArgumentTypeError: `loader` is not iterable, or a flag is not a bool.
+            ArgumentTypeError: `loader` is not iterable, or `carry` or `progress` is not
+                a bool.
             ModuleNotFoundError: `progress` is true, but rich is not installed.
         """
         micro_batches = kit.epoch(
@@ -384,18 +393,18 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
         self.storage.open_window_warning.in_epoch = False
 
     def updates_in(self, loader: Sized | int, epochs: int = 1) -> int:
-        """Return the number of updates that `epochs` passes of `epoch` over a loader
-        will make from now on, for example as the length of a schedule.
+        """Return the number of updates that `epochs` epochs over a loader will make
+        from now on. Use it, for example, as the length of a schedule.
 
         Args:
             loader: an object with a length, or the number of micro-batches, an int >=
                 0.
-            epochs: the number of passes, an int >= 0.
+            epochs: the number of epochs, an int >= 0.
 
         Raises:
-            ArgumentTypeError: `loader` has no length; or windows are closed by weight
-                or by ``flush``, so that their number is not known in advance.
-            ArgumentValueError: a number is below 0.
+            ArgumentTypeError: `loader` has no length, or windows are closed by weight
+                or by ``flush``, so their number is not known in advance.
+            ArgumentValueError: `epochs` or the number of micro-batches is below 0.
         """
         return updates_in(
             loader,
@@ -409,12 +418,13 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
         """Call `listener` with a `gradaccum.watching.ClosedWindow` after each window
         that closes, whether its update is applied or skipped.
 
-        Python calls it at the end of the call that closed the window (of this
-        optimizer, of ``flush`` or of `gradaccum_mindspore.TrainOneStepCell`), and
-        between two windows that one ``flush`` closes. If you compile the step yourself,
-        read ``result`` after each step: reading it calls the listener, with NaN as
-        ``weight`` and ``micro_batches``. If the listener raises an error, the call
-        raises it too, and the update has already been made.
+        Python calls the listener at the end of the call that closed the window: a call
+        of this optimizer, of ``flush`` or of `gradaccum_mindspore.TrainOneStepCell`. If
+        one ``flush`` closes several windows, the listener is called after each of them.
+        If you compile the step yourself, read ``result`` after each step: reading it
+        calls the listener, with NaN as ``weight`` and ``micro_batches``. If the
+        listener raises an error, the call raises it too, and the update has already
+        been made.
 
         Args:
             listener: a function that accepts a `gradaccum.watching.ClosedWindow`.
@@ -447,7 +457,7 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
         return self.storage.listener_calls.on_update(function)
 
     def __repr__(self) -> str:
-        """Return the state in one line, after waiting for the device.
+        """Return a one-line description of the state. The call waits for the device.
         ``print(optimizer.inner)`` shows the inner optimizer.
         """
         steps = self.options.steps

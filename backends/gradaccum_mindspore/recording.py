@@ -1,5 +1,5 @@
-"""Record the gradients that a MindSpore optimizer gets while a loop runs, for the loop
-check.
+"""Record the gradients that a training loop passes to a MindSpore optimizer, for
+`gradaccum.check_loop`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from gradaccum_mindspore.optimizer import AccumulatingOptimizer
 
 
 class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
-    """An optimizer to use instead of the inner optimizer. It records the gradients that
-    it gets, and does not change the parameters. It works in PyNative, inside
-    `mindspore.jit` and in graph mode.
+    """An optimizer that records the gradients passed to it and does not change the
+    parameters. Use it instead of the inner optimizer to check a training loop. It works
+    in PyNative mode, inside `mindspore.jit` and in graph mode.
 
         recorder = gradaccum_mindspore.LoopRecorder(net.trainable_params(), updates=4)
         train(recorder)
@@ -28,8 +28,8 @@ class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
 
     Args:
         parameters: the trained parameters.
-        updates: the number of updates to keep. Each needs as much memory as the
-            parameters.
+        updates: the maximum number of updates to record. Each recorded update needs as
+            much memory as the parameters.
     """
 
     def __init__(self, parameters: Sequence[Any], updates: int = 8) -> None:
@@ -48,7 +48,8 @@ class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
         self.records = ms.ParameterTuple(records)
 
     def construct(self, gradients: Any) -> Any:
-        # The updates after the last kept row overwrite an extra row that is never read.
+        # When all rows are used, each further update overwrites one extra row, which is
+        # never read.
         row = ops.minimum(self.updates_made, Tensor([self.kept_updates], ms.int32))
         for record, gradient in zip(self.records, gradients):  # noqa: B905
             ops.scatter_update(record, row, gradient.astype(record.dtype)[None])
@@ -66,8 +67,8 @@ class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
         """Report which micro-batches each update contained, and with what weight.
 
         Args:
-            loss_fn: ``loss_fn(*micro_batch)`` returns a scalar loss, not yet divided or
-                weighted.
+            loss_fn: ``loss_fn(*micro_batch)`` returns the scalar loss of a micro-batch,
+                before it is divided or weighted.
             micro_batches: the micro-batches that the loop trained on, in the same
                 order.
             weight: ``weight(*micro_batch)`` returns the weight of a micro-batch; by
@@ -76,7 +77,7 @@ class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
                 `gradaccum.check_loop`.
 
         Raises:
-            IndexError: the loop made more updates than are kept.
+            IndexError: the loop made more updates than the recorder keeps.
         """
         update_count = int(self.updates_made.asnumpy()[0])
         batches = [kit.as_arguments(each) for each in micro_batches]
@@ -100,9 +101,9 @@ class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
 
 def recording(optimizer: Any) -> AbstractContextManager[LoopRecorder]:
     """Start recording with the `LoopRecorder` that the loop uses as its optimizer,
-    wrapped or not.
+    whether or not gradaccum has wrapped it.
 
-    MindSpore compiles an optimizer together with the step, so the calls of another
+    MindSpore compiles an optimizer together with the step, so calls to any other
     optimizer cannot be observed.
     """
     recorder = optimizer

@@ -1,8 +1,8 @@
-"""Load a checkpoint of a wrapped optimizer. It is checked completely before anything is
-written, and compiled code sees the loaded values.
+"""Load a checkpoint of a wrapped optimizer. The whole checkpoint is checked before
+anything is written, and functions that are already compiled use the loaded values.
 
-`mindspore.load_param_into_net` skips missing values and does not check the window, and
-a function that was compiled earlier ignores the values that it writes.
+In contrast, `mindspore.load_param_into_net` skips missing values and does not check the
+window, and functions that are already compiled ignore the values that it loads.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def load_checkpoint_into(cell: nn.Cell, parameter_dict: Checkpoint) -> None:
     Raises:
         CheckpointError: a value is missing, or has another shape or dtype; the open
             window was saved with another reduction, overflow policy, loss scale or
-            number of steps, or by another worker or number of workers; or two
-            Parameters of `cell` have the same name. Nothing is written in these cases.
+            number of steps, or by a worker with another rank or another number of
+            workers; or two Parameters of `cell` have the same name. Nothing is written
+            in these cases.
     """
     cells = [part for _, part in nn.Cell.cells_and_names(cell)]
     storages = [part for part in cells if isinstance(part, Storage)]
@@ -45,7 +46,7 @@ def load_checkpoint_into(cell: nn.Cell, parameter_dict: Checkpoint) -> None:
             raise CheckpointError(
                 "cell: expected Parameters with different names, because a checkpoint"
                 f" has one value for each name; got two Parameters called {name!r}. If"
-                " there are two wrapped optimizers, give one a name:"
+                " there are two wrapped optimizers, give one of them a name:"
                 " gradaccum.wrap(..., name='generator')."
             )
     # A checkpoint of a single worker has no entry for its rank.
@@ -70,8 +71,8 @@ def require_fit(name: str, parameter: Parameter, entry: Tensor | None) -> None:
     found = "no such entry" if entry is None else kind_of(entry)
     if found != wanted:
         raise CheckpointError(
-            f"{name!r}: expected {wanted}; got {found}. Load the checkpoint of the"
-            " same model and optimizer, saved as a whole:"
+            f"{name!r}: expected {wanted}; got {found}. Load a checkpoint of the same"
+            " model and optimizer that contains the whole cell:"
             " mindspore.save_checkpoint(cell, file)."
         )
 
@@ -81,8 +82,8 @@ def kind_of(tensor: Tensor) -> str:
 
 
 def resumed_values(storage: Storage, parameter_dict: Checkpoint) -> dict[str, object]:
-    """Return, by name, the values that must differ from the checkpoint's values; raise
-    unless its window can be resumed here.
+    """Return a dict from the names of Parameters to the values that are loaded instead
+    of the checkpoint's values. Raise unless the saved window can be resumed here.
     """
     fields = {field: getattr(storage, field).name for field in FIELD_DTYPES}
     saved_state = State(
@@ -93,8 +94,8 @@ def resumed_values(storage: Storage, parameter_dict: Checkpoint) -> dict[str, ob
     if saved_state.micro_step:
         options = with_known_size(options, saved_state.optimizer_step)
     elif storage.size_varies:
-        # A schedule may end with the run. So only the next micro-batch calls it, and
-        # writes the size that it returns.
+        # A schedule may not be defined after the last update of a run. So it is called
+        # only when the next micro-batch is added, which also stores the window's size.
         options = options._replace(steps=terms.steps)
     state = kit.resumed(saved_state, terms, options)
     values: dict[str, object] = dict(zip(fields.values(), state, strict=True))
@@ -123,9 +124,9 @@ def require_place(place: tuple[int, int], storage: Storage) -> None:
         saved_rank, saved_workers = place
         rank, workers = storage.place
         raise CheckpointError(
-            f"{storage.prefix}.{WORKERS}: expected the open window of rank {rank} of"
-            f" {workers}; got the open window of rank {saved_rank} of {saved_workers}."
-            " Let each worker load its own file. If the number of workers has changed,"
-            " use gradaccum_mindspore.redistributed(states, workers), or save between"
-            " two windows."
+            f"{storage.prefix}.{WORKERS}: expected a checkpoint saved by rank {rank}"
+            f" of {workers} workers; got a checkpoint saved by rank {saved_rank} of"
+            f" {saved_workers}. Let each worker load its own file. If the number of"
+            " workers has changed, use gradaccum_mindspore.redistributed(states,"
+            " workers), or save between two windows."
         )

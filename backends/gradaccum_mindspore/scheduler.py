@@ -1,7 +1,8 @@
-"""A gate for a scheduler of `mindspore.experimental.optim.lr_scheduler`: it can be
-called after each micro-batch, and steps once per update.
+"""A wrapper for the learning-rate schedulers of
+`mindspore.experimental.optim.lr_scheduler`. The wrapped scheduler can be called after
+each micro-batch, but steps only once per update.
 
-If several workers share windows, one ``flush()`` may close several of them. The
+If several workers share windows, one ``flush()`` may close several windows. The
 optimizer then steps the scheduler between these windows.
 """
 
@@ -19,11 +20,12 @@ SCHEDULERS = (LRScheduler, ReduceLROnPlateau, SequentialLR)
 
 
 class GatedScheduler:
-    """A scheduler that steps only if an update has been applied since its last step.
-    Call it from Python, not in compiled code.
+    """A learning-rate scheduler that steps only if an update has been applied since its
+    last step. Call it from Python, not in compiled code.
 
     Args:
-        scheduler: one of `SCHEDULERS`, built on a wrapped optimizer.
+        scheduler: a scheduler from `mindspore.experimental.optim.lr_scheduler` that was
+            created with a wrapped optimizer.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -41,8 +43,8 @@ class GatedScheduler:
             self._scheduler.step(*args, **kwargs)
 
     def follow(self) -> None:
-        """Step as `step` does. `ReduceLROnPlateau` is left out, because it needs a loss
-        that only the caller has.
+        """Step the scheduler as `step` does, unless it is a `ReduceLROnPlateau`, which
+        needs a loss that only the caller has.
         """
         if not isinstance(self._scheduler, ReduceLROnPlateau):
             self.step()

@@ -1,11 +1,12 @@
-"""The stored state of a wrapped optimizer: one `mindspore.Parameter` for each field of
-the state, and one sum for each parameter of the model.
+"""The state of a wrapped optimizer: one `mindspore.Parameter` for each field of the
+state, and one Parameter with the gradient sum for each parameter of the model.
 
-PyNative code, compiled functions and checkpoints can all use Parameters. Their names
-depend only on the names of the model's parameters and on the ``name=`` option, so a
-resumed run finds them in another process. ``grad_sum`` is a suffix, because
-`mindspore.load_param_into_net` would load a Parameter called ``grad_sum.weight`` into a
-missing ``weight``. A sum is zero unless ``micro_step > 0``.
+PyNative code, compiled functions and checkpoints can all use Parameters. The names of
+these Parameters depend only on the names of the model's parameters and on the ``name=``
+option, so a resumed run finds them again in another process. ``grad_sum`` comes last in
+a name, because `mindspore.load_param_into_net` would load a Parameter called
+``grad_sum.weight`` into a missing ``weight``. A gradient sum is zero while no window is
+open.
 """
 
 from __future__ import annotations
@@ -47,11 +48,12 @@ from gradaccum_mindspore.loss_scale import key_of
 from gradaccum_mindspore.master_weights import MasterWeights
 
 Checkpoint = Mapping[str, Parameter | Tensor]
-"""A checkpoint as `mindspore.load_checkpoint` returns it."""
+"""A checkpoint in the form that `mindspore.load_checkpoint` returns."""
 
-# The size of a window. If the user passed a function, Python code calls it with an int,
-# and compiled code calls it with an int32 Tensor. Outside compiled code, a wrong size
-# raises an error. In compiled code, a window with a size below 1 counts as an overflow.
+# The option ``steps`` may be a function that returns the size of a window. Python code
+# calls it with an int, and compiled code calls it with an int32 Tensor. Outside
+# compiled code, a wrong size raises an error. In compiled code, a window with a size
+# below 1 is skipped as an overflow.
 
 
 Sizes = int | tuple[tuple[int, int], ...] | Callable[[Any], Any]
@@ -62,8 +64,9 @@ def sizes_of(steps: Schedule) -> Sizes | None:
 
 
 def window_size(steps: Schedule, optimizer_step: int) -> Schedule:
-    """Return the size of the window after update `optimizer_step`: an int, an
-    `UntilWeight` with an int, or None.
+    """Return the size of the window that follows update number `optimizer_step`: a
+    number of micro-batches, a weight (`UntilWeight`), or None if only ``flush`` closes
+    windows.
     """
     if kit.is_known(steps):
         size: Schedule = kit.steps_at(steps, optimizer_step, kit.select)
@@ -72,7 +75,8 @@ def window_size(steps: Schedule, optimizer_step: int) -> Schedule:
     try:
         number = function(optimizer_step)
     except Exception:
-        # The function may use operators that accept only Tensors, for compiled code.
+        # The function may be written for compiled code, with operators that accept only
+        # Tensors.
         number = function(Tensor(optimizer_step, ms.int32))
     if isinstance(number, Tensor):
         number = number.item()
@@ -85,49 +89,52 @@ def with_known_size(options: Options, optimizer_step: int) -> Options:
     return options._replace(steps=window_size(options.steps, optimizer_step))
 
 
-# The names of the Parameters.
-
-
 PACKAGE = "gradaccum"
 WORKERS = "workers"
-"""The last part of the name of `Storage.saved_place`."""
+"""The last part of the name of the Parameter that holds the worker's rank and the
+number of workers.
+"""
 
 
 def state_prefix(name: str) -> str:
-    """Return the prefix of the state's names; no layer's name starts with it."""
+    """Return the name prefix of the Parameters that hold the state. No layer's name
+    starts with this prefix.
+    """
     return name if name == PACKAGE else f"{name}.{PACKAGE}"
 
 
 def suffixes(prefix: str) -> tuple[str, str]:
-    """Return the suffixes of the names of sums and masters."""
+    """Return the two suffixes that are added to a model parameter's name: the suffix
+    for its gradient sum, and the suffix for its master weight.
+    """
     name = prefix if prefix == PACKAGE else prefix.removesuffix(f".{PACKAGE}")
     return f".{name}.grad_sum", f".{name}.master"
 
 
 def prefixes_in(checkpoint: Checkpoint) -> list[str]:
-    """Return the prefix of each wrapped optimizer in a checkpoint."""
+    """Return the name prefix of each wrapped optimizer saved in a checkpoint."""
     ending = ".micro_step"
     return [name.removesuffix(ending) for name in checkpoint if name.endswith(ending)]
 
 
-# The Parameters.
-
-
 DTYPES = {"int32": ms.int32, "float32": ms.float32, "bool": ms.bool_}
 GRAD_NORM = 3
-"""The index of the norm in `Storage.last_event`."""
-STEPS = 1 + Terms._fields.index("steps")  # after the format
-"""The index of the open window's size in `Storage.terms`."""
+"""The index of the gradient norm in `Storage.last_event`."""
+STEPS = 1 + Terms._fields.index("steps")  # The format is at index 0.
+"""The index of the open window's size in the encoded options, `Storage.terms`."""
 WEIGHT_FIX = (
     "pass their number as weight= with each micro-batch, as"
     " gradaccum_mindspore.TrainOneStepCell does"
 )
 INVALID = -1
-"""The ``micro_step`` of a window that an exception left partially written."""
+"""The value of ``micro_step`` after an exception has left the window partially written.
+"""
 
 
 class Storage(nn.Cell):  # type: ignore[misc]
-    """The Parameters of one wrapped optimizer, and its observers."""
+    """The Parameters that hold the state of one wrapped optimizer, and the objects that
+    observe its windows.
+    """
 
     def __init__(
         self,
@@ -147,7 +154,8 @@ class Storage(nn.Cell):  # type: ignore[misc]
         self.size_varies = not isinstance(sizes_of(options.steps), int | None)
         self.has_scale = options.scale_rule != ScaleRule()
         self.scale_key = key_of(options)
-        """A constant with which compiled code checks that the loss scale has been read.
+        """The number by which compiled code identifies this optimizer when it checks
+        that the loss scale has been read.
         """
         self.add_state()
         self.has_workers = place is not None
@@ -155,7 +163,7 @@ class Storage(nn.Cell):  # type: ignore[misc]
         """This worker's rank and the number of workers."""
         if self.has_workers:
             self.saved_place = self.entry(WORKERS, self.place, ms.int32)
-            """The `place`, saved in checkpoints."""
+            """A copy of `place` that is saved in checkpoints."""
         self.window_loss = WindowLoss(self.prefix, options, self.float_dtype)
         self.sizes = kit.Sizes(options.reduction, WEIGHT_FIX)
         self.listener_calls = ListenerCalls(self)
@@ -165,7 +173,7 @@ class Storage(nn.Cell):  # type: ignore[misc]
             self.open_window_warning,
         )
         self.schedulers: WeakSet[Any] = WeakSet()
-        """The gated schedulers of the inner optimizer."""
+        """The wrapped learning-rate schedulers of the inner optimizer."""
 
     def add_sums(
         self, parameters: Sequence[Parameter], sharded_places: Sequence[int]
@@ -181,20 +189,21 @@ class Storage(nn.Cell):  # type: ignore[misc]
         ]
         has_float64 = ms.float64 in sum_dtypes
         self.float_dtype = ms.float64 if has_float64 else ms.float32
-        """The dtype of `weight` and of norms."""
+        """The dtype of the window's weight and of gradient norms."""
         self.largest_number = kit.largest_number(float64_weight=has_float64)
         self.gradient_dtypes = tuple(
             ms.float32 if options.master_weights and dtype in HALF else dtype
             for _, _, dtype in self.specs
         )
-        """The dtype of each gradient that the inner optimizer gets."""
+        """The dtype of the gradient that the inner optimizer gets, for each parameter.
+        """
         self.narrow_places = tuple(
             position
             for position, dtype in enumerate(sum_dtypes)
             if narrows(dtype, self.gradient_dtypes[position])
         )
-        """The positions of the sums that can be finite although the gradient is not
-        finite in the inner optimizer's dtype.
+        """The indices of the gradient sums that can be finite although the gradient
+        becomes infinite in the dtype that the inner optimizer gets.
         """
         self.sums = ParameterTuple(
             [
@@ -206,14 +215,16 @@ class Storage(nn.Cell):  # type: ignore[misc]
             ]
         )
         self.sharded_places = tuple(sharded_places)
-        """The positions of the sums that are not shared between the workers."""
+        """The indices of the gradient sums that are not all-reduced, because their
+        parameters are sharded.
+        """
         sharded_sums = tuple(self.sums[place] for place in sharded_places)
         shared_sums = tuple(
             total
             for place, total in enumerate(self.sums)
             if place not in sharded_places
         )
-        # A Cell would list these Parameters a second time.
+        # With plain assignments, the Cell would list these Parameters a second time.
         object.__setattr__(self, "sharded_sums", sharded_sums)
         object.__setattr__(self, "shared_sums", shared_sums)
 
@@ -226,13 +237,13 @@ class Storage(nn.Cell):  # type: ignore[misc]
             setattr(self, field, self.entry(field, value, dtype))
         codes = kit.encode_terms(self.terms_after(0))
         self.terms = self.entry("terms", codes, ms.int32)
-        """The options that the open window depends on, for a checkpoint, encoded by
-        `gradaccum.kit.encode_terms`.
+        """The options that the open window depends on, encoded as integers by
+        `gradaccum.kit.encode_terms` so that a checkpoint can store them.
         """
         self.last_event = self.entry("last_event", [0.0] * 4, self.float_dtype)
-        """(applied, skipped, overflow, grad_norm) of a `StepResult`. A flag counts only
-        while flag == micro_step + 1, so it expires at the next micro-batch without a
-        write.
+        """The outcome of the last call, as in a `StepResult`: (applied, skipped,
+        overflow, grad_norm). A flag is true only while it equals ``micro_step + 1``, so
+        it becomes false at the next micro-batch without being written.
         """
 
     def entry(self, name: str, value: object, dtype: DType) -> Parameter:
@@ -243,20 +254,22 @@ class Storage(nn.Cell):  # type: ignore[misc]
         return kit.terms_of(options, optimizer_step)
 
     def note_loaded(self) -> None:
-        """Notify the observers and the schedulers that a checkpoint was loaded."""
+        """Notify the window's observers and the schedulers that a checkpoint was
+        loaded.
+        """
         for observer in (*self.extensions, *self.schedulers):
             observer.state_loaded()
 
     def between_windows(self) -> None:
-        """Call the listeners and step the schedulers between two windows of one call,
-        as the loops of the other workers do after each window.
+        """Call the listeners and step the schedulers between two windows that one
+        ``flush`` closes, as other workers do in their training loops after each window.
         """
         self.listener_calls.between_windows()
         for scheduler in self.schedulers:
             scheduler.follow()
 
-    # Reading and writing from Python, where an operator costs more than reading a
-    # scalar. So unchanged values are not written.
+    # The methods below read and write the state from Python. There an operator costs
+    # more than reading a scalar, so values that have not changed are not written.
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -270,7 +283,9 @@ class Storage(nn.Cell):  # type: ignore[misc]
             raise
 
     def at_rest(self, state: Fields) -> State:
-        """Return `state` with its numbers rounded as they will be stored."""
+        """Return `state` with each number rounded to the dtype in which it will be
+        stored.
+        """
         has_float64 = self.float_dtype == ms.float64
         return kit.at_rest(State(*state), float64_weight=has_float64)
 
@@ -278,15 +293,17 @@ class Storage(nn.Cell):  # type: ignore[misc]
         return State(*(getattr(self, field).item() for field in FIELD_DTYPES))
 
     def pull(self) -> State:
-        """Read the state; raise if an exception left the window partially written."""
+        """Return the state; raise an error if an exception has left the window
+        partially written.
+        """
         state = self.read()
         if state.micro_step == INVALID:
             raise kit.half_made_error()
         return state
 
     def push(self, state: Fields, before: State) -> State:
-        """Write the fields in which `state` differs from `before`, the state that was
-        last read or pushed; return the state as stored.
+        """Write the fields of `state` that differ from `before`, the state that was
+        last read or written. Return the state as it is now stored.
         """
         rounded_state = self.at_rest(state)
         for field, old, new in zip(FIELD_DTYPES, before, rounded_state, strict=True):
@@ -303,8 +320,8 @@ class Storage(nn.Cell):  # type: ignore[misc]
         *,
         micro_step: int = 0,
     ) -> None:
-        """Write the values of the next `StepResult`; without `grad_norm`, keep the last
-        norm.
+        """Store the outcome of a call, which the next `StepResult` reports. If
+        `grad_norm` is None, keep the last gradient norm.
         """
         last_event = self.last_event.tolist()
         if grad_norm is None:
@@ -315,7 +332,7 @@ class Storage(nn.Cell):  # type: ignore[misc]
             write_numbers(self.last_event, event)
 
     def push_size(self, size: Schedule) -> None:
-        """Write the size of the open window."""
+        """Store the size of the open window."""
         *other_terms, last_code = self.terms.tolist()
         code = kit.code_of(size)
         if code != last_code:

@@ -1,4 +1,5 @@
-"""Training steps: the training cell, and a callback for `mindspore.train.Model.train`.
+"""A training step for one micro-batch, and a callback for
+`mindspore.train.Model.train`.
 
 `mindspore.nn.TrainOneStepCell` can neither use a loss scale that changes nor weight a
 micro-batch. The `TrainOneStepCell` of this module does both.
@@ -21,27 +22,26 @@ from gradaccum_mindspore.checks import Weight
 from gradaccum_mindspore.gradient_sum import write_numbers
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer
 
-# The training cell.
-
-
 WeightFunction = Callable[..., Weight]
 
 
 def items(*inputs: Tensor) -> Weight:
-    """Return the length of the first input's first axis."""
+    """Return the number of items in a micro-batch: the length of the first input's
+    first axis.
+    """
     return inputs[0].shape[0]
 
 
 @constexpr  # type: ignore[untyped-decorator]
 def refuse_losses(shape: tuple[int, ...]) -> None:
-    """Raise `ArgumentValueError`, because the network returns several losses, and
-    MindSpore differentiates their sum.
+    """Raise `ArgumentValueError`, because the network returned several losses, and
+    MindSpore would differentiate their sum instead of their mean.
     """
     raise ArgumentValueError(
         'network: expected one loss, because reduction="mean" needs the mean over each'
-        f" micro-batch; got losses of shape {shape}, whose sum is differentiated. Let"
-        " the network return their mean, as nn.MSELoss() does, or wrap with"
-        ' reduction="sum" or "sum_per_item".'
+        f" micro-batch; got losses of shape {shape}, whose sum MindSpore would"
+        " differentiate. Let the network return their mean, as nn.MSELoss() does, or"
+        ' pass reduction="sum" or "sum_per_item" to gradaccum.wrap.'
     )
 
 
@@ -52,17 +52,18 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
     It works in PyNative, in `mindspore.jit`, in graph mode, and as the network of
     `mindspore.train.Model`: ``Model(TrainOneStepCell(nn.WithLossCell(net, loss_fn),
     optimizer))``. A checkpoint of this cell also contains the statistics of
-    normalization layers. Without ``data_parallel=True``, in MindSpore's data parallel
-    mode, it averages the workers' gradients in each micro-batch, so all workers must
-    have the same number of items.
+    normalization layers. If the optimizer was wrapped without ``data_parallel=True``
+    and MindSpore is in its data parallel mode, the cell averages the gradients over the
+    workers in each micro-batch. All workers must then have the same number of items.
 
     Args:
         network: a Cell that returns the unscaled loss.
-        optimizer: the wrapped optimizer; its loss scale, if any, is applied here.
+        optimizer: the wrapped optimizer. If it has a loss scale, this cell multiplies
+            the loss by it.
         weight: a function of the network's inputs that returns the number of items in
-            the micro-batch, a number or a one-element Tensor; by default, the length of
-            the first input's first axis. None means that every micro-batch has weight
-            1, which saves a pass over the gradients.
+            the micro-batch, as a number or a one-element Tensor. By default, this is
+            the length of the first input's first axis. None means that every
+            micro-batch has weight 1, which saves a pass over the gradients.
 
     Returns:
         A call returns the unscaled loss of the micro-batch.
@@ -82,10 +83,11 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
         if optimizer.storage.has_workers:
             self.grad_reducer = nn.Identity()
         if weight is None:
-            # Micro-batches of all sizes count the same, as in a sum.
+            # Here every micro-batch has weight 1, so no warning is needed if their
+            # sizes differ. `Sizes("sum")` never warns.
             optimizer.storage.sizes = Sizes("sum")
-        # This is not called `weight`, because a Cell with a tuple of parameters has an
-        # attribute with each parameter's name.
+        # This is not called `weight`, because a Cell that contains a tuple of
+        # Parameters gets an attribute with each Parameter's name.
         self.weight_of_micro_batch = weight
         self.takes_means = optimizer.options.reduction == "mean"
         self.backward = ms.value_and_grad(
@@ -118,15 +120,15 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
     """Close the open window in the last step of each epoch, so that no window spans two
     epochs.
 
-    Put this callback before callbacks that save checkpoints, because they save at the
-    end of a step, when this callback flushes. `mindspore.train.Model.fit` validates
-    after the flush. In dataset sink mode, which a CPU does not have, an epoch is
-    ``sink_size`` steps.
+    Put this callback before callbacks that save checkpoints, because all of them run at
+    the end of a step, and a checkpoint should contain the epoch's last update.
+    `mindspore.train.Model.fit` validates after the flush. In dataset sink mode, which
+    is not available on a CPU, an epoch has ``sink_size`` steps.
 
-    After each step the callback calls the optimizer's listeners with the window that
-    the step closed. It warns once about micro-batches of unequal size without a weight,
-    such as the micro-batches of ``Model(net, loss_fn, optimizer)``. In sink mode it
-    cannot warn, because Python does not see the micro-batches.
+    After each step that closed a window, the callback calls the optimizer's listeners.
+    It warns once if micro-batches of unequal size have no weight, as in ``Model(net,
+    loss_fn, optimizer)``. In sink mode it cannot warn, because Python does not see the
+    micro-batches.
 
     Args:
         optimizer: the wrapped optimizer.
@@ -136,8 +138,8 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
         super().__init__()
         self.optimizer = optimizer
         self.has_flushed = False
-        """True after a flush in this epoch. Workers that share windows each flush once
-        per epoch, whatever their windows contain.
+        """True after this callback has flushed in the current epoch. If workers share
+        windows, each worker flushes once per epoch, even if its window is empty.
         """
 
     def on_train_begin(self, run_context: RunContext) -> None:
@@ -149,7 +151,7 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
         if any(isinstance(callback, ModelCheckpoint) for callback in before):
             raise UsageError(
                 "callbacks: expected FlushAtEpochEnd before ModelCheckpoint, because"
-                " both work at the end of a step; got FlushAtEpochEnd after"
+                " both run at the end of a step; got FlushAtEpochEnd after"
                 " ModelCheckpoint, so the saved file would lack the epoch's last"
                 " update. Write callbacks=[FlushAtEpochEnd(optimizer), ...]."
             )
@@ -163,21 +165,20 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
         self.optimizer.storage.sizes.see(run.train_dataset_element)
         steps = run.batch_num
         if not run.dataset_sink_mode:
-            # Outside sink mode `batch_num` is the `sink_size`, if a `sink_size` was
-            # passed.
+            # If a `sink_size` was passed, `batch_num` equals it even outside sink mode.
             steps = run.train_dataset.get_dataset_size()
         if run.cur_step_num % steps == 0:
             self._flush()
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
-        """Flush the window that an epoch left open when it was stopped early."""
+        """Flush the window that is still open if the epoch was stopped early."""
         has_workers = self.optimizer.storage.has_workers
         if not (has_workers and self.has_flushed):
             self._flush()
 
     def _flush(self) -> None:
-        """Flush. If no worker had an open window, keep the ``result`` of the last step
-        for the callbacks after this one.
+        """Flush the optimizer. If no worker had an open window, keep the ``result`` of
+        the last step, because callbacks that run later may read it.
         """
         storage = self.optimizer.storage
         last_event = storage.last_event.tolist()

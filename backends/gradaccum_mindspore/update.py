@@ -1,11 +1,11 @@
-"""The call of the inner optimizer, once per window, and the guard against any other
-call.
+"""Call the inner optimizer once per window, and raise an error if anything else calls
+it.
 
-While a wrapper is alive, a call of its inner optimizer raises an error. Both Python and
-MindSpore's compiler look up ``construct`` on the object, where they find a method that
-raises. `Update` calls the method of the class instead. A function that was compiled
-before the optimizer was wrapped is not compiled again, and calls the inner optimizer
-unnoticed.
+While a wrapped optimizer is alive, a direct call of its inner optimizer raises an
+error. Both Python and MindSpore's compiler look up ``construct`` on the inner optimizer
+itself, where they find a method that raises. `Update` calls the method of the
+optimizer's class instead. A function that was compiled before the optimizer was wrapped
+is not compiled again, so its calls of the inner optimizer are not detected.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from gradaccum_mindspore.gradient_sum import Gradients
 from gradaccum_mindspore.master_weights import MasterWeights, Optimizer
 
 IN_PLACE = ("mindspore.mint.optim.sgd", "mindspore.mint.optim.adam")
-"""The modules whose optimizers update parameters through ``Parameter.add_``, which
-changes nothing in PyNative on a CPU in MindSpore 2.10.
+"""The modules whose optimizers update parameters through ``Parameter.add_``. In
+MindSpore 2.10, this method changes nothing in PyNative mode on a CPU.
 """
 
 
 class Update(nn.Cell):  # type: ignore[misc]
-    """Calls the inner optimizer, and writes the rounded masters, if there are any, into
-    the model.
+    """Calls the inner optimizer. If there are float32 master weights, their rounded
+    values are then written into the model.
     """
 
     def __init__(self, inner: Optimizer, masters: MasterWeights) -> None:
@@ -43,13 +43,14 @@ class Update(nn.Cell):  # type: ignore[misc]
         self.inner_attributes = vars(inner)
         self.guard = MethodType(guarded_construct, inner)
         self.inner_attributes["construct"] = self.guard
-        # In graph mode Python would call the program that was compiled before.
+        # In graph mode, Python would otherwise call the program that was compiled
+        # earlier.
         inner.compile_cache.clear()
         finalize(self, self.inner_attributes.pop, "construct", None)
 
     def __call__(self, gradients: Gradients) -> bool:
-        # MindSpore compiles most ``construct`` methods, even in PyNative, and looks
-        # them up by this name.
+        # Even in PyNative mode, MindSpore compiles the ``construct`` method of most
+        # optimizers, and looks it up by this name.
         del self.inner_attributes["construct"]
         try:
             self.masters.copy_model_into_masters()
@@ -70,22 +71,21 @@ class Update(nn.Cell):  # type: ignore[misc]
         return True
 
     def require_effect(self) -> None:
-        """Raise unless the inner optimizer changes parameters in PyNative."""
+        """Raise unless the inner optimizer changes parameters in PyNative mode."""
         kind = type(self.inner)
         if kind.__module__ in IN_PLACE and ms.get_context("device_target") == "CPU":
             raise UsageError(
                 "optimizer: expected an optimizer that changes parameters in PyNative"
                 f" on a CPU; got mint.optim.{kind.__name__}, which changes nothing"
-                " there. Compile the step with @mindspore.jit, or use an optimizer from"
-                " mindspore.nn."
+                " there. Compile the training step with @mindspore.jit, or use an"
+                " optimizer from mindspore.nn."
             )
 
 
-# The guard.
-
-
 def guarded_construct(self: Optimizer, *gradients: Any, **keywords: Any) -> bool:
-    """Raise when an inner optimizer's ``construct`` is called."""
+    """Raise an error. This function replaces the ``construct`` method of an inner
+    optimizer.
+    """
     refuse_call(self.cls_name)
     return True
 
@@ -94,9 +94,9 @@ def guarded_construct(self: Optimizer, *gradients: Any, **keywords: Any) -> bool
 def refuse_call(name: str) -> None:
     raise UsageError(
         "optimizer(gradients): expected a call of the wrapped optimizer, because only"
-        f" it knows when a window ends; got a call of the inner {name}. Write optimizer"
-        f" = gradaccum.wrap(nn.{name}(...), ...), so that only the wrapped optimizer"
-        " has a name, and call optimizer(gradients)."
+        " the wrapped optimizer knows when a window ends; got a call of the inner"
+        f" {name}. Write optimizer = gradaccum.wrap(nn.{name}(...), ...), so that no"
+        " variable refers to the inner optimizer, and call optimizer(gradients)."
     )
 
 
@@ -106,21 +106,21 @@ def is_guarded(inner: Optimizer) -> bool:
 
 
 def require_unwrapped(inner: Optimizer) -> None:
-    """Raise if `inner` has a wrapper that is still alive."""
+    """Raise if `inner` belongs to a wrapped optimizer that is still alive."""
     if is_guarded(inner):
-        gc.collect()  # Cells are in reference cycles.
+        gc.collect()  # Reference cycles can keep a deleted Cell alive.
     if is_guarded(inner):
         raise ArgumentTypeError(
             "optimizer: expected an optimizer that is not wrapped yet; got"
-            f" {type(inner).__name__}, which an earlier call of gradaccum.wrap wrapped."
-            " Use the optimizer that this call returned, or delete it (del opt) before"
-            " you wrap again."
+            f" {type(inner).__name__}, which was already wrapped by an earlier call to"
+            " gradaccum.wrap. Use the optimizer returned by that earlier call, or"
+            " delete it (del opt) before wrapping again."
         )
 
 
 def require_no_scale(inner: Optimizer) -> None:
     """Raise if `inner` has a loss scale, because it would divide the gradients by a
-    scale that the window does not know.
+    scale that gradaccum does not know.
     """
     scale = float(getattr(inner, "loss_scale", 1.0))
     if scale != 1:

@@ -1,3 +1,3 @@
-"""The large batch in one call, split into micro-batches, with the memory of one
-micro-batch.
+"""Process a large batch in one call, which splits it into micro-batches and needs only
+the memory of one micro-batch.
 """

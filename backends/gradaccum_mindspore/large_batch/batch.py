@@ -1,4 +1,4 @@
-"""The large batch, split into micro-batches, and the weight of each micro-batch."""
+"""Split a large batch into micro-batches, and compute the micro-batches' weights."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from gradaccum_mindspore.mindspore_private import is_graph_mode
 
 Batch = tuple[Nest, ...]
 Weight: TypeAlias = Callable[..., Any] | Sequence[float] | Tensor | None
-"""A function of the micro-batch, one number per item, or None, which gives each item
-weight 1.
+"""Either a function that takes the arguments of a micro-batch, a sequence with one
+number per item, or None, which gives each item weight 1.
 """
 
 
 class Constant:
-    """Stands for a number or a string in compiled code, which does not split lists of
-    these.
+    """A placeholder for a number or a string of the batch in compiled code. Compiled
+    code does not split lists of numbers or strings.
     """
 
 
 INDIVISIBLE = (str, bytes, bool, int, float, complex, type(None), np.generic, Constant)
-"""The types of leaves that are passed whole to each micro-batch."""
+"""The types of values in a batch that are passed whole to each micro-batch."""
 
 
 class CallOptions(NamedTuple):
-    """The options of a call with a large batch."""
+    """The options of a function that processes a large batch."""
 
     division: Division
     reduction: Options
-    """The options of a window that the caller closes, for `gradaccum.kit.contribution`
-    and `divisor`.
+    """The options from which `gradaccum.kit.contribution` and `gradaccum.kit.divisor`
+    compute the factor of each micro-batch and the divisor of the sum.
     """
     weight: Any = None
     axes: Nest = 0
@@ -47,8 +47,8 @@ class CallOptions(NamedTuple):
     merge_aux: Any = None
 
     def factor(self, weight: float) -> float:
-        """Return the factor of a micro-batch's gradients and loss; with weight 0 it is
-        0 under any reduction.
+        """Return the factor by which a micro-batch's gradients and loss are multiplied.
+        With weight 0, it is 0 under any reduction.
         """
         return float(kit.contribution(weight, self.reduction)) * (weight > 0)
 
@@ -58,7 +58,8 @@ class CallOptions(NamedTuple):
 
 
 def positional(fn: Callable[..., Any], batch: Batch, keywords: dict[str, Any]) -> Batch:
-    """Return the arguments of a call in the order of the parameters of `fn`.
+    """Return the arguments of a call as a tuple, in the order of the parameters of
+    `fn`.
 
     Raises:
         ArgumentTypeError: one of `keywords` is a keyword-only parameter of `fn`.
@@ -79,7 +80,9 @@ def positional(fn: Callable[..., Any], batch: Batch, keywords: dict[str, Any]) -
 
 
 class MicroBatch(NamedTuple):
-    """The arguments of one call of the user's function, and the weight."""
+    """The arguments with which the user's function is called for one micro-batch, and
+    the micro-batch's weight.
+    """
 
     arguments: Batch
     weight: float
@@ -96,8 +99,8 @@ def micro_batches(batch: Batch, options: CallOptions) -> Iterator[MicroBatch]:
 def cuts_and_weights(
     batch: Batch, options: CallOptions
 ) -> tuple[Sequence[Cut], list[float | None]]:
-    """Return the cuts, and the weight of each cut, which is None if a function of the
-    micro-batch returns it.
+    """Return the range of items in each micro-batch, and the weight of each
+    micro-batch. The weights are None if the user passed a function that computes them.
     """
     items = number_of_items(batch, options.axes)
     cuts = kit.divided(options.division, items)
@@ -129,23 +132,25 @@ def size_along(leaf: Any, axis: Any, path: str) -> int:
         return len(leaf)
     if not -len(leaf.shape) <= axis < len(leaf.shape):
         raise ArgumentValueError(
-            f"{path}: expected an array with axis {axis}; got shape"
-            f" {tuple(leaf.shape)}. Write axes=None for a leaf that is passed whole to"
-            " every micro-batch, or the axis of its items."
+            f"{path}: expected an array with axis {axis}; got an array of shape"
+            f" {tuple(leaf.shape)}. In axes=, give the axis along which the items"
+            " lie, or None to pass the whole array to every micro-batch."
         )
     return int(leaf.shape[axis])
 
 
 def slices_of(batch: Batch, axes: Nest, cut: Cut) -> Batch:
-    """Return the arguments of one micro-batch."""
+    """Return the arguments of one micro-batch: the part of `batch` with the items in
+    `cut`.
+    """
     leaves = kit.leaves_of(batch)
     leaf_axes = kit.spread(axes, batch, "axes")
     pairs = zip(leaves, leaf_axes, strict=True)
     slices = [slice_of(leaf.value, axis, cut) for leaf, axis in pairs]
     arguments: Any = kit.with_leaves(batch, iter(slices))
     if is_graph_mode():
-        # Graph mode treats a container of Tensors as a constant, and would compile the
-        # function again for each micro-batch.
+        # Graph mode treats a container of Tensors as a constant, so it would compile
+        # the function again for each micro-batch.
         arguments = map(mutable, arguments)
     return tuple(arguments)
 

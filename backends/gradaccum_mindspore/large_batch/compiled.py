@@ -1,16 +1,17 @@
 """The loop over the micro-batches of a large batch in compiled code, inside
 `mindspore.jit` and inside a Cell in graph mode.
 
-The loop is a ``while`` on a Tensor, so its body is compiled once. MindSpore would
-unroll a loop over Python numbers, and each copy of a random operator would start at the
-same seed. A last, smaller micro-batch is a second copy of the body. The sums start as
-zeros that the graph computes, because constant zeros would be a second buffer as large
-as the model.
+The loop is a ``while`` loop whose condition is a Tensor, so its body is compiled once.
+MindSpore would unroll a loop over Python numbers, and each copy of a random operator
+would start at the same seed. If the last micro-batch is smaller, the body is compiled a
+second time for it. The gradient sums start as zeros that the graph computes, because
+constant zeros would need a second buffer as large as the model.
 
-Such a loop needs the shapes of its variables before it runs, so aux needs a call from
-Python. The code indexes tuples of Tensors, because in a loop MindSpore treats the
-length of a tuple of equal shapes as unknown, and `mindspore.ops.HyperMap` returned
-shape (1,) for shape ().
+Such a loop needs the shapes of its variables before it runs, so a function that returns
+an auxiliary output (aux) must be called from Python. The code indexes tuples of Tensors
+instead of iterating over them, because in a loop MindSpore treats the length of a tuple
+of equal shapes as unknown, and `mindspore.ops.HyperMap` returned shape (1,) for shape
+().
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from gradaccum_mindspore.window.compiled import number_of
 
 
 class TensorOutline:
-    """The shape and dtype of a Tensor."""
+    """The shape and dtype of a Tensor, which are known while MindSpore compiles."""
 
     def __init__(self, shape: tuple[int, ...], dtype: DType) -> None:
         self.shape = shape
@@ -55,7 +56,7 @@ constant = constexpr(Constant)
 
 
 class CompiledLoop(nn.Cell):  # type: ignore[misc]
-    """The loss and gradients of a large batch, for MindSpore to compile."""
+    """Computes the loss and gradients of a large batch in compiled code."""
 
     def __init__(
         self,
@@ -76,8 +77,8 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         self.zero = hidden_parameter(
             Tensor(0, self.float_dtype), "gradaccum.large_batch.zero"
         )
-        # This is a Parameter, because the compiler turned a sum with Python's NaN into
-        # 0.
+        # This is a Parameter, because the compiler turned a sum that contained Python's
+        # NaN into 0.
         self.nan = hidden_parameter(
             Tensor(float("nan"), self.float_dtype), "gradaccum.large_batch.nan"
         )
@@ -118,7 +119,9 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         total_weight: Tensor,
         sums: Any,
     ) -> tuple[Tensor, Tensor, Any]:
-        """Return loss, weight and sums after adding the items at `indices`."""
+        """Return the loss, the total weight and the gradient sums after adding the
+        micro-batch of the items at `indices`.
+        """
         arguments = items_at(batch, self.axes, indices)
         if self.calls_weight:
             given = self.zero + number_of(self.weight_function(*arguments))
@@ -148,8 +151,8 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
     def add_gradients(
         self, sums: Any, gradients: Any, weight: Tensor, factor: Tensor, loss: Tensor
     ) -> Any:
-        """Return the sums after adding the gradients times `factor`. A micro-batch of
-        weight 0 adds nothing, whatever its gradients are.
+        """Return the gradient sums after adding the gradients times `factor`. A
+        micro-batch of weight 0 adds nothing, whatever its gradients are.
         """
         new_sums: tuple[Tensor, ...] = ()
         for place in range(len(self.shapes)):
@@ -171,9 +174,10 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
 
 
 def plan_of(options: CallOptions, dtype: DType) -> Callable[[Any], Any]:
-    """Return a function that runs while MindSpore compiles. From the outline of a
-    batch, it returns the number of micro-batches of full size, their size, the size of
-    a smaller last micro-batch or 0, and the weights of all micro-batches.
+    """Return a function that runs while MindSpore compiles. It accepts the shapes and
+    dtypes of a batch (`outline_of`). It returns the number of micro-batches of full
+    size, their size, the size of a smaller last micro-batch (0 if there is none), and
+    the weights of all micro-batches.
     """
 
     @constexpr(reuse_result=False)  # type: ignore[untyped-decorator]
@@ -194,8 +198,8 @@ def plan_of(options: CallOptions, dtype: DType) -> Callable[[Any], Any]:
 
 
 def outline_of(nest: Any) -> Any:
-    """Return the nest with each Tensor replaced by its outline, and any other leaf
-    replaced by a `Constant`.
+    """Return `nest` with each Tensor replaced by its shape and dtype, and any other
+    value replaced by a `Constant`.
     """
     if isinstance(nest, (tuple, list)):
         parts = []
@@ -213,7 +217,7 @@ def outline_of(nest: Any) -> Any:
 
 
 def items_at(nest: Any, axes: Any, indices: Tensor) -> Any:
-    """Return the nest with only the items at `indices`."""
+    """Return `nest`, where each Tensor contains only the items at `indices`."""
     if isinstance(nest, (tuple, list)):
         parts = []
         for place in range(len(nest)):

@@ -6,7 +6,7 @@ once, with respect to the outputs and to its own parameters. The second pass pro
 the gradient of each micro-batch's outputs to the parameters, through the gradient of
 ``sum(outputs * gradient)``.
 
-All of this runs in PyNative, even in graph mode.
+Both passes run in PyNative mode, even if graph mode is set.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
             "modules": modules,
         }
         for name, value in attributes.items():
-            # A Cell would list their parameters as its own.
+            # With plain assignments, the Cell would list the parameters of these
+            # objects as its own.
             object.__setattr__(self, name, value)
 
     def __call__(self, *batch: Nest, **keywords: Nest) -> tuple[Tensor, Any]:
@@ -93,12 +94,12 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
     def first_pass(
         self, arguments: Sequence[Batch], replay: RandomReplay
     ) -> list[Nest]:
-        """Return the outputs of each micro-batch."""
+        """Run `outputs_fn` on each micro-batch, and return the list of its outputs."""
         outputs = []
         for number, micro_batch in enumerate(arguments):
             replay.begin(number)
-            # If MindSpore records operators, for an outer gradient or after an error,
-            # it would keep the activations of all micro-batches.
+            # MindSpore may be recording operators, for an outer gradient or after an
+            # error. It would then keep the activations of all micro-batches.
             with _no_grad():
                 outputs.append(self.outputs_fn(*micro_batch))
         return outputs
@@ -106,9 +107,9 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
     def differentiated_loss(
         self, outputs: Sequence[Nest], total: TensorSum
     ) -> tuple[Tensor, dict[int, Sequence[Tensor]]]:
-        """Return the loss, and its gradient with respect to each floating leaf of the
-        outputs, split into micro-batches. Add its gradient with respect to the
-        parameters to `total`.
+        """Return the loss, and its gradient with respect to each floating-point Tensor
+        of the outputs, split into micro-batches. Add the gradients of the loss with
+        respect to the parameters to `total`.
         """
 
         def loss_of_leaves(*leaves: Tensor) -> Tensor:
@@ -138,16 +139,16 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
         cotangents: dict[int, Sequence[Tensor]],
         total: TensorSum,
     ) -> None:
-        """Add the gradients of each micro-batch, with respect to the parameters, to
-        `total`.
+        """Compute the gradients of each micro-batch with respect to the parameters, and
+        add them to `total`.
         """
 
         def products(rows: Sequence[Tensor], *micro_batch: Nest) -> tuple[Tensor, Any]:
             leaves = tensors_of(self.outputs_fn(*micro_batch))
             product = 0.0
             for place, cotangent in zip(cotangents, rows, strict=True):
-                # In half precision this sum could overflow, although its value is not
-                # used.
+                # The value of this sum is not used, but it could overflow in half
+                # precision.
                 work = working_dtype(cotangent.dtype)
                 terms = leaves[place].astype(work) * cotangent.astype(work)
                 product = product + terms.sum()
@@ -187,30 +188,32 @@ def coupled_value_and_grad(
         outputs_fn: a function or Cell of the batch that returns a nest of Tensors. Each
             Tensor has one row per item, or the same number of rows for each item.
         loss_fn: a function of the outputs of the whole batch that returns a scalar. It
-            is differentiated once with respect to its own parameters.
+            is also differentiated, once, with respect to the parameters that it uses
+            itself.
         weights: the Parameters of both functions to differentiate with respect to.
-        steps: as for `value_and_grad`, like the next three options.
+        steps: the maximum number of micro-batches, as for `value_and_grad`.
         micro_batch_size: the number of items in a micro-batch.
-        axes: the axis of the items, for each leaf; None for a leaf that is passed
-            whole.
-        accumulate_dtype: the dtype of the sums.
-        modules: the Cells that `outputs_fn` calls, unless it is a Cell or the method of
-            a Cell. Their statistics are updated once, and their Dropout Cells draw the
-            same random numbers in both passes.
+        axes: the axis along which each array contains its items, as for
+            `value_and_grad`; None for an array that is passed whole.
+        accumulate_dtype: the dtype in which gradients are added up, as for
+            `value_and_grad`.
+        modules: the Cells that `outputs_fn` calls. You can leave this out if
+            `outputs_fn` is a Cell or the method of a Cell. The Cells' statistics are
+            updated once, and Dropout Cells draw the same random numbers in both passes.
 
     Returns:
-        A Cell to call with the batch from Python. It runs in PyNative, even in graph
-        mode, but `mindspore.jit` can compile `outputs_fn`. In PyNative,
-        `mindspore.nn.Dropout` and `mindspore.ops.dropout` draw the same random numbers
-        in both passes. If a call raises, the statistics are restored. With several
-        workers, the loss couples only the items of one worker.
+        A Cell to call with the batch from Python. It runs in PyNative mode, even if
+        graph mode is set, but `outputs_fn` may be compiled with `mindspore.jit`.
+        Outside `mindspore.jit`, `mindspore.nn.Dropout` and `mindspore.ops.dropout` draw
+        the same random numbers in both passes. If a call raises, the statistics are
+        restored. With several workers, the loss couples only the items of one worker.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: an option is wrong; on a call, the batch
-            is empty or has leaves of unequal size, or the loss is not a scalar.
-        UsageError: on a call, `outputs_fn` returns other outputs in the second pass
-            than in the first, for example because it draws random numbers under
-            `mindspore.jit`.
+        ArgumentTypeError, ArgumentValueError: an option is invalid; or, on a call, the
+            batch is empty, its arrays have unequal numbers of items, or the loss is not
+            a scalar.
+        UsageError: on a call, `outputs_fn` does not return the same outputs in both
+            passes, for example because it draws random numbers under `mindspore.jit`.
 
     Examples:
         >>> from mindspore import Tensor, nn
@@ -225,9 +228,9 @@ def coupled_value_and_grad(
     known_modules = modules_of(outputs_fn, modules or ())
     if modules is None and not known_modules:
         raise ArgumentValueError(
-            "modules: expected the Cells that outputs_fn calls, because it runs twice"
-            " but must update their statistics only once; got a function without"
-            " modules. Write modules=(net,), or modules=() if it calls no Cell."
+            "modules: expected the Cells that outputs_fn calls, because outputs_fn runs"
+            " twice but must update the Cells' statistics only once; got no Cells."
+            " Write modules=(net,), or modules=() if outputs_fn calls no Cell."
         )
     division = make_division(steps, micro_batch_size)
     options = CallOptions(division, make_options(None, reduction="sum"), axes=axes)
@@ -245,7 +248,7 @@ def require_same(first_pass: Sequence[Tensor], second_pass: Sequence[Tensor]) ->
         before = first.astype(ms.float64).asnumpy()
         after = second.astype(ms.float64).asnumpy()
         largest = np.abs(before[np.isfinite(before)]).max(initial=0.0)
-        # Two compilations of the same function round differently.
+        # Two compilations of the same function can round differently.
         limit = largest * (2.0**-4 if first.dtype in HALF else 2.0**-11)
         if not np.allclose(before, after, rtol=0, atol=limit, equal_nan=True):
             raise UsageError(

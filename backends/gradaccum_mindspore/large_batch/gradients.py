@@ -1,7 +1,8 @@
-"""The gradients, loss and aux of a large batch, in a Python loop over its micro-batches.
+"""Compute the loss, gradients and auxiliary output (aux) of a large batch, in a Python
+loop over its micro-batches.
 
-In graph mode each micro-batch is a call of a compiled function, which MindSpore
-compiles once for each size.
+In graph mode, each micro-batch calls a function that MindSpore compiles once for each
+size of micro-batch.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Function = Callable[..., Any]
 
 
 class TensorSum:
-    """A weighted sum of several tensors over the micro-batches."""
+    """The weighted sums of several tensors over the micro-batches."""
 
     def __init__(self, accumulate_dtype: object = None) -> None:
         self.accumulate_dtype = accumulate_dtype
@@ -60,8 +61,9 @@ class TensorSum:
 def gradient_function(
     fn: Function, parameters: Sequence[Parameter], has_aux: bool, scale: Function
 ) -> Function:
-    """Return a function of a micro-batch that returns ``(scaled loss, loss)`` or
-    ``(scaled loss, loss, aux)``, and the gradients of the scaled loss.
+    """Return a function that takes the arguments of a micro-batch. It returns ``(scaled
+    loss, loss)``, or ``(scaled loss, loss, aux)`` with `has_aux`, and the gradients of
+    the scaled loss.
     """
 
     def outputs(*arguments: Nest) -> tuple[Any, ...]:
@@ -86,7 +88,7 @@ def identity(loss: Tensor) -> Tensor:
 @constexpr  # type: ignore[untyped-decorator]
 def require_scalar(shape: tuple[int, ...]) -> None:
     """Raise unless `shape`, the shape of a loss, is (), because MindSpore would
-    differentiate the sum of the loss.
+    differentiate the sum of its elements.
     """
     if shape:
         raise kit.scalar_loss_error(f"a Tensor of shape {tuple(shape)}")
@@ -95,14 +97,15 @@ def require_scalar(shape: tuple[int, ...]) -> None:
 def run_micro_batches(
     backward: Function, batch: Batch, options: CallOptions, add: Function
 ) -> tuple[Any, float]:
-    """Pass the gradients of each micro-batch to `add`. Return the value of the call,
-    which is the loss or ``(loss, aux)``, and the sum of the weights.
+    """Compute the gradients of each micro-batch and pass them to `add`. Return the loss
+    of the large batch, or ``(loss, aux)``, and the sum of the weights.
 
     Args:
         backward: a function that `gradient_function` returned.
-        batch: the arguments of the user's function.
-        options: the options of the call.
-        add: a function of the gradients, the weight and the loss of a micro-batch.
+        batch: the arguments of the user's function for the whole large batch.
+        options: the options of the function that processes the large batch.
+        add: a function that is called with the gradients, the weight and the loss of
+            each micro-batch.
     """
     losses = TensorSum()
     weights: list[float] = []
@@ -130,7 +133,9 @@ def merged_aux(auxes: list[Nest], weights: list[float], merge_aux: Any) -> Any:
 
 
 def concatenate_leaves(nests: Sequence[Nest]) -> Nest:
-    """Concatenate nests of Tensors, leaf by leaf, along the first axis."""
+    """Return a nest whose Tensors are the corresponding Tensors of `nests`,
+    concatenated along the first axis.
+    """
     leaves = [[leaf.value for leaf in kit.leaves_of(nest)] for nest in nests]
     rows = [ops.concat(parts, 0) for parts in zip(*leaves, strict=True)]
     return kit.with_leaves(nests[0], iter(rows))

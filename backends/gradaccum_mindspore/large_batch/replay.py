@@ -1,9 +1,9 @@
-"""Random numbers and statistics, which are restored after an error. A second pass
-repeats the random numbers.
+"""Restore random states and layer statistics after an error, and repeat the random
+numbers of a first pass in a second pass.
 
-In PyNative, MindSpore makes each random operator with seeds from counters in
+In PyNative mode, MindSpore creates each random operator with seeds from counters in
 `mindspore.common.seed`, so the same counters give the same operators again.
-`mindspore.nn.Dropout` makes its operator only once, so it temporarily gets a new
+`mindspore.nn.Dropout` creates its operator only once, so it temporarily gets a new
 operator for each micro-batch.
 """
 
@@ -18,22 +18,23 @@ from mindspore import nn, ops
 from gradaccum_mindspore.mindspore_private import SEEDS, forget_recorded, set_counters
 
 LARGEST = 2**16
-"""The largest number of elements of a Parameter that may be a statistic. A larger
-Parameter that is not trained is a frozen weight, which no call changes.
+"""The maximum number of elements of a Parameter that is saved as a layer statistic. A
+larger Parameter that is not trained is considered a frozen weight, which no call
+changes.
 """
 
 
 def modules_of(fn: object, modules: Sequence[nn.Cell]) -> tuple[nn.Cell, ...]:
-    """Return the Cells that `fn` is known to call: itself, the Cell whose method it is,
-    and the Cells that the user named.
+    """Return the Cells that `fn` is known to call: `fn` itself if it is a Cell, the
+    Cell whose method `fn` is, and the Cells in `modules`.
     """
     candidates = (fn, getattr(fn, "__self__", None), *modules)
     return tuple(cell for cell in candidates if isinstance(cell, nn.Cell))
 
 
 class SavedState:
-    """The saved statistics of Cells and counters of random operators. As a context
-    manager, it restores them after an error.
+    """A copy of the statistics of Cells and of the counters of random operators. Used
+    as a context manager, it restores them after an error.
     """
 
     def __init__(self, modules: Sequence[nn.Cell]) -> None:

@@ -1,4 +1,4 @@
-"""The value and gradients of a large batch in one call, with the memory of one
+"""Compute the loss and gradients of a large batch in one call, with the memory of one
 micro-batch.
 """
 
@@ -48,7 +48,8 @@ class LargeBatchGradient(nn.Cell):  # type: ignore[misc]
         backward = gradient_function(fn, parameters, options.has_aux, identity)
         self.options = options
         self.accumulate_dtype = accumulate_dtype
-        # A Cell would list their parameters as its own.
+        # With plain assignments, the Cell would list the parameters of these objects as
+        # its own.
         object.__setattr__(self, "fn", fn)
         object.__setattr__(self, "backward", backward)
         object.__setattr__(self, "modules", modules_of(fn, modules))
@@ -99,44 +100,48 @@ def value_and_grad(
     Args:
         fn: a function or Cell of the batch that returns a scalar loss, or
             ``(loss, aux)`` with `has_aux`.
-        grad_position: None.
+        grad_position: must be None.
         weights: the Parameters to differentiate with respect to.
-        has_aux: True if `fn` also returns an aux, a nest of Tensors. The call then
-            returns ``(loss, aux)`` instead of the loss, and it must come from Python.
-        steps: the maximum number of micro-batches, which have ceil(items / steps)
-            items.
+        has_aux: True if `fn` also returns an auxiliary output (aux), a nest of Tensors.
+            The call then returns ``(loss, aux)`` instead of the loss, and must be made
+            from Python.
+        steps: the maximum number of micro-batches. Each micro-batch has ceil(items /
+            steps) items, but the last may have fewer.
         micro_batch_size: the number of items in a micro-batch.
         reduction: "mean" if `fn` returns a mean, which is weighted by `weight`; "sum"
             if it returns a sum; "sum_per_item" if it returns a sum, and the sum over
             the batch should be divided by the sum of the weights.
         weight: a function of the micro-batch's arguments that returns its weight, such
-            as its number of tokens, or one number per item; by default, the number of
-            items. A micro-batch of weight 0 adds nothing, whatever its loss is. If all
-            weights are 0, the loss and the gradients are 0. A weight is treated as a
-            constant, so it must not depend on `weights`.
-        axes: the axis of the items, an int, for each leaf of the batch (a prefix nest
-            of the tuple of arguments). None means that a leaf is passed whole to each
-            micro-batch, as numbers and strings are. A list of arrays that may be as
-            long as the batch needs ``[0, 0]``, one axis per element.
-        merge_aux: None returns a list with one aux per micro-batch. "concatenate"
-            returns one aux with a row per item, in the order of the items. A function
-            is called once, with the list of one aux per micro-batch and the list of
-            their weights, and its result is returned.
-        accumulate_dtype: the dtype of the sums. None means float32 for half precision,
-            and otherwise the gradient's own dtype. The returned gradients have their
-            own dtype.
+            as its number of tokens, or a sequence with one number per item. By default,
+            the weight is the number of items. A micro-batch of weight 0 adds nothing,
+            whatever its loss is. If all weights are 0, the loss and the gradients are
+            0. A weight is treated as a constant, so it must not depend on `weights`.
+        axes: the axis along which each array of the batch contains its items: an int
+            for all arrays, or a prefix nest of the tuple of arguments. None means that
+            an array is passed whole to each micro-batch, as numbers and strings are. If
+            a list of arrays could have as many elements as the batch has items, give
+            one axis per element, such as ``[0, 0]``.
+        merge_aux: how the aux outputs of the micro-batches are merged. None returns
+            them as a list. "concatenate" returns one aux with a row per item, in the
+            order of the items. A function is called once, with the list of aux outputs
+            and the list of the micro-batches' weights, and its result is returned.
+        accumulate_dtype: the dtype in which gradients are added up. None means float32
+            for half-precision gradients, and otherwise the dtype of the gradient. The
+            returned gradients are converted back to their own dtype.
         modules: the Cells whose statistics are restored if a call raises, in addition
-            to `fn` or the Cell whose method it is.
+            to `fn` or the Cell whose method `fn` is.
 
     Returns:
-        A Cell to call with the batch, which Python may also pass by keyword. If Python
-        calls it, the loss has its own dtype. In compiled code, the loss is float32, or
-        float64 if a sum is float64. After `mindspore.set_seed`, micro-batches of two
-        sizes can begin with the same random numbers, as in a hand-written loop.
+        A Cell to call with the batch. In a call from Python, the arguments may also be
+        keywords, and the returned loss has the dtype of `fn`'s loss. In compiled code,
+        the loss is float32, or float64 if a gradient sum is float64. After
+        `mindspore.set_seed`, micro-batches of different sizes can begin with the same
+        random numbers, as they can in a hand-written loop.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: an option is wrong; on a call, the batch
-            is empty or has leaves of unequal size, or the loss is not a scalar.
+        ArgumentTypeError, ArgumentValueError: an option is invalid; or, on a call, the
+            batch is empty, its arrays have unequal numbers of items, or the loss is not
+            a scalar.
 
     Examples:
         >>> import mindspore as ms
@@ -151,8 +156,8 @@ def value_and_grad(
     """
     if grad_position is not None:
         raise ArgumentValueError(
-            "grad_position: expected None, because the call differentiates only with"
-            f" respect to weights; got {grad_position!r}. Write value_and_grad(fn,"
+            "grad_position: expected None, because value_and_grad differentiates only"
+            f" with respect to weights; got {grad_position!r}. Write value_and_grad(fn,"
             " None, weights, steps=4)."
         )
     options = CallOptions(

@@ -1,5 +1,5 @@
-"""A whole window of a wrapped optimizer in one call, which adds each micro-batch of the
-large batch and makes the update.
+"""Process a whole window of a wrapped optimizer in one call, which adds each
+micro-batch of a large batch and makes the update.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
         backward = gradient_function(fn, parameters, options.has_aux, optimizer.scale)
         self.optimizer = optimizer
         self.options = options
-        # A Cell would list their parameters as its own.
+        # With plain assignments, the Cell would list the parameters of these objects as
+        # its own.
         object.__setattr__(self, "fn", fn)
         object.__setattr__(self, "backward", backward)
         object.__setattr__(self, "modules", modules_of(fn, modules))
@@ -57,8 +58,8 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
         micro_step = storage.micro_step.item()
         if micro_step > 0:
             raise UsageError(
-                "optimizer: expected no open window, because the call is a whole"
-                f" window; got an open window (micro-batches: {micro_step}). Call"
+                "optimizer: expected no open window, because this call processes a"
+                f" whole window; got an open window (micro-batches: {micro_step}). Call"
                 " optimizer.flush() or optimizer.discard() first."
             )
         last_event = storage.last_event.value().copy()
@@ -79,11 +80,11 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
 
 
 class CompiledUpdateLoop(CompiledLoop):
-    """The loop that passes the gradients of each micro-batch to the optimizer.
+    """A compiled loop that passes the gradients of each micro-batch to the optimizer.
 
-    Instead of sums, it carries a number that is added to each weight: 0, or NaN if a
-    window was open, because compiled code cannot raise. A NaN makes the window an
-    overflow, so no update is made.
+    Instead of gradient sums, the loop carries a number that is added to each weight: 0,
+    or NaN if a window was already open. Compiled code cannot raise an error, but the
+    NaN makes the window an overflow, so no update is made.
     """
 
     def __init__(
@@ -125,29 +126,32 @@ def value_and_update(
     function works in PyNative, inside `mindspore.jit` and in graph mode.
 
     Args:
-        fn: a function or Cell of the batch that returns a scalar loss, not scaled, or
+        fn: a function or Cell of the batch that returns an unscaled scalar loss, or
             ``(loss, aux)`` with `has_aux`.
         optimizer: an optimizer wrapped with ``steps=None``; its ``reduction`` applies.
-        has_aux: True if `fn` also returns an aux.
-        steps: as for `value_and_grad`, like the options that follow.
+        has_aux: True if `fn` also returns an auxiliary output (aux).
+        steps: the maximum number of micro-batches, as for `value_and_grad`.
         micro_batch_size: the number of items in a micro-batch.
-        weight: a function of the micro-batch, or one number per item; by default, the
-            number of items.
-        axes: the axis of the items, for each leaf.
-        merge_aux: how the auxes of the micro-batches are merged.
+        weight: a function of the micro-batch's arguments that returns its weight, or a
+            sequence with one number per item. By default, the weight is the number of
+            items.
+        axes: the axis along which each array contains its items, as for
+            `value_and_grad`.
+        merge_aux: how the auxiliary outputs are merged, as for `value_and_grad`.
         modules: the Cells whose statistics are restored if a micro-batch raises, in
-            addition to `fn` or the Cell whose method it is.
+            addition to `fn` or the Cell whose method `fn` is.
 
     Returns:
         A Cell to call with the batch. It returns the loss, or ``(loss, aux)``, of all
-        micro-batches, even of a dropped micro-batch. If `fn` raises, the optimizer is
+        micro-batches, including dropped micro-batches. If `fn` raises, the optimizer is
         unchanged.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: as for `value_and_grad`; or `optimizer`
             is not wrapped with ``steps=None``.
         UsageError: on a call from Python, `optimizer` has an open window. Compiled code
-            cannot raise, so the loss is NaN there, and the window is an overflow.
+            cannot raise an error. There the loss is NaN, and the window is skipped as
+            an overflow.
 
     Examples:
         >>> import gradaccum
@@ -163,8 +167,8 @@ def value_and_update(
     """
     if optimizer.options.steps is not None:
         raise ArgumentValueError(
-            "optimizer: expected an optimizer wrapped with steps=None, because the call"
-            f" closes the window; got steps={optimizer.options.steps!r}. Write"
+            "optimizer: expected an optimizer wrapped with steps=None, because each"
+            f" call closes its own window; got steps={optimizer.options.steps!r}. Write"
             " gradaccum.wrap(optimizer, steps=None)."
         )
     division = make_division(steps, micro_batch_size)

@@ -1,4 +1,4 @@
-"""`verify` checks whether accumulation is right for a user's loss."""
+"""`verify`: check that accumulation gives correct results for a user's loss."""
 
 from gradaccum_mindspore.verification.check import verify
 

@@ -1,4 +1,6 @@
-"""`gradaccum_mindspore.verify` checks whether accumulation is right for a loss."""
+"""`gradaccum_mindspore.verify`: check that accumulation gives correct results for a
+given loss.
+"""
 
 from __future__ import annotations
 
@@ -24,37 +26,38 @@ def verify(
     axes: Nest = 0,
     has_aux: bool = False,
 ) -> VerificationReport:
-    """Check whether gradient accumulation is right for a loss, and if not, why: see
-    `gradaccum.verify`.
+    """Check whether gradient accumulation gives correct results for a loss, and if not,
+    why. See `gradaccum.verify`.
 
     The check runs in PyNative mode, and the model keeps its current mode (training or
-    evaluation). Functions under ``ms.jit`` run compiled. At the end the parameters,
-    plain attributes of Cells, modes, random states and the context are restored. Do not
-    run it in two threads at once.
+    evaluation). Functions that are decorated with ``ms.jit`` still run compiled. At the
+    end the parameters, plain attributes of Cells, modes, random states and the context
+    are restored. Do not run it in two threads at once.
 
-    MindSpore's random operators accept no random numbers from outside, so an item would
-    get different dropout masks in different micro-batches. Therefore Dropout Cells run
-    in evaluation mode, and the report says so. A loss that draws random numbers itself
-    cannot be compared.
+    MindSpore's random operators accept no random numbers from outside, so the same item
+    would get different dropout masks in different micro-batches. Therefore Dropout
+    Cells run in evaluation mode, and the report says so. A loss that draws random
+    numbers itself cannot be compared.
 
     Args:
         model: the Cell. The loss is differentiated with respect to its trainable
             parameters.
-        loss_fn: ``loss_fn(model, *batch)`` returns a floating Tensor with one element.
-            A usual criterion, ``criterion(output, *targets)``, is called with
-            ``model(batch[0])`` and the rest of the batch. A function that closes over
-            its model, ``loss_fn(*batch)``, is called with the batch.
+        loss_fn: ``loss_fn(model, *batch)`` returns a floating-point Tensor with one
+            element. An ordinary criterion, ``criterion(output, *targets)``, is called
+            with ``model(batch[0])`` and the rest of the batch. A function that closes
+            over its model, ``loss_fn(*batch)``, is called with the batch.
         batch: a tuple or list of nests of Tensors and NumPy arrays with the items along
-            axis 0. A few real items are enough, but at least `steps`. A dictionary is
-            one argument, or keyword arguments. Other values are passed whole.
+            axis 0. A few real items are enough, but there must be at least `steps`
+            items. A dictionary is passed as one argument or as keyword arguments.
+            Values that are not arrays are passed whole.
         steps: the number of micro-batches that the batch is divided into, at least 2;
-            by default 4, or the number of items if there are fewer.
+            by default 4, or the number of items if that is smaller.
         reduction: how the micro-batches will be added up: "mean", "sum" or
             "sum_per_item".
         weight: the weights that training will use: a callable ``weight(*micro_batch)``,
             or an array with one number per item.
-        axes: a prefix nest of `batch`, with the axis of the items of each array, or
-            None for a value that is passed whole.
+        axes: the axis along which each array contains its items: an int for all arrays,
+            or a prefix nest of `batch`. None means that a value is passed whole.
         has_aux: True if `loss_fn` returns ``(loss, aux)``; `aux` is ignored.
 
     Raises:
@@ -74,7 +77,7 @@ def verify(
         weight = weight.asnumpy()
     weigh = item_batch.weight_of(weight)
     subject = MindSporeSubject(model, loss, item_batch, weigh, has_aux)
-    # The report says which gradients are not finite.
+    # NumPy need not warn, because the report says which gradients are not finite.
     with np.errstate(all="ignore"):
         return examine(subject, steps, reduction)
 

@@ -1,8 +1,8 @@
-"""Runs a MindSpore loss for `gradaccum.verify`: in PyNative mode, on parts of the
-batch, under given conditions. The user's state is restored afterwards.
+"""Run a MindSpore loss for `gradaccum.verify`, in PyNative mode, on parts of the batch
+and under given conditions. The user's state is restored afterwards.
 
-Operators run synchronously, because MindSpore's threads would wait for each value that
-is read here anyway.
+Operators run synchronously. Asynchronous operators would gain nothing, because this
+code reads their values at once.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from gradaccum_mindspore.mindspore_private import (
 )
 
 PLAIN = (bool, int, float, str)
-"""The types of the attributes that are restored."""
+"""The types of the Cell attributes that are restored after a run."""
 
 
 class MindSporeSubject:
-    """The `gradaccum.kit.Subject` for MindSpore."""
+    """The implementation of `gradaccum.kit.Subject` for MindSpore."""
 
     def __init__(
         self,
@@ -109,7 +109,9 @@ class MindSporeSubject:
                 self._random.restore()
 
     def _prepare(self, conditions: Conditions) -> None:
-        """Set the modes, and perturb the parameters."""
+        """Set the training modes of the Cells, and perturb the parameters if
+        `conditions` contain a perturbation.
+        """
         if not conditions.random_layers:
             for _, cell in self._model.cells_and_names():
                 if "Dropout" in type(cell).__name__:
@@ -181,7 +183,9 @@ class MindSporeSubject:
 
 
 class ModelState:
-    """The values of a model's parameters, its Cells' plain attributes and modes."""
+    """A copy of a model's parameters, and of the attributes of its Cells that are
+    numbers, strings or flags.
+    """
 
     def __init__(self, model: nn.Cell) -> None:
         self._cells = dict(model.cells_and_names())
@@ -191,7 +195,7 @@ class ModelState:
         self._before = self._get()
 
     def _get(self) -> dict[str, Any]:
-        """Return the values by name."""
+        """Return the current values of the parameters and attributes, by name."""
         values: dict[str, Any] = {
             name: parameter.asnumpy().copy()
             for name, parameter in self._parameters.items()
@@ -223,7 +227,7 @@ class ModelState:
 
 
 class RandomState:
-    """The random states of MindSpore, Python and NumPy."""
+    """A copy of the random states of MindSpore, Python and NumPy."""
 
     def __init__(self) -> None:
         self._host = HostRandom()
@@ -231,14 +235,17 @@ class RandomState:
         self._counters = dict(SEEDS._KERNEL_SEED)
 
     def restore(self, seed: int = 0) -> None:
-        """Restore the user's states, or set other states if `seed` is not 0."""
+        """Restore the user's random states if `seed` is 0. Otherwise, set random states
+        that depend on `seed`.
+        """
         self._host.restore(seed)
         set_counters(self._counters)
         SEEDS._GLOBAL_SEED = UNUSUAL_SEED + seed if seed else self._seed
 
 
 UNUSUAL_SEED = 0x5EED0
-"""A number far from the seeds that users write."""
+"""The base of the seeds that are set here. It is far from the seeds that users write.
+"""
 
 
 def is_floating(value: object) -> bool:

@@ -1,1 +1,1 @@
-"""The open window: add, close, flush, discard."""
+"""Add micro-batches to the open window, and close, flush or discard it."""

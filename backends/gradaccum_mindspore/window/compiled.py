@@ -1,19 +1,19 @@
-"""The open window inside `mindspore.jit` and in graph mode, where the state is a
-Tensor.
+"""The open window in compiled code (`mindspore.jit` or graph mode), where the state
+consists of Tensors.
 
 The compiler drops operations that it believes to have no effect. So this code computes
 every new value from values that it read before its first write, and reads nothing that
-it wrote, except at the end of a window, which begins with reading. No branch returns a
-value that was computed in it. Each function returns a value, because MindSpore would
-leave a None to the Python interpreter.
+it has written. The only exception is the end of a window, which begins by reading the
+state. No branch returns a value that it computed. Each function returns a value,
+because MindSpore would pass a None to the Python interpreter.
 
-The update is a method of its own, because the compiler copies the rest of a function
+The update is a separate method, because the compiler copies the rest of a function
 after an ``if`` into both branches.
 
 If a method calls a global function of the same name, the compiler confuses the two. So
-the methods call ``kit.close`` and ``kit.discard``. The structure, shapes, dtypes and
-Python numbers of arguments are constants of the program, so a wrong argument raises
-while MindSpore compiles.
+the methods call ``kit.close`` and ``kit.discard`` through their module. The structure,
+shapes, dtypes and Python numbers of arguments are constants of the program, so a wrong
+argument raises an error while MindSpore compiles.
 """
 
 from __future__ import annotations
@@ -56,28 +56,28 @@ OVERFLOW = 4
 LOSS_SCALE = 5
 GROWTH_TRACKER = 6
 
-# Between these limits a weight, and the sum of a window's weights, are above 0 and
-# finite in float32.
+# If a weight is between these limits, the weight and the sum of a window's weights are
+# above 0 and finite in float32.
 SMALLEST_WEIGHT = 2.0**-40
 LARGEST_WEIGHT = 2.0**40
 
 NUMBERS = count()
-"""Makes the names of notes unique, because compiled code does not accept two Parameters
-with the same name.
+"""Numbers that make the names of temporary Parameters unique, because compiled code
+does not accept two Parameters with the same name.
 """
 
 
 def note(name: str, value: Tensor) -> Parameter:
-    """Return a Parameter that is not saved in checkpoints, with a name that no other
-    note uses.
+    """Return a Parameter with a unique name, which compiled code uses as a temporary
+    variable. It is not saved in checkpoints.
     """
     name = f"gradaccum.note{next(NUMBERS)}.{name}"
     return gradient_sum.hidden_parameter(value, name)
 
 
 def exact_in(dtype: DType, options: Options) -> Options:
-    """Return `options` with float64 limits as Tensors, because MindSpore rounds a
-    Python number to float32.
+    """Return `options`. If `dtype` is float64, ``clip_norm`` and ``skip_norm`` become
+    Tensors, because MindSpore rounds a Python number to float32.
     """
     if dtype != ms.float64:
         return options
@@ -109,29 +109,32 @@ def dtype_of(gradient: Tensor | None) -> DType | None:
 
 @constexpr  # type: ignore[untyped-decorator]
 def is_constant(number: float | None) -> bool:
-    """True if a number is a constant of the program; other numbers arrive as None."""
+    """True if `number` is a constant of the compiled program. Any other number arrives
+    here as None.
+    """
     return number is not None
 
 
 @constexpr  # type: ignore[untyped-decorator]
 def is_certain(weight: float | None) -> bool:
-    """True if a weight is a constant, not None, with which its micro-batch is certainly
-    added.
+    """True if `weight` is a constant of the compiled program that is certain to be
+    above 0 and finite in float32.
     """
     return weight is not None and bool(SMALLEST_WEIGHT <= weight <= LARGEST_WEIGHT)
 
 
 @constexpr  # type: ignore[untyped-decorator]
 def float64_of(number: float) -> Tensor:
-    """Return a constant as a Tensor, because MindSpore rounds a Python number to
+    """Return a number as a float64 Tensor, because MindSpore rounds a Python number to
     float32.
     """
     return Tensor(number, ms.float64)
 
 
 def note_weighed_in(storage: Storage) -> Callable[[bool], bool]:
-    """Return a function that notes, while MindSpore compiles, whether a micro-batch has
-    a weight. A program is compiled again for a micro-batch of another size.
+    """Return a function that records, while MindSpore compiles a program, whether
+    micro-batches have a weight. The program is compiled again for a micro-batch of
+    another size.
     """
 
     @constexpr(reuse_result=False)  # type: ignore[untyped-decorator]
@@ -144,29 +147,33 @@ def note_weighed_in(storage: Storage) -> Callable[[bool], bool]:
 
 
 def first(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Return what ``where`` returns if the condition is known to be true."""
+    """Return `a`. This function replaces ``where`` if the condition is known to be
+    true.
+    """
     return a
 
 
 class CompiledWindow(nn.Cell):  # type: ignore[misc]
-    """A window whose state is Tensors, for MindSpore to compile; `PyNativeWindow` has
-    the same methods. `workers` is the `WorkerGroup` of workers that share the window,
-    or None.
+    """A window that MindSpore compiles, with its state in Tensors. `PyNativeWindow` has
+    the same methods for PyNative mode. `workers` is a `WorkerGroup` if several workers
+    share the window, and otherwise None.
     """
 
-    # The decision on the window that ends, kept only during one call. MindSpore's
-    # runtime copies a value that one branch computes and another branch uses. With an
-    # even ``steps`` it never frees the copy, which costs 12 KiB of host memory per
-    # window. So at the end of a window no computed value is passed into a branch or out
-    # of it.
+    # These Parameters hold the decision about a window that ends, during one call only.
+    # MindSpore's runtime copies a value that one branch computes and another branch
+    # uses. If ``steps`` is even, it never frees the copy, which costs 12 KiB of host
+    # memory per window. So at the end of a window, no computed value is passed into a
+    # branch or out of a branch.
     divisor: Parameter
     grad_norm: Parameter
     overflow: Parameter
     applied: Parameter
     is_applied: Parameter
-    """The value of `applied`, used as a condition."""
+    """The same value as `applied`. It is used as the condition of a branch."""
     always: Parameter
-    """Always true. A constant condition would not make a branch."""
+    """Always true. It is used as a condition, because the compiler would not create a
+    branch for a constant condition.
+    """
 
     def __init__(
         self,
@@ -185,7 +192,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         self.ends_by_weight = isinstance(options.steps, kit.UntilWeight)
         self.use_of_weights = kit.use_of_weights(options)
         self.measures = kit.measures(options)
-        # The compiler cannot compile a function or an object inside a named tuple.
+        # The compiler cannot handle a function or an object inside a named tuple.
         plain_options = options._replace(steps=None)
         self.options = exact_in(storage.float_dtype, plain_options)
         constant_rule = options.scale_rule._replace(init_scale=1.0)
@@ -204,7 +211,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         other_codes = kit.encode_terms(storage.terms_after(0))[:-1]
         self.other_codes = Tensor([*other_codes, 0], ms.int32)
         self.note_weighed = note_weighed_in(storage)
-        # A Cell would list these Parameters as its own.
+        # With plain assignments, the Cell would list these Parameters as its own.
         for name, value in (
             ("divisor", self.one),
             ("grad_norm", self.nan),
@@ -214,8 +221,6 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
             ("always", self.true),
         ):
             object.__setattr__(self, name, note(name, value))
-
-    # The state.
 
     def read(self) -> Fields:
         """Return the state as plain Tensors, in the order of `gradaccum.kit.State`'s
@@ -239,7 +244,9 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         return ops.stack([value.astype(self.float_dtype) for value in values])
 
     def empty_event(self) -> Tensor:
-        """Return the event of a call that closed no window."""
+        """Return the outcome of a call that closed no window: three flags that are
+        false, and the last gradient norm.
+        """
         never = self.storage.micro_step.value() < 0
         return self.event(never, never, never, self.last_norm())
 
@@ -266,11 +273,9 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
             ops.assign(storage.growth_tracker, state[GROWTH_TRACKER].astype(ms.int32))
         return True
 
-    # The size of a window.
-
     def size(self, optimizer_step: Tensor) -> Tensor:
-        """Return the size of the window that follows this update, as the user's
-        function returns it.
+        """Return the size of the window that follows update number `optimizer_step`,
+        before it is checked.
         """
         if self.has_size_function:
             number = self.sizes(optimizer_step)
@@ -281,8 +286,8 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
 
     def is_full(self, state: Fields) -> Tensor:
         if self.has_size_function:
-            # `kit.ends` is not called, because the compiler mistakes a Tensor for a
-            # function there.
+            # `kit.ends` is not called here, because the compiler would mistake a Tensor
+            # for a function in it.
             place = WEIGHT if self.ends_by_weight else MICRO_STEP
             return state[place] >= self.size(state[OPTIMIZER_STEP])
         return kit.ends(state, self.steps, where)
@@ -294,8 +299,6 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
             ops.assign(self.storage.terms, codes)
         return True
 
-    # The arguments of a micro-batch.
-
     def checked_gradients(self, gradients: Gradients) -> Gradients:
         gradients = tuple(gradients)
         is_right = checks.check_compiled_gradients(
@@ -303,12 +306,12 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
             map_over(dtype_of, gradients),
             self.storage.specs,
         )
-        # MindSpore 2.7 warns about a check whose result is unused
+        # MindSpore 2.7 warns if the result of a check is unused.
         return gradients if is_right else ()
 
     def is_certainly_added(self, weight: Weight) -> bool:
-        """True if the micro-batch is added whatever it contains, and its weight is a
-        constant of the program.
+        """True if the micro-batch will be added whatever its gradients are, and its
+        weight is a constant of the compiled program.
         """
         if weight is None:
             checks.check_compiled_no_weight(self.use_of_weights)
@@ -320,7 +323,9 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         return is_known
 
     def weight_number(self, weight: Weight) -> Tensor:
-        """Return a weight as a scalar of `State.weight`'s dtype; None means 1."""
+        """Return a weight as a scalar Tensor of the dtype in which the window's weight
+        is stored. None means 1.
+        """
         return self.one if weight is None else self.scalar(number_of(weight))
 
     def scalar(self, number: Number) -> Tensor:
@@ -330,18 +335,16 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
             return float64_of(number)
         return self.one * number
 
-    # A micro-batch.
-
     def add(
         self, gradients: Gradients, weight: Weight, loss: Loss
     ) -> tuple[Fields, Tensor | None, Tensor | None]:
-        """Add one micro-batch of checked gradients to the sums.
+        """Add the checked gradients of one micro-batch to the window's gradient sums.
 
-        Returns the state after the micro-batch; the event, or None if the micro-batch
-        is certainly added; and what its loss adds to `WindowLoss.loss`, or None if the
-        loss is not known. The caller then calls `is_full` and `write_added`. These are
-        separate, because the compiler drops an ``if`` on a flag that comes from a
-        function that writes.
+        Returns three values: the state after the micro-batch; the outcome of the call,
+        or None if the micro-batch is certain to be added; and the numbers to add to
+        `WindowLoss.loss`, or None if no loss was passed. The caller then calls
+        `is_full` and `write_added`. These methods are separate, because the compiler
+        drops an ``if`` whose condition comes from a function that writes.
         """
         state = self.read()
         weight_number = self.weight_number(weight)
@@ -362,7 +365,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         after = kit.accumulate(state, weight_number, is_finite, where)
         never = after[MICRO_STEP] < 0
         is_dropped = (is_finite == False).astype(self.float_dtype)  # noqa: E712
-        # The flag counts only while flag == micro_step + 1.
+        # The flag is true only while flag == micro_step + 1.
         flag = is_dropped * (after[MICRO_STEP] + 1)
         event = self.event(never, never, flag, self.last_norm())
         parts = self.parts_of_loss(loss, weight_number, is_added)
@@ -381,11 +384,11 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
     def write_added(
         self, state: Fields, event: Tensor | None, parts: Tensor | None, weight: Weight
     ) -> bool:
-        """Write what `add` returned."""
+        """Write the values that `add` returned."""
         storage = self.storage
         if event is None:
-            # This writes the same numbers as `state`, with one operator for each.
-            # Adding and assigning would be two.
+            # This writes the same numbers as `state` contains, with one operator per
+            # number. An addition and an assignment would be two operators.
             ops.assign_add(storage.micro_step, self.one_step)
             ops.assign_add(storage.weight, self.weight_number(weight))
         else:
@@ -394,23 +397,25 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
             ops.assign_add(storage.window_loss.loss, parts)
         return self.write_size(state)
 
-    # The end of a window.
-
     def close(self) -> bool:
-        """End the window: make the update with its gradients, or skip it."""
+        """Close the window: update the parameters with its gradients, or skip the
+        update.
+        """
         if self.workers is not None:
             self.workers.compiled_all_reduce()
         return self.close_reduced()
 
     def close_reduced(self) -> bool:
-        # In a branch of its own, so that `finish` reads the state again.
+        # `decide` runs in a branch of its own, so that `finish` reads the state again.
         if self.always:
             self.decide()
         self.apply()
         return self.finish()
 
     def decide(self) -> bool:
-        """Decide on the window that ends, and write the decision."""
+        """Decide whether the update of the window is applied or skipped, and store the
+        decision.
+        """
         storage = self.storage
         state = self.read()
         norm = self.nan
@@ -442,8 +447,8 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         return True
 
     def with_checked_size(self, state: Fields) -> Fields:
-        """Return `state`, with weight 0 and an overflow if the user's function returned
-        a size below 1.
+        """Return `state`. If the user's function returned a window size below 1, set
+        the weight to 0 and the overflow flag to true, so that the window is skipped.
         """
         if not self.has_size_function or self.workers is not None:
             return state
@@ -472,7 +477,9 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         )
 
     def finish(self) -> bool:
-        """Clear the sums, and write the event and the state after the window."""
+        """Clear the gradient sums, and write the outcome and the state after the
+        window.
+        """
         storage = self.storage
         apply = self.applied & self.true
         overflow = self.overflow & self.true
@@ -487,7 +494,8 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         )
         gradient_sum.compiled_clear(storage.sums, after[WEIGHT])
         ops.assign(storage.window_loss.loss, losses)
-        # The zeros that the core returns would be extra operators.
+        # `after` contains the same zeros, but computing them would take extra
+        # operators.
         ops.assign(storage.micro_step, self.no_step)
         ops.assign(storage.weight, self.zero)
         ops.assign(storage.overflow, self.false)

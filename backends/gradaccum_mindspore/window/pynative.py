@@ -1,8 +1,8 @@
-"""The open window in PyNative, where the core's transitions compute the state as Python
-numbers.
+"""The open window in PyNative mode, where functions of `gradaccum.kit` compute the
+state as Python numbers.
 
-There an operator costs more than reading a scalar, so the code skips an operator with a
-Python ``if`` wherever it can.
+In PyNative mode an operator costs more than reading a scalar, so the code uses a Python
+``if`` to skip an operator wherever it can.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ FLOAT16_MAX = 65504.0
 
 
 class PyNativeWindow:
-    """A window whose state is Python numbers, read from a `Storage`; `CompiledWindow`
-    has the same methods.
+    """A window whose state is read from a `Storage` as Python numbers. `CompiledWindow`
+    has the same methods for compiled code.
 
-    If a call raises before it has written anything, the window is unchanged. If it
-    raises later, the window is marked as invalid.
+    If a call raises an error before it has written anything, the window is unchanged.
+    If it raises an error later, the window is marked as invalid.
     """
 
     def __init__(self, storage: Storage, options: Options, update: Update) -> None:
@@ -37,11 +37,9 @@ class PyNativeWindow:
         self.update = update
         self.measures = kit.measures(options)
 
-    # A micro-batch.
-
     def size(self) -> Schedule:
-        """Return the open window's size, or the weight at which it ends. None means
-        that the caller closes the window.
+        """Return the number of micro-batches or the weight at which the open window
+        ends. None means that only the user closes the window.
         """
         if not self.storage.size_varies:
             return self.options.steps
@@ -56,15 +54,15 @@ class PyNativeWindow:
         size: Schedule,
         loss: float | None = None,
     ) -> State:
-        """Add one micro-batch of checked gradients, and its `loss` if it is known.
-        Write and return the state after the micro-batch.
+        """Add the checked gradients of one micro-batch, and its `loss` unless it is
+        None. Write and return the state after the micro-batch.
         """
         state = self.storage.pull()
         if state.micro_step and kit.ends(state, size, kit.select):
             raise UsageError(
-                "gradients: expected flush() or discard() first, because the update of"
-                " the open window raised an error; got another micro-batch. Call"
-                " optimizer.flush() to make the update."
+                "gradients: expected a call of flush() or discard() first, because the"
+                " open window is full and its update raised an error; got another"
+                " micro-batch. Call optimizer.flush() to make the update."
             )
         factor = kit.contribution(weight, self.options)
         is_finite = self.is_finite(gradients, weight, factor)
@@ -84,7 +82,9 @@ class PyNativeWindow:
         return after
 
     def is_finite(self, gradients: Gradients, weight: float, factor: float) -> bool:
-        """True unless the micro-batch must be dropped as an overflow."""
+        """True if the micro-batch does not have to be dropped because of gradients that
+        are not finite.
+        """
         if self.options.on_overflow != "drop_micro_batch" or weight == 0:
             return True
         return all(
@@ -95,11 +95,10 @@ class PyNativeWindow:
             for total, gradient in zip(self.storage.sums, gradients, strict=True)
         )
 
-    # The end of a window.
-
     def close(self, state: State, denominator: float | None = None) -> None:
-        """End the window: make the update with its gradients, or skip it. If a
-        `denominator` is given, it divides the gradients.
+        """Close the window: update the parameters with its gradients, or skip the
+        update. If `denominator` is not None, the gradient sum is divided by it instead
+        of the window's weight.
         """
         ending = state
         options = self.options
@@ -133,12 +132,12 @@ class PyNativeWindow:
         )
 
     def fits(self, ending: State, options: Options, norm: float) -> bool:
-        """True if the divided sums, before clipping, are finite in the inner
-        optimizer's dtypes; `norm` is the norm of the sums.
+        """True if the window's gradients, before clipping, are finite in the dtypes
+        that the inner optimizer gets. `norm` is the 2-norm of the gradient sums.
         """
         divisor = kit.divisor(ending, options, kit.select)
-        # No element exceeds the norm, so the elements themselves seldom have to be
-        # checked.
+        # No element exceeds the norm, so the elements rarely have to be checked one by
+        # one.
         if norm <= FLOAT16_MAX * divisor:
             return True
         operand = Tensor(divisor, self.storage.float_dtype)
@@ -158,7 +157,7 @@ class PyNativeWindow:
         )
 
     def finish(self, state: State, decision: Decision, losses: Losses) -> None:
-        """Clear the sums, and write the state after the window."""
+        """Clear the gradient sums, and write the state after the window."""
         gradient_sum.clear(self.storage.sums)
         self.storage.window_loss.write(losses)
         after = kit.close(

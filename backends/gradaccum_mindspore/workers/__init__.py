@@ -1,3 +1,3 @@
-"""Several workers that share each window. Each worker adds up its own micro-batches,
-and the end of a window adds up the sums of all workers, once.
+"""Windows that several workers share. Each worker adds up the gradients of its own
+micro-batches, and these sums are all-reduced once, at the end of the window.
 """

@@ -1,9 +1,10 @@
-"""The checks before the first window that workers share: whether this worker shares its
-windows, and whether all workers wrap the same optimizer over the same parameters. The
-parameters must be the same, because the workers exchange only gradients.
+"""Checks that run before several workers share their first window: whether this worker
+shares its windows, and whether all workers wrap the same optimizer over the same
+parameters. The parameters must be the same, because the workers exchange only
+gradients.
 
-A parameter that the user marked as ``layerwise_parallel`` is a shard of one worker, so
-its sum is not sent.
+A parameter that the user marked as ``layerwise_parallel`` is a shard that belongs to
+one worker, so its gradient sum is not sent to other workers.
 """
 
 from __future__ import annotations
@@ -34,14 +35,16 @@ def workers_here() -> int:
 
 
 def shares_windows(data_parallel: object) -> bool:
-    """Check the option ``data_parallel``, and return it as a bool."""
+    """Return the option ``data_parallel`` as a bool. Raise if it does not fit the
+    number of workers or MindSpore's parallel mode.
+    """
     mode = ms.get_auto_parallel_context("parallel_mode")
     if data_parallel is None:
         is_unknown = mode == "data_parallel" and not GlobalComm.INITED
         if is_unknown or workers_here() > 1:
             raise UsageError(
-                "data_parallel: expected True or False if there may be several workers;"
-                f" got {None!r} ({type(None).__name__}). Write"
+                "data_parallel: expected True or False, because there may be several"
+                f" workers; got {None!r} ({type(None).__name__}). Write"
                 " gradaccum.wrap(optimizer, steps=4, data_parallel=True) if all workers"
                 " share each window. Write data_parallel=False if this worker's"
                 " gradients are not combined with other workers' gradients, or if you"
@@ -53,8 +56,8 @@ def shares_windows(data_parallel: object) -> bool:
     if not GlobalComm.INITED:
         # MindSpore would treat this process as the only worker.
         raise UsageError(
-            "data_parallel: expected initialised communication; got a process without"
-            " it. Call mindspore.communication.init() first."
+            "data_parallel: expected a process with initialised communication; got a"
+            " process without communication. Call mindspore.communication.init() first."
         )
     if mode not in PLAIN_MODES:
         raise UsageError(
@@ -70,18 +73,16 @@ def place() -> tuple[int, int]:
     return int(get_rank()), int(get_group_size())
 
 
-# Equal options and parameters.
-
-
 def require_same_everywhere(
     parameters: Sequence[Parameter], options: Options, name: str
 ) -> None:
     """Raise unless all workers that share an optimizer's windows have the same options
-    and parameters. All workers must make these collective calls in the same order.
+    and parameters. This is a collective operation, so all workers must wrap their
+    optimizers in the same order.
 
     Raises:
-        ArgumentValueError: the options or parameters of a worker differ; every worker
-            raises it.
+        ArgumentValueError: the options or parameters of a worker differ. Every worker
+            raises the error.
     """
     # The functions of two workers are different objects, so they cannot be compared.
     steps = "a function" if callable(options.steps) else options.steps
@@ -93,10 +94,10 @@ def require_same_everywhere(
     for argument, numbers in zip(texts, all_checksums.T, strict=True):
         if np.ptp(numbers) > 0:
             raise ArgumentValueError(
-                f"{argument}: expected the same values on every worker; got the"
-                f" checksums {numbers.tolist()}, by rank. Give every worker the same"
-                " options and the same model: call mindspore.set_seed(1) before you"
-                " build the model, or load the same checkpoint."
+                f"{argument}: expected the same values on every worker; got different"
+                f" checksums, in rank order: {numbers.tolist()}. Give every worker the"
+                " same options and the same model: call mindspore.set_seed(1) before"
+                " you build the model, or load the same checkpoint."
             )
 
 
@@ -112,26 +113,30 @@ def description_of(parameter: Parameter) -> str:
 def places_of_shards(
     parameters: Sequence[Parameter], options: Options
 ) -> tuple[int, ...]:
-    """Return the positions of the sharded parameters."""
+    """Return the indices of the sharded parameters. Raise if `options` do not work with
+    sharded parameters.
+    """
     places = [place for place, each in enumerate(parameters) if is_sharded(each)]
     if places and options.reduction == "mean":
         raise ArgumentValueError(
             'reduction: expected "sum_per_item" or "sum" for parameters marked as'
-            " layerwise_parallel, because their loss covers the items of all workers;"
-            f" got {'mean'!r} ({str.__name__}). Return the sum of the loss, and write"
+            " layerwise_parallel, because the loss covers the items of all workers;"
+            f" got {'mean'!r} ({str.__name__}). Let the loss be a sum, and write"
             ' reduction="sum_per_item".'
         )
     if places and options.on_overflow == "drop_micro_batch":
         raise ArgumentValueError(
             "on_overflow: expected another policy for parameters marked as"
-            " layerwise_parallel, because a single worker would drop its part of a"
-            " micro-batch; got 'drop_micro_batch'. Leave on_overflow out."
+            " layerwise_parallel, because one worker could drop its part of a"
+            " micro-batch while the other workers keep their parts; got"
+            " 'drop_micro_batch'. Leave on_overflow out."
         )
     return tuple(places)
 
 
 # MindSpore's own reducer skips parameters that are marked as ``layerwise_parallel``. So
-# the shared parameters are marked too, as long as their wrapped optimizer is alive.
+# the parameters that all workers share are marked too, as long as their wrapped
+# optimizer is alive.
 
 
 MARKS = count(1)
@@ -144,7 +149,9 @@ def is_sharded(parameter: Parameter) -> bool:
 
 
 def mark(optimizer: nn.Cell, parameters: Sequence[Parameter]) -> None:
-    """Mark the shared parameters as long as `optimizer` is alive."""
+    """Mark the parameters that all workers share as ``layerwise_parallel``, as long as
+    `optimizer` is alive.
+    """
     owner = next(MARKS)
     shared_parameters = [each for each in parameters if not is_sharded(each)]
     for parameter in shared_parameters:
@@ -154,7 +161,9 @@ def mark(optimizer: nn.Cell, parameters: Sequence[Parameter]) -> None:
 
 
 def unmark(parameters: Sequence[Parameter], owner: int | None = None) -> None:
-    """Remove all marks, or only the marks of `owner`."""
+    """Undo `mark` for all of `parameters`, or only for the parameters that were marked
+    with the number `owner`.
+    """
     for parameter in parameters:
         marked_by = getattr(parameter, "shares_windows", 0)
         if marked_by and owner in (None, marked_by):

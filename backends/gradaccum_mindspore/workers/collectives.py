@@ -1,11 +1,12 @@
-"""The messages between workers: numbers, and sums in buckets.
+"""The messages that workers exchange: a few numbers, and gradient sums packed into
+buckets.
 
-Small sums are sent packed together, and a large sum is sent by itself. A message is
-sent only when the previous message has arrived, because the CPU's kernels match
-messages by order. These kernels add up only float32 and float16, and round float64 to
-float32 when they gather it. So half-precision sums are sent as float32, and a float64
-number is sent as three float32 numbers that add up to it exactly. A number beyond
-float32's range arrives as an inf.
+Small sums are packed together into one message, and a large sum is sent by itself. A
+message is sent only when the previous message has arrived, because CPU kernels match
+messages by their order. These kernels can add up only float32 and float16, and round
+float64 to float32 when they gather it. So half-precision sums are sent as float32, and
+a float64 number is sent as three float32 numbers that add up to it exactly. A number
+beyond float32's range arrives as an inf.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def compiled_sum_over_workers(values: Tensor, workers: int) -> Tensor:
 
 
 def gather_exactly(values: Tensor, workers: int) -> Tensor:
-    """Return the float64 vectors of all workers, as rows."""
+    """Return the float64 vectors of all workers as the rows of a matrix, without
+    rounding.
+    """
     high = values.astype(ms.float32)
     rest = ops.where(ops.isfinite(high), values - high.astype(ms.float64), 0.0)
     middle = rest.astype(ms.float32)
@@ -45,18 +48,18 @@ def gather_exactly(values: Tensor, workers: int) -> Tensor:
 
 
 BUCKET_ELEMENTS = 25 * 2**18
-"""25 MiB of float32, the size of the buckets of
+"""The maximum number of elements in a bucket: 25 MiB of float32, as in
 `torch.nn.parallel.DistributedDataParallel`.
 """
 LARGE_ELEMENTS = 2**18
 
 
 class Bucket(nn.Cell):  # type: ignore[misc]
-    """Sums with the same working dtype that are sent as one vector."""
+    """Gradient sums that workers exchange as one vector, in the same dtype."""
 
     def __init__(self, sums: Sequence[Parameter], workers: int) -> None:
         super().__init__(auto_prefix=False)
-        # A Cell would list these Parameters as its own.
+        # With a plain assignment, the Cell would list these Parameters as its own.
         object.__setattr__(self, "sums", tuple(sums))
         self.workers = workers
         ends = np.cumsum([total.size for total in sums]).tolist()
@@ -64,7 +67,9 @@ class Bucket(nn.Cell):  # type: ignore[misc]
         self.ends = tuple(ends)
 
     def construct(self, after: Tensor) -> Tensor:
-        """Write the totals once `after` is computed, and return them as one vector."""
+        """Replace the sums with their totals over all workers, once `after` is
+        computed. Return the totals as one vector.
+        """
         vector = ops.depend(ops.concat(map_over(_flat, self.sums)), after)
         total = compiled_sum_over_workers(vector, self.workers)
         map_over(ops.partial(_unpack, total), self.sums, self.starts, self.ends)
@@ -72,8 +77,8 @@ class Bucket(nn.Cell):  # type: ignore[misc]
 
 
 def buckets(sums: Sums, workers: int) -> list[Bucket]:
-    """Return `sums` in buckets. Neighbours with the same working dtype share a bucket,
-    and a large sum has its own bucket.
+    """Return `sums` grouped into buckets. Small sums that are sent in the same dtype
+    share a bucket, and each large sum has its own bucket.
     """
     bucket_list: list[Bucket] = []
     for dtype in (ms.float32, ms.float64):

@@ -1,16 +1,17 @@
-"""The window of several workers, which they end together.
+"""A window that several workers share and end together.
 
-The end is compiled code, even in PyNative, so that all workers round in the same way.
-It adds up a few numbers over the workers, and then the sums, once. A worker that runs
-out of data calls ``flush`` from Python. It then takes part in the windows of the other
-workers, without micro-batches, until they flush too. The numbers contain the learning
-rates of each worker separately. If these differ, a worker that ends its window in
-Python raises. Compiled code cannot raise, so all workers skip the window as an
-overflow, and Python raises afterwards.
+The code that ends a window is compiled, even in PyNative mode, so that all workers
+round in the same way. It adds up a few numbers over the workers, and then all-reduces
+the gradient sums once. A worker that runs out of data calls ``flush`` from Python. It
+then takes part in the windows of the other workers, without micro-batches, until every
+worker has called ``flush``. The numbers include the learning rates of each worker. If
+the learning rates differ, a worker that ends its window from Python raises an error.
+Compiled code cannot raise errors, so all workers skip the window as an overflow, and
+the error is raised later, from Python.
 
-The sum of a sharded parameter is not sent. After the sums, each worker sends the norm
-of its own shards, or an inf if they are not finite, so that all workers have the same
-norm and make the same decision.
+The gradient sum of a sharded parameter is not sent. After the all-reduce, each worker
+sends the gradient norm of its own shards, or an inf if the gradients are not finite. So
+all workers get the same global norm and make the same decision.
 """
 
 from __future__ import annotations
@@ -42,31 +43,31 @@ from gradaccum_mindspore.workers.collectives import (
 )
 
 OPTIMIZERS = cycle(range(1, 33))
-"""Numbers the optimizers that share windows. All workers wrap them in the same order,
-so the numbers agree. They are small, so that the squares of thousands of workers add up
-exactly in float32.
+"""Numbers for the optimizers whose windows are shared. All workers wrap these
+optimizers in the same order, so the numbers agree. The numbers are small, so that
+float32 represents the sum of their squares over thousands of workers exactly.
 """
 
 
-# The indices of the numbers that are added up over the workers before the sums. The
-# learning rates follow these numbers.
+# Before the gradient sums, the workers add up a vector of numbers. These are the
+# indices of the numbers in the vector. The learning rates are at its end.
 WEIGHT = 0
 OVERFLOWS = 1
 MICRO_BATCHES = 2
 FLUSHES = 3
 COMPILED_ENDS = 4
-"""The number of workers whose own compiled code ends the window."""
+"""The index of the number of workers that end the window in compiled code."""
 OPTIMIZER = 5
 OPTIMIZER_SQUARED = 6
-"""Together with `OPTIMIZER`, it shows whether all workers end a window of the same
-optimizer.
+"""The index of the square of the optimizer's number. The totals of the number and of
+its square show whether all workers end a window of the same optimizer.
 """
 LOSS = 7
 RATES = 8
 
 
 class WorkerGroup(nn.Cell):  # type: ignore[misc]
-    """All workers, as seen from the window of one worker."""
+    """Exchanges numbers and gradient sums between the workers that share a window."""
 
     def __init__(self, storage: Storage, inner: Optimizer) -> None:
         super().__init__(auto_prefix=False)
@@ -77,14 +78,16 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
             buckets(storage.shared_sums, self.workers), auto_prefix=False
         )
         self.loss_holders = self.workers if storage.sharded_places else 1
-        """The number of workers that have the same loss. If some parameters are
-        sharded, all workers have the loss of all items.
+        """The number of workers that compute the same loss. If some parameters are
+        sharded, every worker computes the loss of all items, and otherwise only of its
+        own items.
         """
-        # A Cell would list these as its own. A constant condition would not make a
-        # branch.
+        # With plain assignments, the Cell would list these objects as its own. `always`
+        # is a Parameter, because the compiler would not create a branch for a constant
+        # condition.
         object.__setattr__(self, "always", note("always", Tensor(True)))
-        # True if compiled code found a window of another optimizer, or different
-        # learning rates.
+        # `differs` is true if compiled code has found that workers ended windows of
+        # different optimizers or had different learning rates.
         object.__setattr__(self, "differs", note("differs", Tensor(False)))
         object.__setattr__(self, "inner", inner)
         object.__setattr__(self, "rates", tuple(rates_of(inner)))
@@ -103,15 +106,16 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         """Replace the sums, the weight and the overflow flag with the totals over all
         workers.
 
-        This is done in a branch of its own. If one graph reads a Parameter again after
-        a write, MindSpore copies the Parameter, and rounds float64 to float32.
+        This runs in a branch of its own. If one graph reads a Parameter again after a
+        write, MindSpore copies the Parameter and rounds float64 to float32.
         """
         if self.always:
             self.add_up_sums(self.add_up_numbers(self.zero, self.one))
         return True
 
     def add_up_numbers(self, flushes: Tensor, compiled_ends: Tensor) -> Tensor:
-        """Return the numbers, added up over all workers.
+        """Return the vector of numbers (weight, overflow flag, counts, loss and
+        learning rates), added up over all workers.
 
         Compiled code cannot raise, so a window with a size below 1 gets an infinite
         weight, and all workers skip it.
@@ -125,7 +129,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         if self.loss_holders > 1:
             loss = loss / self.loss_holders
         numbers = ops.stack(
-            (  # In the order of the indices.
+            (  # In the order of the indices WEIGHT to LOSS.
                 ops.where(is_sound, storage.weight.value(), self.infinity),
                 overflow.astype(self.float_dtype),
                 storage.micro_step.value().astype(self.float_dtype),
@@ -156,8 +160,9 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         return differ
 
     def add_up_sums(self, totals: Tensor) -> bool:
-        """Write the sums, the weight, the overflow flag and the loss, added up over all
-        workers.
+        """Add up the gradient sums over all workers, and write the result. Write the
+        weight, the overflow flag and the loss from `totals`, which are added up
+        already.
         """
         storage = self.storage
         differ = self.workers_differ(totals)
@@ -174,10 +179,11 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         return True
 
     def global_norm(self, shared_norm: Tensor, sharded_norm: Tensor) -> Tensor:
-        """Return the norm over all workers: of the shared sums, which are equal on all
-        workers, and of each worker's shards. It is computed after everything that
-        `shared_norm` needs, because all workers must exchange messages in the same
-        order.
+        """Return the gradient norm over all workers. `shared_norm` is the norm of the
+        gradient sums that are equal on all workers, and `sharded_norm` is the norm of
+        this worker's shards. The workers exchange their `sharded_norm` only after
+        `shared_norm` is computed, because all workers must exchange messages in the
+        same order.
         """
         placed_norm = ops.where(self.is_this_worker, sharded_norm, self.zero)
         norms = compiled_sum_over_workers(
@@ -188,10 +194,10 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         divisor = ops.where((largest > 0) & ops.isfinite(largest), largest, self.one)
         return divisor * ops.sqrt(ops.square(norms / divisor).sum())
 
-    # From Python.
-
     def require_same_rates(self) -> None:
-        """Raise if a window was skipped because the workers differ, but only once."""
+        """Raise an error, but only once, if a window was skipped because workers had
+        different learning rates or ended windows of different optimizers.
+        """
         if self.differs.item():
             write_numbers(self.differs, False)
             self.refuse_differences()
@@ -214,7 +220,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
 
 def rates_of(inner: Optimizer) -> list[Any]:
     """Return the learning rate of each parameter group, or an empty list if the
-    optimizer has a schedule of its own, which counts its updates.
+    optimizer computes its learning rate from its own number of updates.
     """
     if hasattr(inner, "lrs"):
         return list(inner.lrs)
@@ -225,8 +231,8 @@ def rates_of(inner: Optimizer) -> list[Any]:
 
 
 class AllNumbers(nn.Cell):  # type: ignore[misc]
-    """A program that returns the numbers of all workers, and whether the workers
-    differ.
+    """A compiled program that adds up the workers' numbers. It also returns whether the
+    workers have different learning rates or end windows of different optimizers.
     """
 
     def __init__(self, workers: WorkerGroup) -> None:
@@ -239,7 +245,9 @@ class AllNumbers(nn.Cell):  # type: ignore[misc]
 
 
 class WindowEnd(nn.Cell):  # type: ignore[misc]
-    """A program that ends a window whose numbers are known."""
+    """A compiled program that ends a window, after the workers' numbers have been added
+    up.
+    """
 
     def __init__(self, window: CompiledWindow, workers: WorkerGroup) -> None:
         super().__init__(auto_prefix=False)
@@ -247,14 +255,16 @@ class WindowEnd(nn.Cell):  # type: ignore[misc]
         self.workers = workers
 
     def construct(self, totals: Tensor) -> bool:
-        # As in `WorkerGroup.compiled_all_reduce`.
+        # This runs in a branch of its own, as in `WorkerGroup.compiled_all_reduce`.
         if self.workers.always:
             self.workers.add_up_sums(totals)
         return self.window.close_reduced()
 
 
 class SharedWindow(PyNativeWindow):
-    """A `PyNativeWindow` that workers share: its end and `flush` are collective."""
+    """A `PyNativeWindow` that several workers share. The end of the window and `flush`
+    are collective operations.
+    """
 
     def __init__(
         self,
@@ -268,13 +278,15 @@ class SharedWindow(PyNativeWindow):
         self.workers = workers
         self.compiled_window = compiled_window
         self.addresses: list[int] = []
-        """The memory address of each Parameter when the programs were made."""
+        """The memory address of each Parameter when the programs were last compiled."""
 
     def close(self, state: State, denominator: float | None = None) -> None:
         self.end(state, flushes=False)
 
     def end(self, state: State, flushes: bool) -> list[float]:
-        """Take part in the end of the window of all workers; return the numbers."""
+        """End the window together with all other workers. Return the numbers that were
+        added up over the workers.
+        """
         self.workers.write_rates()
         self.make_programs()
         flag = Tensor(float(flushes), self.storage.float_dtype)
@@ -291,10 +303,10 @@ class SharedWindow(PyNativeWindow):
         return numbers
 
     def make_programs(self) -> None:
-        """Make the programs, and make them again after ``set_data`` or
-        `mindspore.load_param_into_net`, which give a Parameter other memory. MindSpore
-        2.10 binds a compiled Cell to the memory that the Parameters had when it was
-        compiled.
+        """Create the programs that end a window, and create them again if a Parameter
+        has moved in memory, as after ``set_data`` or `mindspore.load_param_into_net`.
+        MindSpore 2.10 binds a compiled Cell to the memory that the Parameters had when
+        it was compiled.
         """
         parameters = self.compiled_window.get_parameters()
         addresses = [parameter.data_ptr() for parameter in parameters]
@@ -304,8 +316,8 @@ class SharedWindow(PyNativeWindow):
             self.window_end = WindowEnd(self.compiled_window, self.workers)
 
     def flush(self, denominator: float | None = None) -> bool:
-        """End windows until all workers flush; return whether one of these windows
-        contained a micro-batch.
+        """End windows until every worker has called ``flush``. Return whether one of
+        these windows contained a micro-batch.
         """
         was_open = False
         all_flush = False
@@ -323,7 +335,9 @@ class SharedWindow(PyNativeWindow):
 
 
 def compiled(cell: nn.Cell) -> Callable[..., Any]:
-    """Return a function that runs the cell as a compiled program, even in PyNative."""
+    """Return a function that runs the cell as a compiled program, even in PyNative
+    mode.
+    """
     program: Callable[..., Any] = cell
     if not is_graph_mode():
         if not hasattr(cell, "program"):
@@ -334,7 +348,9 @@ def compiled(cell: nn.Cell) -> Callable[..., Any]:
 
 @constexpr  # type: ignore[untyped-decorator]
 def refuse_compiled_flush() -> None:
-    """Raise `UsageError`, because compiled code cannot wait until all workers flush."""
+    """Raise `UsageError`, because compiled code cannot wait until every worker has
+    called ``flush``.
+    """
     raise UsageError(
         "flush(): expected a call from Python if workers share their windows, because"
         " it keeps closing windows until every worker has called it; got a call in"

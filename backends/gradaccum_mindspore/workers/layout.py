@@ -1,7 +1,8 @@
-"""Convert the checkpoints of an open window for another number of workers.
+"""Convert the checkpoints of an open window, so that another number of workers can
+resume it.
 
-The first new worker gets the sum over all old workers, and the other new workers begin
-with zeros. So the end of the window adds up to the same total.
+The first new worker gets the sum of the gradient sums of all old workers, and the other
+new workers begin with zeros. So the total at the end of the window is the same.
 """
 
 from __future__ import annotations
@@ -31,25 +32,27 @@ Entry: TypeAlias = Parameter | Tensor
 
 
 def redistributed(states: Sequence[Checkpoint], workers: int) -> list[dict[str, Entry]]:
-    """Return the checkpoints with which `workers` workers resume the open windows of
-    another number of workers.
+    """Return checkpoints with which `workers` workers can resume open windows that
+    another number of workers saved.
 
     Args:
         states: the dicts that `mindspore.load_checkpoint` returned for the workers'
-            files, by rank: checkpoints of a wrapped optimizer with
+            files, in rank order: checkpoints of a wrapped optimizer with
             ``data_parallel=True``, or of a cell that contains it. A single checkpoint
             of an optimizer without ``data_parallel=True`` is accepted too.
         workers: the number of workers that will load the result, >= 1.
 
     Returns:
-        A dict for each new worker, by rank, for `load_checkpoint_into`. The first dict
-        contains the sum and the weight of all workers. Values that are not part of a
-        window come from the first of `states`.
+        One dict for each new worker, in rank order, to be loaded with
+        `load_checkpoint_into`. The first dict contains the gradient sums and the weight
+        of all workers. Values that are not part of a window come from the first of
+        `states`.
 
     Raises:
         CheckpointError: a worker's state is missing; the states were not saved at the
-            same moment; or a parameter's value differs between them, as it does for
-            shards, which can be resumed only on the same number of workers.
+            same moment; or a parameter's value differs between the states. Values of
+            sharded parameters differ, so these can be resumed only on the same number
+            of workers.
     """
     new_states: list[dict[str, Entry]] = [dict(states[0]) for _ in range(workers)]
     for prefix in prefixes_in(states[0]):
@@ -59,13 +62,13 @@ def redistributed(states: Sequence[Checkpoint], workers: int) -> list[dict[str, 
 
 
 def require_all_workers(states: Sequence[Checkpoint], prefix: str) -> None:
-    """Raise unless these are the states of all workers, by rank."""
+    """Raise unless `states` contains the state of every worker, in rank order."""
     places = [saved_place(state, prefix) for state in states]
     if places != [(rank, len(states)) for rank in range(len(states))]:
         raise CheckpointError(
-            "states: expected the states of all workers, by rank; got states of (rank,"
-            f" workers) {places}. Pass the state that each worker saved, in the order"
-            " of the ranks."
+            "states: expected one state per worker, in rank order; got states whose"
+            f" (rank, number of workers) are {places}. Pass the states that the workers"
+            " saved, in rank order."
         )
 
 
@@ -74,7 +77,9 @@ def redistribute_window(
     saved_states: Sequence[Checkpoint],
     prefix: str,
 ) -> None:
-    """Write the entries of one wrapped optimizer's window for each new worker."""
+    """Write the open window of one wrapped optimizer into the checkpoint of each new
+    worker.
+    """
     first = saved_states[0]
     fields = [fields_of(state, prefix) for state in saved_states]
     if any(state.micro_step == INVALID for state in fields):
@@ -117,8 +122,8 @@ def require_one_value(states: Sequence[Checkpoint], name: str) -> None:
         raise CheckpointError(
             f"{name}: expected the same value in the files of all workers; got"
             " different values. If the parameter is sharded, resume on the same number"
-            " of workers, where each loads its own file. Otherwise, save all files"
-            " between the same two updates."
+            " of workers, and let each worker load its own file. Otherwise, let all"
+            " workers save between the same two updates."
         )
 
 
@@ -129,9 +134,9 @@ def fields_of(state: Checkpoint, prefix: str) -> State:
 
 
 def sum_of(states: Sequence[Checkpoint], name: str) -> Array:
-    """Return the sum of an entry of each state, in float64, because Python adds up the
-    weights in float64. So the weight of the losses equals the window's weight if all
-    losses are known.
+    """Return the sum over `states` of the entry called `name`, in float64. Python also
+    adds up the weights in float64, so the weight of the losses equals the window's
+    weight if every micro-batch had a loss.
     """
     total: Array = np.sum(
         [state[name].astype(ms.float64).asnumpy() for state in states], axis=0
