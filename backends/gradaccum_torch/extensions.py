@@ -116,9 +116,6 @@ class Extension:
         """Resume with the entries of a checkpoint."""
 
 
-# The loss of a window.
-
-
 def as_number(loss: object) -> float | Tensor:
     """Return a loss in the form that is kept: a number, or a scalar tensor if it is on
     an accelerator. Anything else gives NaN.

@@ -104,8 +104,6 @@ class MasterWeights:
             if index in masters:
                 self.masters[parameter].copy_(masters[index])
 
-    # The inner optimizer updates the masters.
-
     @property
     def are_in_place(self) -> bool:
         first = next(iter(self.masters), None)
@@ -163,8 +161,6 @@ class MasterWeights:
         finally:
             self.masters.clear()
             self.masters.update(every_master)
-
-    # Between the model and the masters.
 
     def copy_model_into_masters(self) -> None:
         """Copy every value that something else wrote into a parameter to its master."""

@@ -82,8 +82,6 @@ class WholeWindow:
                 " checkpoint of the model and of the optimizer."
             )
 
-    # The properties of the window.
-
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         return self._window.workers.group
@@ -118,8 +116,6 @@ class WholeWindow:
 
     def _parameters(self) -> list[Tensor]:
         return self._window.masters.parameters()
-
-    # Filling and closing the window.
 
     def begin_weightless(self) -> None:
         """Prepare for a backward pass whose micro-batches are already counted: no

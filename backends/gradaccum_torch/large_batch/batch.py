@@ -142,9 +142,6 @@ def read_weight(weight: object) -> float:
     return kit.require_weight(weight)
 
 
-# The values that a loss function returns.
-
-
 def require_scalar(loss: object) -> Tensor:
     if not isinstance(loss, Tensor):
         raise kit.scalar_loss_error(f"a {type(loss).__name__}")

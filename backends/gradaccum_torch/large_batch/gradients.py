@@ -319,9 +319,6 @@ def leaves_of_graph(
     return leaves
 
 
-# Errors for what a call rejects.
-
-
 def watched_error(leaf: Tensor) -> UsageError:
     return UsageError(
         "optimizer: expected parameters whose gradients no other wrapped optimizer"

@@ -42,9 +42,6 @@ def buffers_of(module: torch.nn.Module) -> dict[str, Any]:
     return module._buffers
 
 
-# Autograd's graph.
-
-
 def call_at_the_end_of_backward(function: Callable[[], None]) -> bool:
     """Make autograd call `function` at the end of this backward pass, unless the pass
     raises. Return False outside of autograd's engine, which would never call it.
@@ -138,9 +135,6 @@ def _kind_of(node: Node) -> str:
     return str(node.name()).partition("Backward")[0]
 
 
-# Tensors.
-
-
 def owns_memory(gradient: Tensor) -> bool:
     """True if no other code may write into the memory of `gradient`, which autograd
     takes over from the first backward pass.
@@ -216,9 +210,6 @@ def mesh_of(tensor: Tensor) -> Any:
     return sharded_tensor.device_mesh
 
 
-# torch.compile.
-
-
 def _frames() -> Any:
     from torch._C._dynamo import eval_frame
 
@@ -256,9 +247,6 @@ def untraced_within(function: _F) -> _F:
 
     untraced(outside)
     return cast(_F, outside)
-
-
-# Optimizers, schedulers and scalers.
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -313,9 +301,6 @@ def pending_update(scaler: torch.amp.GradScaler) -> Mapping[int, Any]:
     with another object; empty if no update is pending.
     """
     return scaler._per_optimizer_states
-
-
-# DistributedDataParallel.
 
 
 _WAITING: WeakKeyDictionary[DistributedDataParallel, int] = WeakKeyDictionary()

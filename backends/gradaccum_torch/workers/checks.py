@@ -109,9 +109,6 @@ def refuse_bare_steps(optimizer: torch.optim.Optimizer) -> None:
         STEP_HOOKS.append(register_optimizer_step_pre_hook(require_reduced))
 
 
-# The parameters and the options.
-
-
 def require_parameters(
     module: torch.nn.Module,
     module_parameters: Sequence[Tensor],
@@ -232,9 +229,6 @@ def warn_of_unequal_parameters(
                 return
 
 
-# FSDP2.
-
-
 def require_reduced_units(units: Sequence[Unit]) -> None:
     if any(unit.has_unreduced() for unit in units):
         raise UsageError(
@@ -268,9 +262,6 @@ def require_deferrable(units: Sequence[Unit], options: kit.Options) -> None:
             ' reduce_dtype=torch.float32). Or write gradient_sync="micro_batch", which'
             " reduces each micro-batch."
         )
-
-
-# A window that is being reduced.
 
 
 def discarded_error() -> UsageError:
