@@ -1,9 +1,9 @@
 """A callback for Lightning's ``Trainer``. It closes the last window of each epoch, and
 rejects settings that change single micro-batches.
 
-Lightning would clip, step a scheduler and update an average after each micro-batch, and
-would end an epoch in the middle of a window. With ``separate_sums=True``, only this
-callback detects such settings.
+Without it, Lightning clips the gradient and steps a scheduler after each micro-batch,
+and ends an epoch in the middle of a window. With ``separate_sums=True``, nothing else
+detects the clipping.
 """
 
 from __future__ import annotations
