@@ -380,8 +380,8 @@ def options_of_call(
     if options.steps is not None:
         raise ArgumentValueError(
             "optimizer: expected an optimizer wrapped with steps=None, because this"
-            " call splits the batch into micro-batches and closes the window itself;"
-            f" got steps={options.steps}. Write gradaccum.wrap(optimizer, steps=None)."
+            f" call closes the window itself; got steps={options.steps}. Write"
+            " gradaccum.wrap(optimizer, steps=None)."
         )
     if reduction not in (None, options.reduction):
         raise ArgumentValueError(
