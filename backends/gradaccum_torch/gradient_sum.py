@@ -50,7 +50,9 @@ class GradientSum:
         watch.move_gradient = None
 
     def expect_window(self, size: object) -> None:
-        """Prepare for the next window, which ends after `size` micro-batches."""
+        """Prepare for the next window. Its size is a number of micro-batches, a weight,
+        or None if only ``flush`` closes it.
+        """
 
     def follow_additions(self, gradient_added: Callable[[Tensor], None] | None) -> bool:
         """From now on, call ``gradient_added(parameter)`` whenever autograd has added a
@@ -260,8 +262,9 @@ class SumOnArrival(SumInBuffers):
         return moves
 
     def move(self, watched_gradient: WatchedGradient) -> None:
-        """Add the larger of two gradients to its buffer: the new gradient, or the
-        gradient that has stayed in ``.grad`` so far. The smaller one stays.
+        """Add one of two gradients to its buffer: the new gradient, or the gradient
+        that has stayed in ``.grad`` so far, whichever has more elements. The other
+        gradient stays.
         """
         moved_gradient: WatchedGradient | None = watched_gradient
         staying = self._staying

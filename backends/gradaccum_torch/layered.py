@@ -225,7 +225,7 @@ class Border:
             raise UsageError(
                 f"layers[{index}]: expected an input that is not modified; got an input"
                 " that something wrote into. Set inplace=False in the layer's first"
-                " operation, or join the layer with the one before it:"
+                " operation, or combine the layer with the previous layer:"
                 " nn.Sequential(nn.Conv2d(...), nn.ReLU(inplace=True)). If another"
                 " layer or loss_fn writes into the same memory, for example into a"
                 " buffer that a layer returned, return a clone()."

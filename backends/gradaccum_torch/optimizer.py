@@ -246,13 +246,13 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         self._window.discard()
 
     def add_listener(self, listener: Listener) -> Handle:
-        """Call `listener` after each window that closes, applied or skipped; return a
-        handle with ``remove()``.
+        """Call `listener` after each window that closes, whether its update was applied
+        or skipped. Return a handle with ``remove()``.
 
-        The call comes at the end of the ``step`` or ``flush`` that closed the window,
-        or before a ``flush`` closes another window. It never comes for ``discard``. If
-        the listener raises, that ``step`` or ``flush`` raises the same error at its
-        end. Listeners are not saved in a state, pickle or copy.
+        The listener is called at the end of the ``step`` or ``flush`` that closed the
+        window, or before a ``flush`` closes another window, but not after ``discard``.
+        If the listener raises, the ``step`` or ``flush`` raises the same error at its
+        end. A state dict, pickle or copy contains no listeners.
 
         Args:
             listener: a function of one `gradaccum.watching.ClosedWindow`.
@@ -287,8 +287,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         """Iterate over the micro-batches of a loader, and call ``flush`` when the
         loader ends. A ``break`` or an error leaves the window open.
 
-        A `GradAccumWarning` is issued once if micro-batches have unequal sizes and no
-        weight.
+        A `GradAccumWarning` is issued once if micro-batches have unequal sizes and you
+        pass no weights.
 
         Args:
             loader: yields the micro-batches.

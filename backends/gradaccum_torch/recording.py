@@ -19,8 +19,9 @@ from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.torch_private.names import parameters_of, processes
 
 ELEMENTS = 1 << 20
-"""About how many elements of a gradient are recorded if it has more; they are evenly
-spread. The least-squares fit needs only a few times as many as there are micro-batches.
+"""If the gradients have more elements than this, about this many are recorded, evenly
+spread. The least-squares fit needs only a few times as many elements as there are
+micro-batches.
 """
 
 

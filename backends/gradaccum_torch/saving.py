@@ -176,7 +176,9 @@ def require_same_model(entry: Entry, window: Window) -> None:
         describe(window.masters), entry["parameters"], fillvalue=list[Any]()
     ):
         if parameter != saved_parameter[:2]:
-            raise checkpoint_error("parameters", f"{parameter}", f"{saved_parameter}")
+            raise checkpoint_error(
+                "parameters", f"shape and dtype {parameter}", f"{saved_parameter}"
+            )
     for index, total in entry["sums"].items():
         dtype = window.sum_dtypes[index]
         if total.dtype != dtype:
@@ -184,7 +186,11 @@ def require_same_model(entry: Entry, window: Window) -> None:
     masters = sorted(window.masters.by_index())
     saved_masters = sorted(entry.get("masters", {}))
     if masters != saved_masters:
-        raise checkpoint_error("master_weights", f"{masters}", f"{saved_masters}")
+        raise checkpoint_error(
+            "master_weights",
+            f"master weights for the parameters {masters}",
+            f"{saved_masters}",
+        )
 
 
 # At the end of a window the sums of all workers are added up, so it does not matter how

@@ -127,7 +127,7 @@ UPDATES: WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Update]] = (
 
 
 def refuse_bypass(inner: torch.optim.Optimizer, *_: object) -> None:
-    """Raise if someone calls ``inner.step()`` directly although a wrapper of `inner` is
+    """Raise if ``inner.step()`` is called directly although a wrapper of `inner` is
     alive.
 
     A step with learning rates of 0 is allowed, because it changes no parameter:

@@ -29,8 +29,8 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
 
     Put it first among the callbacks. It also gives weight 0 to a batch whose
     ``training_step`` returns None, and steps wrapped schedulers with ``"interval":
-    "step"`` after the last update of an epoch. If the gradient sum is kept in
-    ``.grad``, it is needed to resume a run in the middle of a window.
+    "step"`` after the last update of an epoch. A run can be resumed in the middle of a
+    window only with this callback if the gradient sum is kept in ``.grad``.
 
     Raises:
         UsageError: the ``Trainer`` would clip, accumulate or step a scheduler for each
@@ -157,8 +157,8 @@ def _require_untouched_micro_batches(trainer: Trainer) -> None:
         if value and value != usual:
             raise UsageError(
                 f"{name}: expected the Trainer's default, because the wrapped optimizer"
-                f" clips and accumulates; got {value!r} ({type(value).__name__}). Leave"
-                " it out of the Trainer. In configure_optimizers, return"
+                f" clips and accumulates; got {value!r} ({type(value).__name__}). Do not"
+                " pass it to the Trainer. In configure_optimizers, return"
                 f" gradaccum.wrap(optimizer, {option.format(value)}"
             )
 

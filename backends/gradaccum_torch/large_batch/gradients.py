@@ -325,9 +325,9 @@ def leaves_of_graph(
 def watched_error(leaf: Tensor) -> UsageError:
     return UsageError(
         "optimizer: expected parameters whose gradients no other wrapped optimizer"
-        f" collects; got a parameter of shape {tuple(leaf.shape)} that another wrapped"
-        " optimizer collects. Pass optimizer=opt, the optimizer that was wrapped with"
-        " steps=None. If the parameter belongs to another optimizer, call"
+        f" collects; got a parameter of shape {tuple(leaf.shape)} whose gradients"
+        " another wrapped optimizer collects. Pass optimizer=opt, the optimizer that was"
+        " wrapped with steps=None. If the parameter belongs to another optimizer, call"
         " requires_grad_(False) on the parameter for the duration of this call."
     )
 

@@ -47,8 +47,8 @@ def call_at_the_end_of_backward(function: Callable[[], None]) -> bool:
     pass raises. Return False if autograd's engine is not running and would never call
     it.
 
-    This happens because FSDP2 calls hooks after the pass, and because a compiled
-    backward pass runs outside of the engine.
+    The engine is not running when FSDP2 calls hooks after the pass, or in a compiled
+    backward pass.
     """
     compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
     if compiled_autograd is not None and compiled_autograd.in_compiled_autograd_region:

@@ -35,10 +35,10 @@ FIX = (
     " or module=fully_shard(model)."
 )
 UNEQUAL_PARAMETERS = (
-    "gradaccum: the workers of process_group= have different parameters, and equal"
-    " updates leave them different. Before the first step, send one worker's"
-    " parameters to all workers with torch.distributed.broadcast, or load the same"
-    " checkpoint on all workers."
+    "gradaccum: the workers of process_group= have different parameters, which equal"
+    " updates do not make equal. Before the first step, send one worker's parameters"
+    " to all workers with torch.distributed.broadcast, or load the same checkpoint on"
+    " all workers."
 )
 CLOSE = 1e-3
 """The relative difference up to which two workers' sums of a parameter's elements count
@@ -65,9 +65,7 @@ def parallel_module(module: torch.nn.Module) -> DistributedDataParallel:
 REDUCING_OPTIMIZERS: WeakSet[torch.optim.Optimizer] = WeakSet()
 """The inner optimizers that were wrapped with ``module=``."""
 CHECKED_OPTIMIZERS: WeakSet[torch.optim.Optimizer] = WeakSet()
-"""The optimizers of which `require_reduced` has found that all their gradients are
-reduced.
-"""
+"""The optimizers for which `require_reduced` has found that all gradients are reduced."""
 STEP_HOOKS: list[RemovableHandle] = []
 """The handle of the hook that runs before each step of any optimizer; empty until a
 module's reduction is suppressed.
@@ -87,7 +85,7 @@ def require_reduced(optimizer: torch.optim.Optimizer, *_: object) -> None:
         kind = type(optimizer).__name__
         raise UsageError(
             "module: expected module= for each optimizer of one"
-            f" DistributedDataParallel; got a {kind} without module= for"
+            f" DistributedDataParallel; got a {kind} without module=, which updates"
             f" {len(unreduced)} of the module's parameters. Write"
             f" gradaccum.wrap({kind}(...), steps=..., module=parallel)."
         )
@@ -120,7 +118,8 @@ def require_parameters(
     if missing:
         raise ArgumentValueError(
             "module: expected the module that contains the optimizer's parameters; got"
-            f" a {type(module).__name__} without {len(missing)} of them. {FIX}"
+            f" a {type(module).__name__} without {len(missing)} of these parameters."
+            f" {FIX}"
         )
 
 

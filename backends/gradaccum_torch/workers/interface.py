@@ -152,9 +152,7 @@ class Workers:
         return nullcontext()
 
     def take_part(self) -> None:
-        """Begin to share windows. Called when all checks of the optimizer have
-        passed.
-        """
+        """Begin to share windows, after all checks of the optimizer have passed."""
 
     def abandon(self, numbers: Sequence[float]) -> None:
         """Finish a reduction that has begun although this worker discards its window.

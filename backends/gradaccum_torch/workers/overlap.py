@@ -120,8 +120,8 @@ def buckets(
     tensors: Iterable[Tensor],
     dtype_of: Callable[[Tensor], torch.dtype],
 ) -> list[Bucket]:
-    """Divide `tensors` into buckets that are reduced together: each large tensor by
-    itself, and small tensors with those of the same dtype and device.
+    """Return lists of tensors that are reduced together: each large tensor by itself,
+    and small tensors together if they have the same dtype and device.
     """
     complete_buckets: list[Bucket] = []
     bucket: Bucket = []
