@@ -107,7 +107,7 @@ def measure(sums: Sequence[Tensor]) -> tuple[float, bool]:
         is_float16 = torch.float16 in [tensor.dtype for tensor in tensors]
         faint = FAINT_HALF if is_float16 else FAINT
         if not faint <= norm < math.inf and tensors:
-            # The squares of finite elements may have overflowed or vanished.
+            # The squares of finite elements may have overflowed or underflowed.
             norm = norm_of(tensor.double() for tensor in tensors)
     return (norm, True) if norm < math.inf else (math.inf, False)
 

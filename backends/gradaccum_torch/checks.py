@@ -24,7 +24,7 @@ Size = int | UntilWeight | None
 
 def window_size(options: Options, optimizer_step: int) -> Size:
     if options.steps is None or isinstance(options.steps, int):
-        return options.steps  # Checked by wrap.
+        return options.steps  # `gradaccum.wrap` has checked this value.
     size = steps_at(options.steps, optimizer_step, select)
     return require_steps(size, optimizer_step, options.steps)
 

@@ -42,7 +42,8 @@ class ScalerLink:
 
     def __init__(self, scaler: torch.amp.GradScaler, device: torch.device) -> None:
         self.scaler = scaler
-        scaler.scale(torch.zeros((), device=device))  # Creates the scaler's tensors.
+        # The scaler creates its tensors in the first call of `scale`.
+        scaler.scale(torch.zeros((), device=device))
         self.stepping_optimizer: torch.optim.Optimizer | None = None
         """The wrapped optimizer that ``scaler.step`` is currently stepping."""
         self.probe = torch.zeros((), device=device)
@@ -54,7 +55,7 @@ class ScalerLink:
         """
         pending = pending_update(self.scaler)
         if pending and self.stepping_optimizer is None:
-            # scaler.update() is still to come, and will set the scaler to these values.
+            # The user's call of scaler.update() will set the scaler to these values.
             return state
         scale, tracker = scale_and_tracker(self.scaler)
         awaited_update, true_tracker = SET_BACK.get(self.scaler, (None, 0))
@@ -138,7 +139,7 @@ def groups_for_a_scaler(link: ScalerLink | None) -> list[dict[str, Any]] | None:
         return None
     if link is None or caller.get("self") is not link.scaler:
         raise foreign_scaler_error()
-    if not caller.get("allow_fp16"):  # scaler.unscale_
+    if not caller.get("allow_fp16"):  # The user has called scaler.unscale_.
         raise foreign_scaler_error()
     return [{"params": [link.probe]}]
 

@@ -101,7 +101,8 @@ def layered_backward(
         weight: either a function ``weight(inputs, targets)`` that returns a
             micro-batch's weight, or one number per item, shape ``(items,)``.
         axes: the batch axis of each leaf of ``(inputs, targets)``: one number for all
-            leaves, or a nest of numbers. None means that a leaf is not split.
+            leaves, or a nest of numbers, each of which may stand for a whole sub-nest.
+            None means that a leaf is not split.
         has_aux: as for `gradaccum_torch.backward`.
         merge_aux: as for `gradaccum_torch.backward`.
         optimizer: an optimizer wrapped with ``steps=None``. The call opens and closes

@@ -409,8 +409,8 @@ class Window:
             raise checks.interrupted_error()
         factors = watch.factors
         if self.options.separate_sums:
-            # The user may have cleared the gradient that another wrapper's pass left
-            # there.
+            # The user may have cleared a gradient that the backward pass of another
+            # wrapped optimizer has left in .grad.
             factors = factors & {1.0}
         if not (factors or self._has_begun()):
             raise checks.no_backward_error()

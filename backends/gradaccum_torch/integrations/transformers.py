@@ -133,7 +133,7 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         count = trainer._get_num_items_in_batch([inputs], trainer.args.device)
         if count is not None and trainer.loss_is_scaled_for_ga is not False:
             self.optimizer.weigh(float(count.flatten()[0]))
-        elif isinstance(inputs, Mapping):  # GRPO splits a list itself.
+        elif isinstance(inputs, Mapping):  # GRPO's inputs are a list, which it splits.
             self.optimizer.weigh(batch_size(inputs))
         loss: Tensor = training_step(model, inputs, count)
         return torch.zeros_like(loss)

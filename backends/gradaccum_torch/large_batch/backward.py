@@ -90,9 +90,10 @@ def backward(
             items. A micro-batch of weight 0 adds nothing. If all micro-batches have
             weight 0, ``.grad`` is not changed and the loss is 0.
         axes: the batch axis of each leaf of `batch`: one number for all leaves, or a
-            nest of numbers; None means that a leaf is not split. Each element of a list
-            contains all items. A list that may be as long as the batch needs an entry
-            for each element, or None.
+            nest of numbers, each of which may stand for a whole sub-nest. None means
+            that a leaf is not split. Each element of a list must contain all items. For
+            a list that may be as long as the batch, pass an entry for each element, or
+            None.
         has_aux: whether `loss_fn` returns ``(loss, aux)``. Tensors in `aux` are
             detached.
         merge_aux: how the `aux` values of the micro-batches are combined.

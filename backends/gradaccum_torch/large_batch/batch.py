@@ -74,7 +74,7 @@ class LargeBatch:
         self.items = kit.require_one_size(sizes, kit.lists_of_one_kind(batch, axes))
         self.weight: Any = weight
         if isinstance(weight, Tensor):
-            self.weight = weight.tolist()  # One transfer from the device.
+            self.weight = weight.tolist()  # Copies all weights from the device at once.
         if weight is not None and not callable(weight):
             self.weight = kit.require_item_weights(self.weight, self.items)
 

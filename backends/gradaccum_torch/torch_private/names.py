@@ -237,7 +237,7 @@ def untraced(function: Callable[..., object]) -> None:
         skip = frames._FrameAction.SKIP
         strategy = frames._FrameExecStrategy(skip, skip)
         frames.set_code_exec_strategy(function.__code__, strategy)
-    else:  # Before torch 2.8.
+    else:  # Versions of torch before 2.8 have only this function.
         frames.skip_code(function.__code__)
 
 

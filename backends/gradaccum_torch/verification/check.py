@@ -58,7 +58,8 @@ def verify(
         weight: either a callable ``weight(*micro_batch)``, or a sequence with one
             number per item. Default: the number of items.
         axes: the batch axis of each array in `batch`: one number for all arrays, or a
-            nest of numbers. None means that an array is not split.
+            nest of numbers, each of which may stand for a whole sub-nest. None means
+            that an array is not split.
         has_aux: whether `loss_fn` returns ``(loss, aux)``; `aux` is ignored.
 
     Raises:

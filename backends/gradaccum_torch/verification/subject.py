@@ -171,7 +171,7 @@ class TorchSubject:
         try:
             for parameter, _ in gradients:
                 parameter.grad = None
-            # A compiled model would be compiled again for each size of a micro-batch.
+            # A compiled model would be recompiled for each size of micro-batch.
             with torch.compiler.set_stance("force_eager"), torch.enable_grad():
                 yield
         finally:
