@@ -1,5 +1,5 @@
-"""The PyTorch adapter of gradaccum. ``gradaccum.wrap(optimizer, steps=4)`` finds it
-without an import of this package.
+"""The PyTorch adapter of gradaccum. You need not import this package in order to call
+``gradaccum.wrap(optimizer, steps=4)``.
 """
 
 from gradaccum_torch.backend import TorchBackend, backend, wrap

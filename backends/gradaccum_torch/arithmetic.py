@@ -1,4 +1,4 @@
-"""The arithmetic of a window's sum: dtype, addition, division, casting and norm."""
+"""Arithmetic with gradients and their sums: dtypes, addition, division, casts, norm."""
 
 from __future__ import annotations
 
@@ -20,21 +20,24 @@ from gradaccum_torch.torch_private.names import (
 HALF = (torch.float16, torch.bfloat16)
 """The dtypes whose gradients are summed in float32 unless the user says otherwise."""
 FAINT = 2.0**-31
-"""If the norm of a float32 tensor is below this, squares of its elements may vanish."""
+"""If a float32 tensor's norm is below this, squares of its elements may underflow."""
 FAINT_HALF = 2.0**-13
-"""The same limit for a float16 tensor, whose norm is computed in float16."""
+"""If a float16 tensor's norm, computed in float16, is below this, squares of its
+elements may underflow.
+"""
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the dtype of autograd's gradient: the parameter's dtype, unless the user
-    has set ``parameter.grad_dtype``.
+    """Return the dtype in which autograd computes the parameter's gradient: the
+    parameter's dtype, unless the user has set ``parameter.grad_dtype``.
     """
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 def sum_dtype(parameter: Tensor, accumulate_dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of the sum: by default float32 for half precision, otherwise the
-    gradient's dtype. A complex gradient always keeps its dtype.
+    """Return the dtype in which the parameter's gradients are summed. The default is
+    float32 for half precision, and the gradient's dtype otherwise. A complex gradient
+    always keeps its dtype.
     """
     dtype = gradient_dtype(parameter)
     if dtype.is_complex:
@@ -76,8 +79,8 @@ def multiply(tensors: Sequence[Tensor], factor: float) -> None:
 
 @torch.no_grad()
 def narrowed(gradient: Tensor, divisor: float, dtype: torch.dtype) -> Tensor:
-    """Return `gradient` / `divisor` in `dtype`; the wider of the two dtypes is used to
-    divide.
+    """Return `gradient` / `divisor` in `dtype`. The division itself uses the wider of
+    the gradient's dtype and `dtype`.
     """
     wide_gradient = gradient.to(torch.promote_types(gradient.dtype, dtype))
     if divisor != 1:
@@ -87,7 +90,7 @@ def narrowed(gradient: Tensor, divisor: float, dtype: torch.dtype) -> Tensor:
 
 @torch.no_grad()
 def fits(total: Tensor, divisor: float, dtype: torch.dtype) -> bool:
-    """True if the divided sum is finite in `dtype`. Waits for the device."""
+    """True if `total` / `divisor` is finite in `dtype`. Waits for the device."""
     if not elements(total).numel():
         return True
     peak = elements(total).abs().max() / divisor
@@ -104,7 +107,7 @@ def measure(sums: Sequence[Tensor]) -> tuple[float, bool]:
         is_float16 = torch.float16 in [tensor.dtype for tensor in tensors]
         faint = FAINT_HALF if is_float16 else FAINT
         if not faint <= norm < math.inf and tensors:
-            # The squares of finite elements may have overflowed or vanished.
+            # The squares of finite elements may have overflowed or underflowed.
             norm = norm_of(tensor.double() for tensor in tensors)
     return (norm, True) if norm < math.inf else (math.inf, False)
 
@@ -135,8 +138,8 @@ def norm_of(tensors: Iterable[Tensor]) -> float:
 
 
 def groups_of(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield lists for multi-tensor calls: plain tensors in one list, and sharded
-    tensors in one list per mesh and placement.
+    """Yield lists of tensors that one ``torch._foreach`` call can process: one list of
+    plain tensors, and one list of sharded tensors per mesh and placement.
     """
     groups: dict[object, list[Tensor]] = {}
     for tensor in tensors:
@@ -148,8 +151,8 @@ def groups_of(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def complete(gradient: Tensor) -> Tensor:
-    """Return `gradient` with each element once: a sparse gradient is coalesced, and
-    partial sums of several processes (``Partial``) are reduced.
+    """Return `gradient` without partial sums: a sparse gradient is coalesced, and a
+    `DTensor` with the placement ``Partial`` is reduced over the processes.
     """
     if not is_sharded(gradient):
         return gradient.coalesce() if gradient.is_sparse else gradient
@@ -168,7 +171,7 @@ def complete(gradient: Tensor) -> Tensor:
 
 @torch.no_grad()
 def all_finite(gradients: Sequence[Tensor]) -> bool:
-    """True if every element is finite. Waits for the device."""
+    """True if all `gradients` are finite. Waits for the device."""
     return measure([complete(gradient) for gradient in gradients])[1]
 
 

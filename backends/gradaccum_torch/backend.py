@@ -1,5 +1,5 @@
-"""The core's entry point into torch: recognises optimizers and schedulers, and wraps
-them.
+"""The object through which the gradaccum package uses torch: it recognises torch's
+optimizers and schedulers, and wraps them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ from gradaccum_torch.workers.workers import workers_of
 
 
 class TorchBackend:
-    """The entry point of this adapter."""
+    """Recognises and wraps torch's optimizers and schedulers. ``gradaccum.wrap`` and
+    ``gradaccum.verify`` call it.
+    """
 
     name = "torch"
     scaler_kind = "a torch.amp.GradScaler"
@@ -60,33 +62,35 @@ class TorchBackend:
             separate_sums: whether ``step`` moves the micro-batch from ``.grad`` into a
                 buffer. Between two steps you may then clear, assign, reduce or clip
                 ``.grad`` yourself. This costs one pass and one buffer per parameter.
-            module: what several workers train together: a
-                `torch.nn.parallel.DistributedDataParallel`, whose sum is reduced once,
-                at the end of the window, or a module under
-                `torch.distributed.fsdp.fully_shard`. All workers then share each
-                window. This call, the end of a window and ``flush`` are collective.
-            gradient_sync: when FSDP2 reduces. ``"micro_batch"`` reduces in each
-                micro-batch, and the sum is sharded. ``"window"`` reduces once per
-                window, and each worker keeps a sum of the whole model, as after
+            module: the parallel module that several workers train together. It is a
+                `torch.nn.parallel.DistributedDataParallel`, whose gradients are then
+                reduced once, at the end of the window, or a module to which
+                `torch.distributed.fsdp.fully_shard` was applied. All workers then share
+                each window. This call, the end of a window and ``flush`` are
+                collective.
+            gradient_sync: when FSDP2 reduces gradients. ``"micro_batch"`` reduces them
+                in each micro-batch, and each worker keeps only its shard of the sum.
+                ``"window"`` reduces them once per window. Until then each worker keeps
+                gradients of the whole model, as with
                 ``set_requires_gradient_sync(False)``.
             process_group: the `torch.distributed.ProcessGroup` of workers that train
                 equal copies of one model without a parallel module. The window's sum is
-                reduced as with ``module=``, so an optimizer that averages by itself
-                averages equal gradients. With ``"alone"`` this process shares no
-                window, although several processes are running. If you leave the
-                argument out then, a `GradAccumWarning` asks for it.
+                reduced as with ``module=``, so an optimizer that averages gradients
+                itself averages equal gradients. With ``"alone"`` this process shares no
+                window, although several processes are running. If several processes are
+                running and you pass neither argument, a `GradAccumWarning` asks for it.
             norm_group: the `torch.distributed.ProcessGroup` of the stages of a
-                pipeline, each of which has its own optimizer. The norm, the clipping
-                and the decision on overflow cover all stages. The end of a window is
-                collective: if only one stage reaches it, that stage waits until the
-                group's timeout, and then raises.
+                pipeline, each of which has its own optimizer. The gradient norm, the
+                clipping and the decision on overflow then cover all stages. The end of
+                a window is collective: if only one stage reaches it, that stage waits
+                until the group's timeout, and then raises.
 
         Raises:
             ArgumentTypeError: `optimizer` is not an optimizer, or is already wrapped;
                 or `module` is not a supported module.
-            ArgumentValueError: `module` has other parameters; other workers passed
-                other options, or the parameters in another order; or FSDP2 cannot defer
-                its reduction with these options.
+            ArgumentValueError: `module` lacks parameters of the optimizer; another
+                worker passed different options, or the parameters in a different order;
+                or FSDP2 cannot defer its reduction with these options.
             UsageError: ``.grad`` of a parameter already contains a gradient.
         """
         if isinstance(optimizer, AccumulatingOptimizer):
@@ -108,17 +112,18 @@ class TorchBackend:
         return AccumulatingOptimizer(optimizer, checked_options, workers)
 
     def is_scheduler(self, candidate: object) -> bool:
-        """True if `candidate` is a learning-rate scheduler from torch or another
-        library, gated or not.
+        """True if `candidate` is a learning-rate scheduler, from torch or another
+        library, whether or not gradaccum has already wrapped it.
         """
         return is_scheduler(candidate)
 
     def gate(self, scheduler: object) -> GatedScheduler:
-        """Gate a scheduler that was built on a wrapped optimizer.
+        """Wrap a learning-rate scheduler that was built on a wrapped optimizer, so that
+        it steps once per update.
 
         Raises:
             ArgumentTypeError: the scheduler's optimizer is not wrapped, or the
-                scheduler is already gated.
+                scheduler is already wrapped.
         """
         if isinstance(scheduler, GatedScheduler):
             raise wrapped_twice_error(scheduler)
@@ -147,7 +152,7 @@ backend = TorchBackend()
 
 
 class TorchOptions(WrapOptions, total=False):
-    """The options of `gradaccum.wrap` and of `TorchBackend.wrap`."""
+    """The keyword arguments that `gradaccum.wrap` accepts for a torch optimizer."""
 
     loss_scale: float | LossScale | torch.amp.GradScaler | None
     separate_sums: bool
@@ -160,5 +165,7 @@ class TorchOptions(WrapOptions, total=False):
 def wrap(
     optimizer: torch.optim.Optimizer, steps: Steps, **options: Unpack[TorchOptions]
 ) -> AccumulatingOptimizer:
-    """Wrap a torch optimizer, as `gradaccum.wrap` does, with typed options."""
+    """Wrap a torch optimizer as `gradaccum.wrap` does; a type checker knows the options
+    and the return type.
+    """
     return cast(AccumulatingOptimizer, wrap_with(backend, optimizer, steps, **options))

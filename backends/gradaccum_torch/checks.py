@@ -17,21 +17,21 @@ from gradaccum.kit import (
 )
 
 Size = int | UntilWeight | None
-"""The size of a window: its number of micro-batches, or its weight. None means that the
-caller closes it.
+"""The size of a window: its number of micro-batches, or its weight. None means that only
+``flush`` closes it.
 """
 
 
 def window_size(options: Options, optimizer_step: int) -> Size:
     if options.steps is None or isinstance(options.steps, int):
-        return options.steps  # Checked by wrap.
+        return options.steps  # `gradaccum.wrap` has checked this value.
     size = steps_at(options.steps, optimizer_step, select)
     return require_steps(size, optimizer_step, options.steps)
 
 
 def known_window_size(options: Options, optimizer_step: int) -> Size:
-    """Return the size of a window that has not begun, or None if the schedule
-    raises.
+    """Return the size of the window that follows `optimizer_step` updates, or None if
+    the user's schedule of sizes raises.
     """
     try:
         return window_size(options, optimizer_step)
@@ -83,11 +83,11 @@ def unfinished_error(call: str) -> UsageError:
     return UsageError(
         f"{call}: expected a call after step(); got a call between backward() and"
         " step() of a micro-batch in an open window. Call opt.step() first, or"
-        " opt.discard() to drop the whole window. If the backward pass is for another"
-        " loss, keep its gradients out of these parameters: write"
-        " loss.backward(inputs=list(generator.parameters())), or wrap with"
-        " separate_sums=True. If workers share a window, add up the losses of its last"
-        " micro-batch, and write checkpoint(..., use_reentrant=False)."
+        " opt.discard() to drop the whole window. If the loss should not train these"
+        " parameters, write loss.backward(inputs=list(generator.parameters())), or wrap"
+        " with separate_sums=True. If several workers share the window, call backward()"
+        " once per micro-batch, on the sum of its losses, and write"
+        " checkpoint(..., use_reentrant=False)."
     )
 
 
@@ -102,12 +102,12 @@ def interrupted_error() -> UsageError:
 
 def not_scaled_error() -> UsageError:
     return UsageError(
-        "loss: expected a loss that was multiplied by this optimizer's weight and loss"
-        " scale before its backward pass; got a plain loss.backward(), or the"
-        " backward(loss) of another wrapped optimizer. Call opt.discard(), and then"
-        " write opt.backward(loss). If several optimizers share one loss, wrap each"
-        ' with reduction="sum_per_item", call loss.backward() on a summed loss, and'
-        " opt.weigh(n) on each. If the loss is not for these parameters, write"
+        "loss: expected a loss that this optimizer scaled before its backward pass; got"
+        " a plain loss.backward(), or the backward(loss) of another wrapped optimizer."
+        " Call opt.discard(), and then use opt.backward(loss). If several optimizers"
+        ' share a loss, wrap each with reduction="sum_per_item", call loss.backward()'
+        " once on the summed loss, and call opt.weigh(n) on each optimizer. If the loss"
+        " should train only some of the parameters, list them:"
         " opt.backward(loss, inputs=list(generator.parameters()))."
     )
 
@@ -123,17 +123,17 @@ def other_weight_error(weight: float, earlier: float) -> UsageError:
 def second_wrapper_error(name: str) -> ArgumentTypeError:
     return ArgumentTypeError(
         f"optimizer: expected an optimizer that is not wrapped yet; got {name}, which"
-        " an earlier gradaccum.wrap call wrapped. Use the optimizer that the earlier"
-        " call returned, or delete it (del opt) before you wrap again."
+        " was already wrapped by an earlier call to gradaccum.wrap. Use the optimizer"
+        " returned by that earlier call, or delete it (del opt) before wrapping again."
     )
 
 
 def bypassed_error(name: str) -> UsageError:
     return UsageError(
-        "step(): expected a call of the wrapped optimizer's step(), because only the"
-        " wrapper knows when a window ends; got a call of the inner optimizer's"
-        f" {name}.step(). Write optimizer = gradaccum.wrap({name}(...), ...), so that"
-        " only one name is left, and call its step()."
+        "step(): expected a call to the wrapped optimizer's step(), because only the"
+        " wrapped optimizer knows when a window ends; got a call to the inner"
+        f" optimizer's {name}.step(). Write optimizer = gradaccum.wrap({name}(...),"
+        " ...), and call optimizer.step()."
     )
 
 

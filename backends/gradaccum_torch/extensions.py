@@ -1,5 +1,5 @@
-"""The observers of a window, which do not change it: its loss, and the warnings about
-common mistakes. Any of them can be deleted without touching the window.
+"""Objects that observe a window without changing it. They compute the window's loss, and
+warn about common mistakes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ LEFTOVER_LOOP = (
     "gradaccum: each step() came after {passes} backward passes, which count as one"
     " micro-batch. Most likely two lines of the old loop are left: `if (i + 1) %"
     " {passes} == 0:` around step(), and `loss / {passes}`. Delete both, so that each"
-    " backward pass is followed by a step(). Or a trainer accumulates as well: leave"
-    " its gradient_accumulation_steps at 1."
+    " backward pass is followed by a step(). If a trainer also accumulates gradients,"
+    " set its gradient_accumulation_steps to 1."
 )
 DIVIDED_LOSS = (
     "gradaccum: the loss is divided by {steps}, but gradaccum already divides by the"
@@ -38,19 +38,19 @@ DIVIDED_LOSS = (
 )
 NON_FINITE_LOSS = (
     "gradaccum: a loss was not finite on rank {} of {}. Check the data and the loss"
-    " there. opt.result.overflow says which windows all workers skip."
+    " there. opt.result.overflow tells whether all workers skipped the window."
 )
 WEIGHED_TWICE = (
-    "gradaccum: a second loss with a weight came before step(), so both count as one"
-    " micro-batch of that weight. Each micro-batch needs its own step(). If one"
-    " micro-batch has several losses, call opt.weigh(n) once, and then"
-    " opt.backward(loss) for each."
+    "gradaccum: a second loss with a weight was passed before step(), so both losses"
+    " count as one micro-batch of that weight. Each micro-batch needs its own step()."
+    " If one micro-batch has several losses, call opt.weigh(n) once, and then"
+    " opt.backward(loss) for each loss."
 )
 
 
 class MicroBatch:
-    """What the user has passed for the current micro-batch, until ``step`` counts
-    it.
+    """The weight and the losses that the user has passed for the current micro-batch,
+    which ``step`` has not counted yet.
     """
 
     def __init__(self) -> None:
@@ -62,9 +62,11 @@ class MicroBatch:
         ``scale``.
         """
         self.is_scaled_by_hand = False
-        """Whether a plain ``backward()`` of an already scaled loss is expected."""
+        """Whether the loss was already scaled when the user called ``backward()`` on
+        it, as in ``opt.scale(loss).backward()``.
+        """
         self.losses: list[float | Tensor] = []
-        """The losses as the user passed them, not scaled."""
+        """The losses that the user passed, before they were scaled."""
         self.is_first = False
         """Whether this micro-batch opens the window."""
         self.passes = 0
@@ -81,8 +83,8 @@ class MicroBatch:
 
 
 class Extension:
-    """An observer of a window. Each method is one event, and may not change the
-    window.
+    """An observer of a window. The window calls each method at a certain point; none of
+    them may change the window.
     """
 
     def loss_given(self, loss: Tensor) -> None:
@@ -94,34 +96,31 @@ class Extension:
         """
 
     def numbers(self) -> list[float]:
-        """Return the open window's numbers that are to be added up over the workers."""
+        """Return numbers about the open window, to be added up over all workers."""
         return []
 
     def reduced(self, numbers: list[float]) -> None:
-        """Observe the sums of all workers' `numbers`."""
+        """Receive the `numbers` after they were added up over all workers."""
 
     def window_closed(self, state: Fields, options: Options) -> None:
-        """Observe that the window was closed, and that its sum was divided according to
-        `state` and `options`.
+        """Observe that the window was closed. `state` and `options` determine the
+        number by which its sum was divided.
         """
 
     def window_discarded(self) -> None:
         """Observe that the window was discarded, or that another window was loaded."""
 
     def state_dict(self) -> dict[str, float]:
-        """Return the entries for a checkpoint."""
+        """Return this observer's entries for a checkpoint."""
         return {}
 
     def load_state_dict(self, entries: dict[str, Any]) -> None:
-        """Resume with the entries of a checkpoint."""
-
-
-# The loss of a window.
+        """Restore this observer from the `entries` of a checkpoint."""
 
 
 def as_number(loss: object) -> float | Tensor:
-    """Return a loss in the form that is kept: a number, or a scalar tensor if it is on
-    an accelerator. Anything else gives NaN.
+    """Return `loss` as a Python number, or as a scalar tensor if it is on an
+    accelerator. Return NaN if it is not a single real number.
     """
     if not isinstance(loss, Tensor):
         if isinstance(loss, int | float) and not isinstance(loss, bool):
@@ -140,18 +139,20 @@ def as_number(loss: object) -> float | Tensor:
 
 
 class WindowLoss(Extension):
-    """The loss of each window as one large batch, or NaN unless all of its losses were
-    passed. Reading it may wait for the device.
+    """Computes the loss of each window as one large batch. The loss is NaN unless the
+    user has passed the losses of all micro-batches. Reading it may wait for the device.
     """
 
     def __init__(self, options: Options) -> None:
         self._options = options
         self._losses: list[tuple[float | Tensor, float]] = []
-        """The losses of the open window that were not read yet, with their weights."""
+        """The losses of the open window that have not been added to `total` yet, with
+        their weights.
+        """
         self.total = 0.0
-        """The sum of the losses that have been read."""
+        """The weighted sum of the open window's losses that have been read."""
         self._misses_loss = False
-        """Whether the user has left out a loss of the open window."""
+        """Whether the open window has a micro-batch whose loss is not known."""
         self._read_closed_loss: Callable[[], float] | None = None
         self._value = math.nan
 
@@ -180,7 +181,7 @@ class WindowLoss(Extension):
         return total
 
     def read_open(self) -> float:
-        """Return the sum of the open window's losses."""
+        """Return the weighted sum of the open window's losses."""
         self.total = self._read(self.total, self._losses)
         self._losses = []
         return self.total
@@ -221,11 +222,10 @@ class WindowLoss(Extension):
         self._value = float(entries.get("window_loss", math.nan))
 
 
-# Warnings, each issued once per optimizer.
-
-
 class Warnings:
-    """Issues each warning once, at the line of the user's code that made the call."""
+    """Issues each warning once per optimizer. The warning names the line of the user's
+    code that made the call.
+    """
 
     def __init__(self) -> None:
         self._given_texts: set[str] = set()
@@ -237,8 +237,8 @@ class Warnings:
 
 
 def levels_to_user() -> int:
-    """Return the ``stacklevel`` that attributes the caller's warning to the user's
-    line.
+    """Return the ``stacklevel`` with which a warning names the line of the user's
+    code.
     """
     level = 2
     frame = sys._getframe(level)
@@ -274,8 +274,8 @@ class ChangedRateWarning(Extension):
             self._warn(kit.RATE_MOVED)
 
     def allow_change(self) -> None:
-        """Allow other rates in the open window, because a gated scheduler has stepped
-        or a group was added.
+        """Do not warn about learning rates that change in the open window, because a
+        wrapped scheduler has stepped or a parameter group was added.
         """
         self._rates = None
 
@@ -284,19 +284,19 @@ class ChangedRateWarning(Extension):
 
 
 def rate_mark(rate: object) -> object:
-    """Return a value that differs if the rate has changed. For a rate in a tensor it
-    includes the tensor's version, which needs no wait for the device.
+    """Return a value that changes when the learning rate changes. If the rate is a
+    tensor, its number of writes is used, because reading it would wait for the device.
     """
     return (id(rate), version(rate)) if isinstance(rate, Tensor) else rate
 
 
 class LeftoverLoopWarning(Extension):
-    """Warns if each of the first two steps came after as many backward passes as a
-    window has micro-batches, because then the old loop's ``if`` is most likely left
-    around ``step``.
+    """Warns if each of the first two ``step`` calls came after as many backward passes
+    as a window has micro-batches. Most likely the ``if`` of a loop without gradaccum is
+    still around ``step``.
 
-    Two passes are not enough evidence: a GAN's discriminator has a real and a fake
-    loss.
+    Two backward passes per step cause no warning, because a GAN's discriminator also
+    has two losses.
     """
 
     def __init__(self, warn: Warnings) -> None:
@@ -335,8 +335,9 @@ class NonFiniteLossWarning(Extension):
 
 
 def is_divided_by(division: Division | None, steps: int, reduction: str) -> bool:
-    """True if the last operation of a loss divides it by `steps`, and this division
-    makes a mean neither of sums nor of `steps` terms.
+    """True if a loss was divided by `steps` in its last operation, most likely by
+    mistake. The division is right if it averages `steps` terms, if it turns sums into
+    means, or with ``reduction="sum"``.
     """
     if division is None or not math.isclose(division.divisor, steps):
         return False
@@ -345,7 +346,9 @@ def is_divided_by(division: Division | None, steps: int, reduction: str) -> bool
 
 
 class DividedLossWarning(Extension):
-    """Warns if the user has already divided a loss of the first window by the steps."""
+    """Warns if the user has divided a loss of the first window by its number of
+    micro-batches, because gradaccum divides by it too.
+    """
 
     def __init__(self, options: Options, warn: Warnings) -> None:
         size = known_window_size(options, 0)

@@ -1,10 +1,10 @@
-"""A user's own `torch.amp.GradScaler`, whose scale is updated once per window.
+"""Supports a user's own `torch.amp.GradScaler`, whose scale is updated once per window.
 
-In the loop ``opt.backward(loss); opt.step()`` the end of the window sets the scale and
-the growth tracker as a single ``scaler.update()`` would. In
-``scaler.scale(loss).backward(); scaler.step(opt); scaler.update()`` the scaler updates
-its scale itself. Inside a window its growth tracker is therefore set back by one,
-because ``update`` will count a step, and it sees no overflow.
+In the loop ``opt.backward(loss); opt.step()``, the end of the window sets the scale and
+the growth tracker as a single ``scaler.update()`` would. In the loop
+``scaler.scale(loss).backward(); scaler.step(opt); scaler.update()``, the scaler updates
+its scale itself. In the middle of a window, no overflow is reported to it, and its
+growth tracker is set back by one, because ``update`` will count a step.
 """
 
 from __future__ import annotations
@@ -25,33 +25,37 @@ from gradaccum_torch.torch_private.names import (
 )
 
 SMALLEST = 2.0**-125
-"""`GradScaler` has no minimum scale. Below this power of two a window could no longer
-be divided, and the scale could never grow again.
+"""The minimum loss scale, because `GradScaler` has none. With a smaller scale, a
+window's sum could no longer be divided by the scale, which could then never grow again.
 """
 
 
 SET_BACK: WeakKeyDictionary[torch.amp.GradScaler, tuple[Any, int]] = WeakKeyDictionary()
-"""For each scaler whose growth tracker was set back: its pending update, which its
-``update`` replaces with another object, and its true tracker.
+"""For each scaler whose growth tracker was set back by one: its record of the pending
+``scaler.update()``, and the true value of the growth tracker. The call of ``update``
+replaces the record with another object.
 """
 
 
 class ScalerLink:
-    """The connection between one scaler and a window."""
+    """Reads and sets the scale of one `GradScaler` for the windows of one optimizer."""
 
     def __init__(self, scaler: torch.amp.GradScaler, device: torch.device) -> None:
         self.scaler = scaler
-        scaler.scale(torch.zeros((), device=device))  # Creates the scaler's tensors.
+        # The scaler creates its tensors in the first call of `scale`.
+        scaler.scale(torch.zeros((), device=device))
         self.stepping_optimizer: torch.optim.Optimizer | None = None
         """The wrapped optimizer that ``scaler.step`` is currently stepping."""
         self.probe = torch.zeros((), device=device)
         self.probe.grad = torch.zeros((), device=device)
 
     def with_scale(self, state: State) -> State:
-        """Return the state between two windows, with the scaler's own scale."""
+        """Return `state` with the scaler's current scale and growth tracker. Call it
+        only between two windows.
+        """
         pending = pending_update(self.scaler)
         if pending and self.stepping_optimizer is None:
-            # scaler.update() is still to come, and will set the scaler to these values.
+            # The user's call of scaler.update() will set the scaler to these values.
             return state
         scale, tracker = scale_and_tracker(self.scaler)
         awaited_update, true_tracker = SET_BACK.get(self.scaler, (None, 0))
@@ -60,11 +64,11 @@ class ScalerLink:
         return state._replace(loss_scale=scale, growth_tracker=int(tracker))
 
     def require_unmoved(self, state: State) -> None:
-        """Raise unless the scale is the same as when the window began."""
+        """Raise if the scaler's scale has changed since the window began."""
         if self.scaler.get_scale() != state.loss_scale:
             raise UsageError(
-                "scaler: expected one scale for all micro-batches of a window; got a"
-                " scale that changed inside it, for example through"
+                "scaler: expected the same scale for all micro-batches of a window; got"
+                " a scale that changed within the window, for example through"
                 " scaler.update(new_scale) or another optimizer's overflow. This"
                 " window cannot be recovered, so call opt.discard(). Change the scale"
                 " only between two windows, and use a separate scaler for each"
@@ -85,8 +89,8 @@ class ScalerLink:
             self.prepare_update(state, overflow)
 
     def prepare_update(self, state: State, overflow: bool) -> None:
-        """Prepare the ``scaler.update()`` that follows ``scaler.step`` so that it ends
-        with the scale of `state`.
+        """Prepare the scaler so that its scale is ``state.loss_scale`` after the user's
+        ``scaler.update()``, which follows ``scaler.step``.
         """
         # `update` itself changes the scale, so that the user can compare it before and
         # after. If the scale stays the same, `update` only counts.
@@ -122,9 +126,9 @@ def link_scaler(options: Options, parameters: list[Tensor]) -> ScalerLink | None
 
 
 def groups_for_a_scaler(link: ScalerLink | None) -> list[dict[str, Any]] | None:
-    """Return the groups that a scaler gets if the caller's caller is one, otherwise
-    None. They contain a probe instead of the gradients, so that the scaler's check
-    finds no overflow.
+    """Return parameter groups for a `GradScaler` that reads ``opt.param_groups``, or
+    None if another caller reads them. The groups contain a dummy parameter, in whose
+    gradient the scaler finds no overflow.
 
     Raises:
         UsageError: the scaler was not passed as ``loss_scale=``, or it is about to
@@ -135,7 +139,7 @@ def groups_for_a_scaler(link: ScalerLink | None) -> list[dict[str, Any]] | None:
         return None
     if link is None or caller.get("self") is not link.scaler:
         raise foreign_scaler_error()
-    if not caller.get("allow_fp16"):  # scaler.unscale_
+    if not caller.get("allow_fp16"):  # The user has called scaler.unscale_.
         raise foreign_scaler_error()
     return [{"params": [link.probe]}]
 

@@ -1,8 +1,8 @@
 """Where the sum of a window's gradients is kept: in ``.grad`` itself, to which autograd
 adds anyway, or in separate buffers.
 
-At the end of a window `Window` reads the sum as a mapping from each parameter to a
-tensor. `gradaccum_torch.arithmetic` does the rest.
+At the end of a window, `Window` reads the sum as a mapping from each parameter to a
+tensor. `gradaccum_torch.arithmetic` computes its norm and divides it.
 """
 
 from __future__ import annotations
@@ -25,20 +25,24 @@ GetParameters = Callable[[], list[Tensor]]
 
 
 class UpdateGuard(Protocol):
-    """Has the flag that is set before anything is written into a sum."""
+    """An object whose `is_broken` flag is set before anything is written into a
+    gradient sum.
+    """
 
     is_broken: bool
 
 
 class GradientSum:
-    """The sum of the open window's gradients, here in ``.grad`` itself: this needs no
+    """The sum of the open window's gradients, kept in ``.grad`` itself. This needs no
     second buffer and no work per micro-batch.
     """
 
     is_beside_grad = False
-    """Whether ``.grad`` contains only the current micro-batch until ``step``."""
+    """Whether the sum is kept outside of ``.grad``, so that ``.grad`` contains only the
+    current micro-batch's gradient.
+    """
     expects_windows = False
-    """Whether `expect_window` has to be called with the size of the next window."""
+    """Whether `expect_window` has to be called before each window."""
 
     def __init__(self, parameters: GetParameters, watch: GradientWatch) -> None:
         self.parameters = parameters
@@ -46,12 +50,14 @@ class GradientSum:
         watch.move_gradient = None
 
     def expect_window(self, size: object) -> None:
-        """Prepare for a window of this size."""
+        """Prepare for the next window. Its size is a number of micro-batches, a weight,
+        or None if only ``flush`` closes it.
+        """
 
     def follow_additions(self, gradient_added: Callable[[Tensor], None] | None) -> bool:
-        """Call `gradient_added` with each parameter whose gradient autograd has just
-        added to the sum; None ends this. Return False if gradients are added only in
-        ``step``.
+        """From now on, call ``gradient_added(parameter)`` whenever autograd has added a
+        gradient to the parameter's sum; None ends the calls. Return False if gradients
+        are added only in ``step``.
         """
         if gradient_added is None:
             self.watch.move_gradient = None
@@ -65,26 +71,27 @@ class GradientSum:
         return True
 
     def take(self, parameter: Tensor) -> Tensor | None:
-        """Return the sum of a parameter in memory of its own, or None if it has no
-        sum.
+        """Return the parameter's gradient sum, or None if it has none. No other code
+        writes into the memory of the sum.
         """
         keep_own(parameter)
         return parameter.grad
 
     def put(self, parameter: Tensor, total: Tensor) -> None:
-        """Replace the sum of a parameter."""
+        """Make `total` the gradient sum of `parameter`."""
         parameter.grad = total
         self.watch.note(parameter)
 
     def add_micro_batch(self, guard: UpdateGuard) -> bool:
-        """Add the micro-batch to the sum. Return False if it was dropped.
+        """Add the micro-batch's gradients to the sum. Return False if they were dropped
+        because they are not finite.
 
-        - `guard`: is marked as broken before anything is written.
+        - `guard`: its `is_broken` flag is set before anything is written.
         """
         return True
 
     def gradients(self) -> Gradients:
-        """Return the sum; the tensors are not copied."""
+        """Return the gradient sum of each parameter. The tensors are not copied."""
         return {
             parameter: parameter.grad
             for parameter in self.parameters()
@@ -92,28 +99,31 @@ class GradientSum:
         }
 
     def replace(self, gradients: Gradients) -> None:
-        """Use these tensors, and the mapping itself, as the sum."""
+        """Use `gradients` as the sum from now on. Neither the mapping nor its tensors
+        are copied.
+        """
         for parameter in self.parameters():
             parameter.grad = gradients.get(parameter)
         self.watch.reset()
 
     def prepare_update(self, gradients: Gradients) -> None:
-        """Make room in ``.grad`` for the window's gradients, and keep no other
-        reference to them.
+        """Prepare to put the divided `gradients` into ``.grad``: keep no reference to
+        the sums except in `gradients`.
         """
 
     def clear(self) -> None:
-        """Clear the sum, and the current micro-batch."""
+        """Clear the sum and the gradients of the current micro-batch."""
         for parameter in self.parameters():
             parameter.grad = None
         self.watch.reset()
 
 
 class SumInBuffers(GradientSum):
-    """The sum in buffers, into which ``step`` moves each micro-batch.
+    """The sum of the open window's gradients, kept in separate buffers. ``step`` adds
+    the micro-batch's ``.grad`` to them.
 
-    The sum can therefore have another dtype, a micro-batch can be dropped, and the user
-    may change ``.grad`` between two steps.
+    The sum can therefore have a dtype of its own, a micro-batch can be dropped, and the
+    user may change ``.grad`` between two steps.
     """
 
     is_beside_grad = True
@@ -185,8 +195,8 @@ class SumInBuffers(GradientSum):
             self.buffers[parameter] = add(total, gradient)
 
     def _copy(self, parameter: Tensor, gradient: Tensor) -> Tensor:
-        """Return the first term of a sum: a copy, because other code may write into the
-        gradient's memory.
+        """Return a copy of `gradient` in the sum's dtype, because other code may write
+        into the gradient's memory.
         """
         dtype = sum_dtype(parameter, self.accumulate_dtype)
         return gradient.detach().to(dtype, copy=True)
@@ -208,11 +218,12 @@ class SumInBuffers(GradientSum):
 
 
 class SumOnArrival(SumInBuffers):
-    """The sum in wider buffers. Each gradient is added as soon as autograd has
-    accumulated it, so that only one gradient in half precision is in memory at a time.
+    """The sum of the open window's gradients, kept in buffers of a wider dtype. Each
+    gradient is added as soon as autograd has accumulated it, so that only one
+    half-precision gradient is in memory at a time.
 
-    The smallest gradient of a micro-batch stays in ``.grad`` until ``step``, so that a
-    write into ``.grad`` is noticed. In a window of one micro-batch all gradients stay.
+    The micro-batch's smallest gradient stays in ``.grad`` until ``step``, so that a
+    write into ``.grad`` is noticed. In a window of one micro-batch, all gradients stay.
     """
 
     expects_windows = True
@@ -223,8 +234,8 @@ class SumOnArrival(SumInBuffers):
         super().__init__(parameters, watch, options)
         self._staying: WatchedGradient | None = None
         self.adds_at_once = False
-        """Whether no gradient stays in ``.grad``, because several micro-batches run
-        their backward passes one after the other.
+        """Whether each gradient leaves ``.grad`` at once, because several micro-batches
+        run their backward passes before the next ``step``.
         """
         self._gradient_added: Callable[[Tensor], None] | None = None
 
@@ -251,8 +262,9 @@ class SumOnArrival(SumInBuffers):
         return moves
 
     def move(self, watched_gradient: WatchedGradient) -> None:
-        """Add the new gradient to its buffer, or the gradient that stayed if that is
-        larger.
+        """Add one of two gradients to its buffer: the new gradient, or the gradient
+        that has stayed in ``.grad`` so far, whichever has more elements. The other
+        gradient stays.
         """
         moved_gradient: WatchedGradient | None = watched_gradient
         staying = self._staying
@@ -282,7 +294,9 @@ class SumOnArrival(SumInBuffers):
 def make_gradient_sum(
     parameters: GetParameters, watch: GradientWatch, options: Options
 ) -> GradientSum:
-    """Return a sum in ``.grad`` if possible, because it needs no second buffer."""
+    """Return an empty gradient sum. It is kept in ``.grad`` if the options allow it,
+    because that needs no second buffer.
+    """
     is_wider = any(
         sum_dtype(parameter, options.accumulate_dtype) != parameter.dtype
         for parameter in parameters()

@@ -1,7 +1,6 @@
-"""The watch over ``.grad``: what autograd adds to it, and whether anything else changes
-it.
+"""Detects changes of ``.grad`` that autograd did not make.
 
-A hook runs right after autograd has added to a gradient. It notes the tensor in
+A hook runs right after autograd has added to a gradient. It records the tensor in
 ``.grad``, how often that tensor was written to, and the factor by which the loss was
 multiplied. A single comparison in ``step`` then finds clipping, a
 ``model.zero_grad()``, an assignment, a reduction by another library, and a loss without
@@ -31,19 +30,19 @@ from gradaccum_torch.torch_private.names import (
 )
 
 FACTORS = [1.0]
-"""A stack whose last entry is the factor of the loss in the current backward pass; 1
-for a plain ``loss.backward()``.
+"""A stack. Its last entry is the factor by which the loss of the current backward pass
+was multiplied; 1 for a plain ``loss.backward()``.
 """
 PASSES = [0]
-"""The number of backward passes that any wrapper has seen."""
+"""The number of backward passes that all wrapped optimizers together have seen."""
 IN_PARTS = -2
-"""The version noted for a `DTensor`, because writes into its local part are not
-counted.
+"""Recorded instead of the version of a `DTensor`, because torch does not count writes
+into its local part.
 """
 
 
 class WatchedGradient:
-    """One parameter, and its ``.grad`` as autograd left it."""
+    """One parameter, and its ``.grad`` when autograd last added to it."""
 
     __slots__ = ("gradient", "norm", "parameter", "version", "watch")
 
@@ -53,13 +52,13 @@ class WatchedGradient:
         self.note()
 
     def note(self) -> None:
-        """Note the current ``.grad`` as autograd's."""
+        """Record the current ``.grad`` as a result of autograd."""
         gradient = self.parameter.grad
         self.gradient = gradient
         self.version = -1
         self.norm: Tensor | None = None
-        """The norm of a `DTensor`'s local part, because its version does not count
-        clipping.
+        """If ``.grad`` is a `DTensor`, the norm of its local part, because clipping
+        does not change the version of a `DTensor`.
         """
         if gradient is not None and is_sharded(gradient):
             self.version = IN_PARTS
@@ -69,11 +68,11 @@ class WatchedGradient:
             self.version = gradient._version
 
     def gradient_arrived(self, parameter: Tensor) -> None:
-        """Note that autograd has just added to the gradient."""
+        """Record that autograd has just accumulated into the gradient."""
         noted_gradient = self.gradient
         watch = self.watch
         if noted_gradient is not None and noted_gradient._version == self.version + 1:
-            # Nearly always it was one addition in place.
+            # In nearly all cases autograd has made one addition in place.
             self.version += 1
         else:
             if self.parameter.grad is not noted_gradient:
@@ -91,11 +90,11 @@ class WatchedGradient:
             watch.move_gradient(self)
 
     def _was_added(self, noted_gradient: Tensor) -> bool:
-        """True if a single addition by autograd may have made the gradient from the
-        noted gradient.
+        """True if ``.grad`` may be the result of a single addition by autograd to
+        `noted_gradient`.
 
-        Autograd adds out of place with ``create_graph=True``, and when it adds a dense
-        to a sparse gradient. A `DTensor` may count several writes.
+        Autograd creates a new tensor with ``create_graph=True``, and when it adds a
+        dense to a sparse gradient. A `DTensor` may count several writes per addition.
         """
         gradient = self.parameter.grad
         if gradient is noted_gradient:
@@ -117,12 +116,14 @@ class WatchedGradient:
 
 
 class GradientWatch:
-    """The watch over the gradients of one optimizer's parameters."""
+    """Detects whether anything except autograd changes the gradients of one optimizer's
+    parameters.
+    """
 
     def __init__(self) -> None:
         self.factors: set[float] = set()
-        """The factors of the losses whose gradients have arrived since the last
-        ``step``.
+        """The factors by which the losses were multiplied in the backward passes since
+        the last ``step``.
         """
         self.was_changed = False
         """Whether autograd has added to a gradient that something else had changed."""
@@ -131,37 +132,39 @@ class GradientWatch:
         ``step``.
         """
         self.is_running = False
-        """Whether a backward pass has begun and not ended. Outside of a pass, True
-        means that the pass raised.
+        """Whether a backward pass has begun and not ended. If no backward pass is
+        running, True means that the last one raised.
         """
         self.new_gradients: dict[int, WatchedGradient] = {}
-        """The gradients that the current pass has created, by the id of the
+        """The gradients that the current backward pass has created, by the id of the
         parameter.
         """
         self.passes = 0
         """The number of the user's backward passes since the last ``step``."""
         self.engine_passes = 0
-        """The same number, including the passes of reentrant checkpoints inside
-        them.
+        """The number of backward passes since the last ``step``, including the passes
+        that reentrant checkpoints run inside the user's passes.
         """
         self.move_gradient: Callable[[WatchedGradient], None] | None = None
         """The function that moves a new gradient out of ``.grad``, if any."""
         self.compares_norms = True
-        """Whether the norms of sharded gradients are compared. They are in the first
-        window only, because a training loop treats every window as it treats the first.
+        """Whether changes of sharded gradients are detected by comparing norms. Only
+        the first window is checked, because a training loop treats all windows alike.
         """
         self._first_parameter = 0
-        """The id of the first parameter that the micro-batch's first pass reached."""
+        """The id of the first parameter that the micro-batch's first backward pass
+        reached.
+        """
         self._watched_gradients: dict[int, WatchedGradient] = {}
-        """By ``id(parameter)``, which identifies like ``hash(parameter)`` and is ten
-        times faster.
+        """The watched gradients by ``id(parameter)``, which is ten times faster than
+        ``hash(parameter)``.
         """
         self._handles: dict[int, RemovableHandle] = {}
         WATCHES.add(self)
 
     def end_with(self, owner: object) -> None:
-        """Stop watching when `owner` is freed: torch keeps the hook on its parameter,
-        and the hook keeps everything that it refers to.
+        """Remove the hooks when `owner` is freed. Otherwise each parameter would keep
+        its hook alive, and with it everything that the hook refers to.
         """
         weakref.finalize(owner, remove, self._handles).atexit = False
 
@@ -169,7 +172,7 @@ class GradientWatch:
         return id(parameter) in self._handles
 
     def follow(self, parameters: Iterable[Tensor]) -> None:
-        """Watch exactly those of these parameters that are trained."""
+        """Watch the trainable leaves among `parameters`, and no other parameters."""
         trained_parameters = {
             id(parameter): parameter
             for parameter in parameters
@@ -187,7 +190,9 @@ class GradientWatch:
             self._handles[key] = cast(RemovableHandle, handle)
 
     def pass_began(self, key: int) -> None:
-        """Note the factor of the backward pass, and arrange for a call at its end."""
+        """Record that a backward pass has begun, and by which factor its loss was
+        multiplied. Ask autograd for a call at the end of the pass.
+        """
         if not self.factors:
             self._first_parameter = key
         # A reentrant checkpoint runs a pass for each of its segments inside the user's
@@ -223,14 +228,14 @@ class GradientWatch:
         self.new_gradients.clear()
 
     def note(self, parameter: Tensor) -> None:
-        """Note the current ``.grad`` of one parameter as autograd's."""
+        """Record the parameter's current ``.grad`` as a result of autograd."""
         watched_gradient = self._watched_gradients.get(id(parameter))
         self.new_gradients.pop(id(parameter), None)
         if watched_gradient is not None:
             watched_gradient.note()
 
     def is_intact(self) -> bool:
-        """True if every ``.grad`` is as autograd left it."""
+        """True if nothing except autograd has changed a ``.grad``."""
         if self.was_changed:
             return False
         for watched_gradient in self._watched_gradients.values():
@@ -246,8 +251,9 @@ class GradientWatch:
     def holds_other_gradients(
         self, parameters: Iterable[Tensor], *, is_separate: bool
     ) -> bool:
-        """True if ``.grad`` contains anything that no backward pass has added. With
-        `is_separate`, ``.grad`` contains no part of the sum. May wait for the device.
+        """True if ``.grad`` contains anything that no backward pass has added. Pass
+        ``is_separate=True`` if the window's sum is not in ``.grad``. May wait for the
+        device.
         """
         for parameter in parameters:
             gradient = parameter.grad
@@ -261,7 +267,9 @@ class GradientWatch:
         return False
 
     def micro_batch_ended(self) -> None:
-        """Forget the passes of the micro-batch; its gradients stay noted."""
+        """Clear the record of the micro-batch's backward passes, but keep the record of
+        its gradients.
+        """
         self.factors.clear()
         self.passes = 0
         self.engine_passes = 0
@@ -275,7 +283,9 @@ class GradientWatch:
         return bool(self.factors) or self.is_running or self.was_changed
 
     def reset(self) -> None:
-        """Note every current ``.grad`` as autograd's."""
+        """Record every current ``.grad`` as a result of autograd, and clear the record
+        of backward passes.
+        """
         self.micro_batch_ended()
         self.was_changed = False
         self.is_running = False
@@ -285,7 +295,7 @@ class GradientWatch:
 
 
 WATCHES: weakref.WeakSet[GradientWatch] = weakref.WeakSet()
-"""The watches of all live wrappers."""
+"""The `GradientWatch` of each wrapped optimizer that is still alive."""
 
 
 def is_watched(parameter: Tensor) -> bool:
@@ -309,8 +319,8 @@ for _hook in (
 
 @contextmanager
 def delivering_zeros(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """Turn every gradient that a backward pass computes for `leaves` inside the block
-    into zeros, even NaN.
+    """Replace every gradient that a backward pass inside the block computes for
+    `leaves` with zeros, even if it is NaN.
     """
     handles = [
         leaf.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]

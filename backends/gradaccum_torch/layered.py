@@ -74,11 +74,11 @@ def layered_backward(
     If the `optimizer` needs no norm of the whole window, for example after
     ``gradaccum.wrap(optimizer, steps=None, on_overflow="ignore")``, each layer's update
     is made as soon as its sum is complete. The inner optimizer then makes a ``step`` in
-    which only this layer has gradients, and the gradients are freed. A parameter of
-    several layers is updated with the first of them. With ``clip_norm``, ``skip_norm``
-    or skipping on overflow, the sums of all layers are kept until the end, and a single
-    step is made there. Only then may the optimizer have step hooks, or the inner
-    optimizer count its steps in its parameter groups.
+    which only this layer has gradients, and the gradients are freed. A parameter that
+    several layers share is updated with the first of these layers. With ``clip_norm``,
+    ``skip_norm`` or skipping on overflow, the sums of all layers are kept until the
+    end, and the optimizer makes a single step. Only then may it have step hooks, or
+    count its steps in its parameter groups.
 
     If something raises, everything is as it was before the call, except that layers
     that were already updated stay updated. A note on the error names these layers, and
@@ -86,36 +86,40 @@ def layered_backward(
 
     Args:
         layers: an `nn.Sequential`, whose own forward hooks do not run, or a sequence of
-            functions and modules. Each has one argument, any nest, which is what the
-            layer before it returned. Layers of FSDP2 are rejected.
+            functions and modules. Each is called with the return value of the layer
+            before it, which may be any nest of tensors. Layers that FSDP2 shards are
+            rejected.
         loss_fn: ``loss_fn(outputs, targets)`` returns a loss, a tensor of shape ``()``,
             or ``(loss, aux)`` if `has_aux`.
-        inputs: the first layer's argument for the large batch, any nest, split as in
-            `gradaccum_torch.backward`.
-        targets: the second argument of `loss_fn` for the large batch, any nest.
+        inputs: the first layer's argument for the large batch: any nest of tensors,
+            which is split as in `gradaccum_torch.backward`.
+        targets: the second argument of `loss_fn` for the large batch: any nest of
+            tensors.
         steps: the maximum number of micro-batches, each of ceil(items / steps) items.
         micro_batch_size: the number of items in a micro-batch, instead of `steps`.
         reduction: as for `gradaccum_torch.backward`.
-        weight: a function, ``weight(inputs, targets)``, or one number per item, shape
-            ``(items,)``.
-        axes: the batch axis of each leaf, a prefix nest of ``(inputs, targets)``. None
-            means that the leaf is passed whole.
+        weight: either a function ``weight(inputs, targets)`` that returns a
+            micro-batch's weight, or one number per item, shape ``(items,)``.
+        axes: the batch axis of each leaf of ``(inputs, targets)``: one number for all
+            leaves, or a nest of numbers, each of which may stand for a whole sub-nest.
+            None means that a leaf is not split.
         has_aux: as for `gradaccum_torch.backward`.
         merge_aux: as for `gradaccum_torch.backward`.
-        optimizer: an optimizer wrapped with ``steps=None``. The call is one window of
-            it, and closes the window.
-        borders: ``"keep"`` the activations between layers on the device, or move them
-            to the ``"host"`` if layers recompute.
-        within: ``"recompute"`` the activations inside each layer from the layer's
-            input, or ``"keep"`` them for the large batch, without a second forward
-            pass.
+        optimizer: an optimizer wrapped with ``steps=None``. The call opens and closes
+            one window of this optimizer.
+        borders: ``"keep"`` keeps the activations between layers on the device.
+            ``"host"`` moves them to the host's memory, which frees device memory only
+            with ``within="recompute"``.
+        within: ``"recompute"`` computes the activations inside each layer again from
+            the layer's input. ``"keep"`` keeps them for the large batch, without a
+            second forward pass.
 
     Returns:
         The loss, detached, shape ``()``; or ``(loss, aux)``.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: an argument is wrong, or a function
-            returns something else.
+        ArgumentTypeError, ArgumentValueError: an argument is wrong, or `loss_fn` or
+            `weight` returns an invalid value.
         UsageError: something writes into the input of a layer; `optimizer` cannot be
             used layer by layer; or a step of its inner optimizer changes state that all
             parameters share, or parameters without a gradient.
@@ -167,14 +171,16 @@ def layered_backward(
 
 
 class Border:
-    """The activations of one micro-batch between two layers; later their gradients."""
+    """The activations of one micro-batch between two layers, and later the gradients of
+    these activations.
+    """
 
     def __init__(self, nest: Any) -> None:
         tensors = tensors_of(nest)
         self.roots = [tensor for tensor in tensors if tensor.requires_grad]
-        """The activations with their graph, for as long as it is kept."""
+        """The activations that require a gradient, with their graph while it is kept."""
         self.gradients: list[Tensor | None] = [None] * len(self.roots)
-        """An entry is None if the next layer did not use the root."""
+        """The gradient of each root; None if the next layer did not use the root."""
         self._devices = [tensor.device for tensor in tensors]
         self._requires_grad = [tensor.requires_grad for tensor in tensors]
         self.nest: Any = None
@@ -196,8 +202,8 @@ class Border:
         self.gradients = []
 
     def enter(self, anchor: Tensor) -> Any:
-        """Return the activations as the beginning of a graph whose backward pass stores
-        their gradients in `gradients`.
+        """Return the activations as the inputs of a new graph, whose backward pass
+        stores their gradients in `gradients`.
         """
         tensors = []
         number = 0
@@ -220,7 +226,7 @@ class Border:
             raise UsageError(
                 f"layers[{index}]: expected an input that is not modified; got an input"
                 " that something wrote into. Set inplace=False in the layer's first"
-                " operation, or join the layer with the one before it:"
+                " operation, or combine the layer with the previous layer:"
                 " nn.Sequential(nn.Conv2d(...), nn.ReLU(inplace=True)). If another"
                 " layer or loss_fn writes into the same memory, for example into a"
                 " buffer that a layer returned, return a clone()."
@@ -232,8 +238,8 @@ def without_graph(leaf: object) -> object:
 
 
 class Enter(torch.autograd.Function):
-    """The beginning of a layer's graph, whose backward pass stores the gradient in a
-    list. No leaf keeps the activations alive.
+    """The first operation of a layer's graph. Its backward pass stores the gradient of
+    the layer's input in a list, so that no leaf keeps the activations alive.
     """
 
     @staticmethod
@@ -251,20 +257,21 @@ class Enter(torch.autograd.Function):
 
 
 class Pass(NamedTuple):
-    """One micro-batch in one layer."""
+    """The forward pass of one micro-batch through one layer."""
 
     inputs: Border
     outputs: Border
     random_state: RandomState
     buffers: Buffers
-    """The random state and the buffers from before the pass."""
+    """The module buffers as they were before the pass, for a second forward pass."""
 
 
 class LayeredRun:
-    """The forward and backward passes of one call.
+    """The forward and backward passes of one call of `layered_backward`.
 
-    In the forward pass the micro-batches run one after the other, so that each draws
-    the same random numbers, and finds the same buffers, as without layers.
+    In the forward pass, each micro-batch runs through all layers before the next. It
+    therefore draws the same random numbers, and finds the same module buffers, as in
+    `gradaccum_torch.backward`.
     """
 
     def __init__(
@@ -280,8 +287,8 @@ class LayeredRun:
         self._destination = destination
         self._window: Any = destination.window
         self._updates_layers = False
-        """Whether each layer is updated by itself, because no norm of the window is
-        needed.
+        """Whether each layer is updated as soon as its gradient is complete, because
+        the options need no norm of the window's gradient.
         """
         if destination.window is not None:
             self._updates_layers = not measures(destination.window.options)
@@ -402,7 +409,7 @@ def require_plain_layers(layers: object, modules: Sequence[nn.Module]) -> None:
         problem = "a layer of FSDP2"
     if problem:
         raise ArgumentTypeError(
-            "layers: expected layers of this process that run one after the other; got"
+            "layers: expected layers that run one after the other in this process; got"
             f" {problem}. Write layers=[*model.blocks, head], or call"
             " gradaccum_torch.backward."
         )

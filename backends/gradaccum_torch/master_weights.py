@@ -1,8 +1,8 @@
-"""The model's parameters, and float32 masters of the half-precision parameters.
+"""The float32 master weights of a model's half-precision parameters.
 
-The inner optimizer's groups contain the masters only during an update. After the update
-the rounded masters are copied into the model. Before it, a master takes over any value
-that something else wrote into its parameter.
+The inner optimizer's groups contain the masters only during an update. Before the
+update, any value that something else wrote into a parameter is copied to its master.
+After the update, the rounded masters are copied into the model.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Group = dict[str, Any]
 
 
 class MasterWeights:
-    """The parameters of an inner optimizer, in the order of its groups, and the masters
-    of the half-precision parameters.
+    """The parameters of an inner optimizer, in the order of its groups, and the float32
+    master weights of the half-precision parameters.
     """
 
     def __init__(
@@ -35,14 +35,16 @@ class MasterWeights:
         self.inner = inner
         self.is_wanted = is_wanted
         self.masters: dict[Tensor, Tensor] = {}
-        """The masters by half-precision parameter."""
+        """The float32 master weight of each half-precision parameter."""
         parameters = self.parameters()
         for index, master in (masters or {}).items():
             self.masters[parameters[index]] = master
         self.groups_changed()
 
     def parameters(self) -> list[Tensor]:
-        """Return the model's parameters, each of them once."""
+        """Return the model's parameters, even while the optimizer's groups contain
+        their master weights.
+        """
         parameters = parameters_of(self.inner)
         if self.masters and self.are_in_place:
             models = {master: parameter for parameter, master in self.masters.items()}
@@ -50,7 +52,9 @@ class MasterWeights:
         return parameters
 
     def groups(self) -> list[Group]:
-        """Return copies of the groups, which contain the model's parameters."""
+        """Return copies of the optimizer's groups that contain the model's parameters
+        instead of master weights.
+        """
         parameters = iter(self.parameters())
         return [
             {**group, "params": [next(parameters) for _ in group["params"]]}
@@ -58,8 +62,8 @@ class MasterWeights:
         ]
 
     def worked_on(self, parameter: Tensor) -> Tensor:
-        """Return the parameter's master, or the parameter itself if it has no
-        master.
+        """Return the tensor that the inner optimizer updates: the master weight of
+        `parameter`, or `parameter` itself if it has none.
         """
         return self.masters.get(parameter, parameter) if self.masters else parameter
 
@@ -71,8 +75,9 @@ class MasterWeights:
         }
 
     def groups_changed(self) -> None:
-        """Create the masters that are missing and widen the optimizer's state for them.
-        Drop the masters of parameters that were replaced or cast.
+        """Create the missing master weights, and cast the optimizer's half-precision
+        state for them to float32. Drop the masters of parameters that were replaced or
+        cast.
         """
         half_parameters = [
             parameter
@@ -97,14 +102,13 @@ class MasterWeights:
 
     @torch.no_grad()
     def load(self, masters: Mapping[int, Tensor]) -> None:
-        """Load the masters by the index of their parameter. If a model's value differs
-        from its master, the model's value still takes precedence.
+        """Load saved master weights, given by the index of their parameter. If a value
+        in the model differs from its rounded master, the next update starts from the
+        model's value.
         """
         for index, parameter in enumerate(self.parameters()):
             if index in masters:
                 self.masters[parameter].copy_(masters[index])
-
-    # The inner optimizer updates the masters.
 
     @property
     def are_in_place(self) -> bool:
@@ -115,7 +119,9 @@ class MasterWeights:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Put the masters into the inner optimizer's groups inside the block."""
+        """Replace the parameters in the inner optimizer's groups with their master
+        weights inside the block.
+        """
         if not self.masters or self.are_in_place:
             yield
             return
@@ -139,8 +145,8 @@ class MasterWeights:
 
     @contextmanager
     def work_on_masters(self) -> Iterator[None]:
-        """Run a method of the inner optimizer on the masters inside the block, then
-        round them.
+        """Let the inner optimizer change the master weights inside the block, and then
+        write the rounded masters into the model.
         """
         if not self.are_in_place:
             self.copy_model_into_masters()
@@ -152,7 +158,9 @@ class MasterWeights:
 
     @contextmanager
     def only(self, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Hide the masters of all other parameters inside the block."""
+        """Ignore the master weights of all parameters except `parameters` inside the
+        block.
+        """
         every_master = dict(self.masters)
         ids = set(map(id, parameters))
         try:
@@ -164,10 +172,10 @@ class MasterWeights:
             self.masters.clear()
             self.masters.update(every_master)
 
-    # Between the model and the masters.
-
     def copy_model_into_masters(self) -> None:
-        """Copy every value that something else wrote into a parameter to its master."""
+        """Copy each parameter's value into its master weight wherever it differs from
+        the rounded master, because something else has changed it.
+        """
         if not self.masters:
             return
         with torch.no_grad():
@@ -176,7 +184,7 @@ class MasterWeights:
                 master.copy_(torch.where(is_same, master, parameter))
 
     def round(self) -> None:
-        """Write the rounded masters into the model wherever they differ."""
+        """Write the rounded master weights into the model's parameters."""
         if not self.masters:
             return
         with torch.no_grad():
@@ -189,8 +197,8 @@ class MasterWeights:
 
 
 def through(action: Callable[[], None]) -> None:
-    """Run `action` to its end, even if an interrupt comes; raise the interrupt
-    afterwards. It must be safe to run `action` twice.
+    """Run `action`. If it raises, for example because of Ctrl-C, run it again before
+    the exception is raised. It must be safe to run `action` twice.
     """
     try:
         action()

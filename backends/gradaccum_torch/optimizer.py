@@ -1,8 +1,9 @@
 """The wrapped optimizer: a `torch.optim.Optimizer` that runs the inner optimizer once
 per window of micro-batches.
 
-`Window` counts the micro-batches and closes the window. The groups, the state and the
-defaults are the inner optimizer's own objects; the hooks belong to the wrapper.
+`Window` counts the micro-batches and closes the window. ``param_groups``, ``state`` and
+``defaults`` are the inner optimizer's own objects, whereas hooks are registered on the
+wrapper.
 """
 
 from __future__ import annotations
@@ -47,18 +48,18 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     """The optimizer that `gradaccum.wrap` returns. Use it instead of the optimizer that
     you passed to it.
 
-    ``loss.backward(); opt.step(); opt.zero_grad()`` stays as it was, in either order.
-    In mid-window ``zero_grad`` keeps the partial sum, and ``step`` counts the
-    micro-batch. The last ``step`` of a window divides and clips the sum, runs the inner
-    optimizer and frees ``.grad``.
+    A loop of ``loss.backward(); opt.step(); opt.zero_grad()`` need not change;
+    ``zero_grad`` may also come first. In the middle of a window, ``zero_grad`` keeps
+    the partial sum, and ``step`` counts the micro-batch. The last ``step`` of a window
+    divides and clips the sum, runs the inner optimizer and frees ``.grad``.
 
     Args:
         inner: the optimizer to run once per window.
         options: the options of `gradaccum.wrap`, with ``accumulate_dtype`` as a torch
             dtype or None.
         workers: the workers that share a window.
-        masters: the existing master weights by index, if the inner optimizer is a copy
-            that has already used them.
+        masters: the existing master weights by parameter index, if `inner` is a copy or
+            was unpickled and has already used master weights.
     """
 
     def __init__(
@@ -72,8 +73,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         if masters is None:
             for group in inner.param_groups:
                 require_no_gradients(group["params"])
-        # The base class would build its own groups and state. Only its tables of hooks
-        # are needed here.
+        # The base class would build its own groups and state. Only the attributes that
+        # store hooks are needed here.
         self.__dict__.update(hook_tables())
         self._inner = inner
         self._options = options
@@ -82,8 +83,6 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         update = Update(self, master_weights)
         self._window = Window(master_weights, options, update, self._scaler, workers)
         workers.take_part()
-
-    # A micro-batch.
 
     def backward(
         self, loss: Tensor, weight: float | None = None, **kwargs: Any
@@ -105,16 +104,16 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
         Raises:
             ArgumentTypeError, ArgumentValueError: `weight` is not a number >= 0.
-            UsageError: another loss of the same micro-batch had another weight; or the
-                workers are already reducing the window's gradients.
+            UsageError: another loss of the same micro-batch had a different weight; or
+                the workers are already reducing the window's gradients.
         """
         if weight is not None:
             weight = require_weight(weight)
         self._window.backward(loss, weight, kwargs)
 
     def weigh(self, weight: float) -> None:
-        """Set the weight of the micro-batch that the next ``step`` counts, no matter
-        who runs the backward pass.
+        """Set the weight of the micro-batch that the next ``step`` counts. The backward
+        pass need not go through this optimizer.
 
         With ``reduction="sum_per_item"``, a single ``loss.backward()`` of a summed loss
         can thus serve several optimizers: each divides by its own number of items.
@@ -124,19 +123,19 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
         Raises:
             ArgumentTypeError, ArgumentValueError: `weight` is not a number >= 0.
-            UsageError: a loss of the same micro-batch had another weight.
+            UsageError: a loss of the same micro-batch had a different weight.
         """
         self._window.weigh(require_weight(weight))
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return `loss` times the loss scale, for ``opt.scale(loss).backward()``. The
-        weight is the weight passed to `weigh`, otherwise 1.
+        """Return `loss` multiplied by the micro-batch's weight and by the loss scale,
+        for ``opt.scale(loss).backward()``. The weight is 1 unless you called `weigh`.
 
         Args:
             loss: tensor of any shape; its float dtype is kept.
 
         Raises:
-            UsageError: another loss of the same micro-batch had another weight.
+            UsageError: another loss of the same micro-batch had a different weight.
         """
         return self._window.scale(loss)
 
@@ -169,8 +168,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step_for_scaler(self) -> None:
-        """Make the step for ``scaler.step(opt)``, and leave the scale to the
-        ``scaler.update()`` that follows.
+        """Count the micro-batch when the user calls ``scaler.step(opt)``. The loss
+        scale is changed later, by the user's ``scaler.update()``.
         """
         window = self._window
         scaler = self._scaler
@@ -183,8 +182,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             else:
                 scaler.prepare_update(window.state, overflow=False)
         except BaseException:
-            # scaler.step would delete these attributes later, but does not get that
-            # far, and the next step may be the user's own.
+            # scaler.step deletes these attributes at its end, which it does not reach
+            # after an error. The user may then call step() without the scaler.
             vars(self).pop("grad_scale", None)
             vars(self).pop("found_inf", None)
             if not window.state.micro_step:
@@ -201,29 +200,28 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         return self._scaler is not None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear ``.grad`` between two windows. In mid-window, keep the partial sum.
+        """Clear ``.grad`` between two windows. In the middle of a window, keep the
+        partial sum.
 
         Raises:
-            UsageError: the call comes between ``backward`` and ``step`` in mid-window,
-                when the micro-batch is already part of the sum.
+            UsageError: the call comes between ``backward`` and ``step`` in an open
+                window, when the micro-batch is already part of the sum.
         """
         self._window.zero_grad(set_to_none)
-
-    # The window.
 
     @property
     def result(self) -> StepResult:
         """The result of the last ``step``, ``flush`` or ``discard``, in Python numbers.
 
-        The ``loss`` is known if each micro-batch went through ``opt.backward``,
+        ``result.loss`` is NaN unless each micro-batch went through ``opt.backward``,
         ``opt.scale`` or a closure that returns the loss. If the losses are on an
-        accelerator, this waits for the device.
+        accelerator, reading the result waits for the device.
         """
         return self._window.result
 
     def flush(self, *, denominator: float | None = None) -> None:
-        """Close the open window now, and divide its sum by the weight it has so far. If
-        no window is open, nothing changes.
+        """Close the open window now, and divide its sum by the weight of the
+        micro-batches counted so far. If no window is open, nothing changes.
 
         With ``module=`` or ``process_group=`` this is collective: this worker takes
         part in the windows of the other workers until they flush too.
@@ -233,11 +231,11 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
                 divided instead of the window's weight.
 
         Raises:
-            ArgumentTypeError, ArgumentValueError: `denominator` is not a number > 0, or
-                windows close by themselves.
+            ArgumentTypeError, ArgumentValueError: `denominator` is not a number > 0.
             UsageError: a micro-batch is not finished (``backward`` without ``step``);
                 something changed ``.grad``; another worker did not arrive in time; or
-                `denominator` was passed although several workers share the window.
+                `denominator` was passed although ``steps`` is not None or several
+                workers share the window.
         """
         self._window.call_listeners_after(partial(self._window.flush, denominator))
 
@@ -248,13 +246,13 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         self._window.discard()
 
     def add_listener(self, listener: Listener) -> Handle:
-        """Call `listener` after each window that closes, applied or skipped; return a
-        handle with ``remove()``.
+        """Call `listener` after each window that closes, whether its update was applied
+        or skipped. Return a handle with ``remove()``.
 
-        The call comes at the end of the ``step`` or ``flush`` that closed the window,
-        or before a ``flush`` closes another window. It never comes for ``discard``. If
-        the listener raises, that ``step`` or ``flush`` raises the same error at its
-        end. Listeners are not saved in a state, pickle or copy.
+        The listener is called at the end of the ``step`` or ``flush`` that closed the
+        window, or before a ``flush`` closes another window, but not after ``discard``.
+        If the listener raises, the ``step`` or ``flush`` raises the same error at its
+        end. A state dict, pickle or copy contains no listeners.
 
         Args:
             listener: a function of one `gradaccum.watching.ClosedWindow`.
@@ -286,11 +284,11 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     def epoch(
         self, loader: Iterable[M], *, carry: bool = False, progress: bool = False
     ) -> Epoch[M]:
-        """Iterate over the micro-batches of a loader, and flush when it ends. A
-        ``break`` or an error leaves the window open.
+        """Iterate over the micro-batches of a loader, and call ``flush`` when the
+        loader ends. A ``break`` or an error leaves the window open.
 
-        A `GradAccumWarning` is issued once if micro-batches have unequal sizes and no
-        weight.
+        A `GradAccumWarning` is issued once if micro-batches have unequal sizes and you
+        pass no weights.
 
         Args:
             loader: yields the micro-batches.
@@ -326,12 +324,10 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         )
 
     def whole_window(self) -> WholeWindow:
-        """Return the next window as an object that a single call fills, such as
-        `gradaccum_torch.backward`.
+        """Return a context manager for code that processes a whole window in one call,
+        as `gradaccum_torch.backward` does.
         """
         return WholeWindow(self._window)
-
-    # The inner optimizer.
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -342,14 +338,14 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
     @property
     def master_weights(self) -> dict[int, Tensor]:
-        """With ``master_weights=True``, the float32 master of each half-precision
-        parameter, by the parameter's index. The tensors are not copied.
+        """With ``master_weights=True``, the float32 master weight of each
+        half-precision parameter, by the parameter's index. The tensors are not copied.
         """
         return self._window.masters.by_index()
 
     @property
     def param_groups(self) -> list[Group]:
-        """The inner optimizer's groups, the same list.
+        """The inner optimizer's ``param_groups``: the same list, not a copy.
 
         Raises:
             UsageError: the caller is a `torch.amp.GradScaler` that was not passed as
@@ -364,7 +360,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """The inner optimizer's state by parameter, the same mapping.
+        """The inner optimizer's ``state``, by parameter: the same mapping, not a copy.
 
         Raises:
             UsageError: the caller is `torch.distributed.checkpoint.state_dict`, which
@@ -390,8 +386,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     if not TYPE_CHECKING:  # A type checker should find a misspelt name.
 
         def __getattr__(self, name: str) -> Any:
-            # Underscored names belong to a single object: the inner optimizer's value
-            # would describe the wrong optimizer.
+            # A name with a leading underscore describes one particular optimizer, so
+            # the inner optimizer's value would be wrong for the wrapper.
             if name.startswith("_"):
                 raise AttributeError(name)
             value = getattr(self._inner, name)
@@ -400,11 +396,12 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             return on_masters(value, masters) if is_method else value
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group, even in mid-window; see `torch.optim.Optimizer.add_param_group`.
+        """Add a parameter group, even while a window is open; see
+        `torch.optim.Optimizer.add_param_group`.
 
         Raises:
-            ArgumentValueError: workers share the window, and do not all train a
-                parameter of the group.
+            ArgumentValueError: several workers share the window, and the group has a
+                parameter that not all of them train.
             UsageError: ``.grad`` of a parameter of the group already contains a
                 gradient.
         """
@@ -419,14 +416,12 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             self._inner.param_groups.pop()
             raise
 
-    # Saving.
-
     def state_dict(self) -> StateDict:
         """Return the inner optimizer's ``state_dict`` with the open window under the
         key ``"gradaccum"``.
 
-        As in torch, the tensors are the live ones: save or deep-copy them before
-        training resumes.
+        As in torch, the tensors are not copied: save or deep-copy them before training
+        continues.
 
         Raises:
             UsageError: a micro-batch is not finished, or something changed ``.grad``.
@@ -440,15 +435,15 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Restore a state from `state_dict`, mid-window included. The state of an
-        optimizer that is not wrapped counts as an empty window.
+        """Restore what `state_dict` returned, including an open window. If the state
+        comes from an optimizer that is not wrapped, no window is open afterwards.
 
-        Between two windows the saved loss scale is kept only if both optimizers use a
-        dynamic loss scale.
+        If no window was open when the state was saved, the saved loss scale is used
+        only if both the saving and the loading optimizer have a dynamic loss scale.
 
         Raises:
             CheckpointError: the saved state belongs to different parameters, or has an
-                open window with other options. Nothing was changed.
+                open window with different options. Nothing was changed.
         """
         state_dict = dict(state_dict)
         for hook in hooks_of(self, "load_state_dict_pre"):
@@ -490,9 +485,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
 
 def on_masters(method: Callable[..., Any], masters: MasterWeights) -> Any:
-    """Return a wrapper of the inner optimizer's `method` that runs on the master
-    weights and then writes the rounded result into the model. For example,
-    schedulefree's ``eval`` and ``train`` switch the weights.
+    """Return a function that calls `method` of the inner optimizer on the float32
+    master weights, and then writes the rounded masters into the model. schedulefree's
+    ``eval`` and ``train``, for example, change the weights.
     """
     if not masters.masters:
         return method
@@ -506,8 +501,8 @@ def on_masters(method: Callable[..., Any], masters: MasterWeights) -> Any:
 
 
 def require_no_gradients(parameters: Iterable[Tensor]) -> None:
-    """Raise if ``.grad`` contains anything that would become part of the next
-    update.
+    """Raise if any of `parameters` has a nonzero ``.grad``, because it would become
+    part of the next update.
     """
     for parameter in parameters:
         if parameter.grad is not None and not is_zero(parameter.grad):

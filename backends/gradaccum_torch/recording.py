@@ -1,5 +1,5 @@
-"""Record the gradients that a torch optimizer gets while a loop runs, for the loop
-check.
+"""Records the gradients that a torch optimizer uses while a training loop runs. The
+record shows whether the loop accumulates gradients correctly.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.torch_private.names import parameters_of, processes
 
 ELEMENTS = 1 << 20
-"""The maximum number of elements of a gradient that are recorded, evenly spread. Least
-squares needs a few times the number of micro-batches.
+"""If the gradients have more elements than this, about this many are recorded, evenly
+spread. The least-squares fit needs only a few times as many elements as there are
+micro-batches.
 """
 
 
 class LoopRecord:
-    """The gradients that an optimizer got, as one vector per update."""
+    """The gradients that an optimizer has used, as one vector per update."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: Any) -> None:
         self._optimizer = optimizer
@@ -36,7 +37,9 @@ class LoopRecord:
         self._before: list[Tensor] = []
         """The parameters' values before the current step."""
         self._steps_under_way = 0
-        """More than one if an optimizer's step calls the step of its base class."""
+        """The number of nested ``step`` calls. It exceeds one if an optimizer's
+        ``step`` calls the ``step`` of its base class.
+        """
         self._updates: list[Tensor] = []
         self._norms: list[float] = []
         self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
@@ -78,7 +81,9 @@ class LoopRecord:
 
     @torch.no_grad()
     def restore_parameters(self, *_: Any) -> None:
-        """Undo the update, so that all gradients are taken at the same parameters."""
+        """Undo the update, so that all gradients are computed with the same
+        parameters.
+        """
         self._steps_under_way -= 1
         if self._steps_under_way:
             return
@@ -162,8 +167,8 @@ class LoopRecord:
         return self._vector(self._dense(in_order))
 
     def _dense(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return each gradient as a dense, complete tensor; a missing gradient is
-        zeros.
+        """Return each gradient as a dense tensor that is not sharded. A missing
+        gradient becomes zeros.
         """
         dense = []
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
@@ -184,7 +189,7 @@ class LoopRecord:
 
 
 def _loss_of(output: Any) -> Any:
-    """Return the loss in a model's output, an object or a dictionary."""
+    """Return the loss in a model's output, which may be an object or a dictionary."""
     if isinstance(output, Mapping):
         return output.get("loss")
     return getattr(output, "loss", None)
@@ -197,14 +202,17 @@ def _items_of(*arguments: Any, **keywords: Any) -> float:
 def _gathered(
     gradients: Tensor, weights: list[float], workers: int
 ) -> tuple[Tensor, list[float]]:
-    """Return the rows and the weights of all workers, in the order of the ranks."""
+    """Return the gradients, one row per micro-batch, and the weights of all workers, in
+    the order of the ranks.
+    """
     parts: list[Any] = [None] * workers
     dist.all_gather_object(parts, (gradients, weights))
     lengths = [len(rows) for rows, _ in parts]
     if len(set(lengths)) > 1:
         raise UsageError(
-            f"micro_batches: expected the same number on each worker; got {lengths}."
-            " Check a loop in which all workers have equally many micro-batches."
+            "micro_batches: expected the same number of micro-batches on each worker;"
+            f" got {lengths}. Check a loop in which all workers have equally many"
+            " micro-batches."
         )
     all_weights = [weight for _, part in parts for weight in part]
     return torch.cat([rows for rows, _ in parts]), all_weights

@@ -1,18 +1,19 @@
-"""Saving and loading, in mid-window too: a resumed run gives the same bits as a run
-without interruption.
+"""Saving and loading, even while a window is open. A resumed run gives the same bits as
+a run without interruption.
 
-The wrapper's entry has its own key next to the inner optimizer's keys. torch ignores it
-when an optimizer that is not wrapped loads the state. The entry contains only plain
-numbers, lists and tensors, so that ``torch.load(weights_only=True)`` reads it:
+The ``state_dict`` contains an entry of the wrapped optimizer next to the inner
+optimizer's entries. torch ignores this entry when an optimizer that is not wrapped
+loads the state. It contains only plain numbers, lists and tensors, so that
+``torch.load(weights_only=True)`` reads it:
 
 - ``format``: `gradaccum.kit.FORMAT`, the version of this format;
 - the seven fields of `gradaccum.kit.State`, and ``grad_norm``;
-- ``terms``: `gradaccum.kit.Terms` as a mapping, the options that an open window depends
-  on; a window size given as a weight is stored as a negative number;
+- ``terms``: `gradaccum.kit.Terms` as a mapping: the options that an open window depends
+  on, with the weight at which a window ends stored as a negative ``steps``;
 - ``worker``: the rank that saved the entry and the number of workers, because each
   worker's sum is only a part of the sum of all workers;
-- ``parameters``: the shape and dtype of each parameter, to reject another model's
-  state;
+- ``parameters``: the shape and dtype of each parameter, by which another model's state
+  is detected;
 - ``sums``: the partial sums by the index of their parameter, only while a window is
   open;
 - ``loss`` and ``window_loss``: the sum of the open window's losses, and the loss of the
@@ -40,7 +41,7 @@ StateDict = dict[str, Any]
 ``"param_groups"``, and the entries that an optimizer adds to them.
 """
 Entry = dict[str, Any]
-"""The wrapper's part of a ``state_dict``, under `KEY`."""
+"""The part of a ``state_dict`` that belongs to the wrapped optimizer, under `KEY`."""
 
 KEY = "gradaccum"
 FIX = (
@@ -50,8 +51,8 @@ FIX = (
 
 
 def save(window: Window) -> StateDict:
-    """Return the inner optimizer's ``state_dict`` with the window's entry; the tensors
-    are the live ones.
+    """Return the inner optimizer's ``state_dict`` with an entry for the open window.
+    The tensors are not copied.
     """
     window.require_savable()
     return {**window.masters.inner.state_dict(), KEY: entry_of(window)}
@@ -59,8 +60,8 @@ def save(window: Window) -> StateDict:
 
 def entry_of(window: Window) -> Entry:
     state = window.current_state()
-    # Between two windows the schedule of sizes is not called, because it may have
-    # ended.
+    # Between two windows the user's schedule of window sizes is not called, because it
+    # may be defined only for the updates of the training run.
     size = window.size if state.micro_step else None
     terms = kit.terms_of(window.options._replace(steps=size), state.optimizer_step)
     masters = window.masters.by_index()
@@ -75,8 +76,8 @@ def entry_of(window: Window) -> Entry:
         "masters": {index: master.detach() for index, master in masters.items()},
     }
     for index, total in entry["sums"].items():
-        # A copy of a part of a sharded buffer would lack the storage that `torch.save`
-        # needs.
+        # A sharded sum that is a view into a larger buffer is copied, because
+        # `torch.save` cannot save it.
         if is_sharded(total) and total.storage_offset():
             entry["sums"][index] = total.clone()
     for extension in window.extensions:
@@ -85,12 +86,12 @@ def entry_of(window: Window) -> Entry:
 
 
 def load(window: Window, state_dict: StateDict) -> None:
-    """Restore what `save` returned. The state of an optimizer that is not wrapped
-    counts as an empty window.
+    """Restore what `save` returned. If the state comes from an optimizer that is not
+    wrapped, no window is open afterwards.
 
     Raises:
         CheckpointError: the saved state belongs to different parameters, or has an open
-            window with other options. Nothing was changed.
+            window with different options. Nothing was changed.
     """
     if KEY not in state_dict:
         state = kit.initial_state(window.options.scale_rule.init_scale)
@@ -118,8 +119,8 @@ def state_in(entry: Entry) -> State:
 
 
 def resumed_state(entry: Entry, window: Window) -> State:
-    """Return the state to resume with; raise if an open window has other options or
-    belongs to another worker.
+    """Return the counts and the loss scale to resume with. Raise if the saved entry has
+    an open window that has different options or belongs to another worker.
     """
     state = state_in(entry)
     place = window.workers.place
@@ -138,7 +139,9 @@ def resumed_state(entry: Entry, window: Window) -> State:
 
 
 def encode_size(steps: Any) -> int | None:
-    """Return a window's size as a number; a size given as a weight becomes negative."""
+    """Return a window's size as one number for a checkpoint: a number of micro-batches
+    as it is, and a weight at which the window ends as a negative number.
+    """
     size: Any = kit.code_of(steps) if isinstance(steps, UntilWeight) else steps
     return None if size is None else int(size)
 
@@ -165,13 +168,17 @@ def checkpoint_error(
 
 
 def require_same_model(entry: Entry, window: Window) -> None:
-    """Raise unless the entry has the same parameters, dtypes of sums, and masters."""
+    """Raise unless the saved entry fits the window's parameters, the dtypes of its
+    gradient sums, and its master weights.
+    """
     # Some checkpoints also contain the name of each parameter.
     for parameter, saved_parameter in zip_longest(
         describe(window.masters), entry["parameters"], fillvalue=list[Any]()
     ):
         if parameter != saved_parameter[:2]:
-            raise checkpoint_error("parameters", f"{parameter}", f"{saved_parameter}")
+            raise checkpoint_error(
+                "parameters", f"shape and dtype {parameter}", f"{saved_parameter}"
+            )
     for index, total in entry["sums"].items():
         dtype = window.sum_dtypes[index]
         if total.dtype != dtype:
@@ -179,21 +186,24 @@ def require_same_model(entry: Entry, window: Window) -> None:
     masters = sorted(window.masters.by_index())
     saved_masters = sorted(entry.get("masters", {}))
     if masters != saved_masters:
-        raise checkpoint_error("master_weights", f"{masters}", f"{saved_masters}")
+        raise checkpoint_error(
+            "master_weights",
+            f"master weights for the parameters {masters}",
+            f"{saved_masters}",
+        )
 
 
-# Resuming an open window with another number of workers: the end of the window adds up
-# the sums of all workers, so any split of their total gives the same window. The first
-# worker gets the whole total.
+# At the end of a window the sums of all workers are added up, so it does not matter how
+# their total is split among the workers that resume. The first worker gets all of it.
 
 
 def redistributed(state_dicts: Sequence[StateDict], workers: int) -> list[StateDict]:
-    """Return the state dicts with which `workers` workers resume what other workers
-    saved, in mid-window too. The tensors are shared.
+    """Return state dicts with which `workers` workers resume a run of another number of
+    workers, even in the middle of a window. The tensors are not copied.
 
-    The first worker gets the total of the sums, in their dtype, and the total weight.
-    The open window's sum is empty on all other workers. All workers get the micro-batch
-    count of the worker that had the most, so that their windows end together.
+    The first worker gets the total of all workers' gradient sums, in their dtype, and
+    the total weight. On all other workers, the open window's sum is empty. All workers
+    get the highest micro-batch count of any worker, so that their windows end together.
 
     Each worker loads its own state dict:
     ``opt.load_state_dict(gradaccum_torch.redistributed(state_dicts,
@@ -214,8 +224,8 @@ def redistributed(state_dicts: Sequence[StateDict], workers: int) -> list[StateD
         if any(map(is_sharded, entry["sums"].values())):
             raise checkpoint_error(
                 "sums",
-                "the complete sums of each worker",
-                "sharded sums",
+                "gradient sums that are not sharded",
+                "sharded gradient sums",
                 "Save between two windows with torch.distributed.checkpoint, which"
                 " reshards the state.",
             )
@@ -242,8 +252,8 @@ def require_all_ranks(places: Sequence[list[int]]) -> None:
             "state_dicts",
             f"the states of all {places[0][1]} ranks, each once",
             f"the states of ranks {[rank for rank, _ in places]}",
-            "Wrap with module=, and save opt.state_dict() on every worker, each in"
-            " its own file.",
+            "Wrap with module=, and save opt.state_dict() on every worker, in a"
+            " separate file for each worker.",
         )
 
 

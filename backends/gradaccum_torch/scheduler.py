@@ -1,9 +1,9 @@
-"""A gate for learning-rate schedulers: you call ``scheduler.step()`` after every
+"""A wrapper for learning-rate schedulers: you call ``scheduler.step()`` after every
 micro-batch, and the scheduler steps once per update.
 
-If a ``flush()`` closes several windows, the gate steps the scheduler between them. A
-timm scheduler gets the number of updates through its ``step_update``; its ``step``,
-whose argument is an epoch, is left as it is.
+If a ``flush()`` closes several windows, the wrapper steps the scheduler between them. A
+timm scheduler receives the number of updates through its ``step_update``. Its ``step``,
+whose argument is an epoch, is not changed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.torch_private.names import note_step_called
 
 Scheduler = Any
-"""An object with a ``step``, or with timm's ``step_update``, whose ``optimizer``
-attribute is the optimizer that it schedules.
+"""A learning-rate scheduler: an object with a ``step`` method or timm's
+``step_update``, and with an ``optimizer`` attribute.
 """
 
 _GATE_NAMES = frozenset({"_scheduler", "_updates", "_has_loaded"})
@@ -27,8 +27,8 @@ _ANY = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
 _STEPPED_AT = "gradaccum_optimizer_step"
 _REPLAYED = (
     "gradaccum: scheduler.step() did nothing, because no update was made since"
-    " optimizer.load_state_dict(), and the scheduler is still at its beginning. To"
-    " resume it, save scheduler.state_dict() too, and call"
+    " optimizer.load_state_dict(), and the scheduler has never stepped. To resume the"
+    " scheduler, save scheduler.state_dict() too, and call"
     " scheduler.load_state_dict(saved)."
 )
 
@@ -47,11 +47,12 @@ def is_scheduler(candidate: object) -> bool:
 
 
 class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
-    """A scheduler that steps only when an update was applied since its last step.
+    """A learning-rate scheduler that steps only if the optimizer has made an update
+    since the scheduler's last step.
 
     Args:
-        scheduler: a scheduler built on a wrapped optimizer, with the ``step`` of an
-            `LRScheduler` or with timm's ``step_update``.
+        scheduler: a scheduler built on a wrapped optimizer. It needs a ``step`` method
+            as an `LRScheduler` has it, or timm's ``step_update``.
 
     Raises:
         ArgumentTypeError: the scheduler's optimizer is not wrapped.
@@ -59,10 +60,10 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
 
     _scheduler: Scheduler
     _updates: int
-    """The number of updates when the scheduler last stepped."""
+    """The optimizer's number of updates when the scheduler last stepped."""
     _has_loaded: bool
-    """Whether the gate itself has loaded a state. If the optimizer loads its state
-    after that, the two states belong together.
+    """Whether the scheduler has loaded a state and not stepped since. If the optimizer
+    then loads its state, the two states belong together.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -80,14 +81,14 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         optimizer._window.schedulers.add(self)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Call ``scheduler.step(...)`` with the given arguments if an update was
-        applied since the last call.
+        """Call ``scheduler.step(...)`` with these arguments if the optimizer has made
+        an update since the last call.
         """
         updates = self._optimizer_updates()
         window = self._scheduler.optimizer._window
         if hasattr(self._scheduler, "step_update") or updates > self._updates:
-            # torch warns if it has not seen the optimizer's step, and it cannot have
-            # seen an update from before a checkpoint.
+            # torch warns if the optimizer has not stepped before the scheduler, but an
+            # update from before a checkpoint was made in another process.
             note_step_called(self._scheduler.optimizer)
             self._scheduler.step(*args, **kwargs)
             window.changed_rate_warning.allow_change()
@@ -97,7 +98,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         self._has_loaded = False
 
     def follow(self) -> None:
-        """Step as `step` does, unless ``scheduler.step`` needs an argument, such as a
+        """Call `step`, unless the scheduler's ``step`` needs an argument, such as a
         loss.
         """
         if hasattr(self._scheduler, "step_update"):
@@ -110,7 +111,9 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
             self.step()
 
     def optimizer_loaded(self) -> None:
-        """Treat the updates as followed if only the optimizer has loaded a state."""
+        """Do not step for the updates that the optimizer's loaded state counts, unless
+        the scheduler has loaded a state too.
+        """
         if not self._has_loaded:
             self._updates = self._optimizer_updates()
 
@@ -131,14 +134,14 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         return list(self._scheduler.get_lr())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scheduler's ``state_dict``, with the number of updates when it
-        last stepped.
+        """Return the scheduler's ``state_dict``, together with the optimizer's number
+        of updates when the scheduler last stepped.
         """
         return {**self._scheduler.state_dict(), _STEPPED_AT: self._updates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a saved state. The state of a scheduler that is not gated is taken to
-        be up to date with the last update.
+        """Restore a saved state. If it comes from a scheduler that is not wrapped, the
+        scheduler is assumed to have stepped for every update so far.
         """
         state_dict = dict(state_dict)
         self._updates = state_dict.pop(_STEPPED_AT, self._optimizer_updates())

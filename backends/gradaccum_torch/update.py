@@ -1,4 +1,4 @@
-"""Calls the inner optimizer once per window, and guards against any other call."""
+"""Runs the inner optimizer once per window, and rejects any other step of it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from gradaccum_torch.gradient_sum import Gradients
 from gradaccum_torch.master_weights import MasterWeights, through
 
 Hooks = OrderedDict[int, Callable[..., Any]]
-"""An optimizer's hooks by their id."""
+"""The hooks of an optimizer, each under the id that torch has given it."""
 
 
 class Update:
-    """The updates of one wrapped optimizer."""
+    """Runs the inner optimizer of one wrapped optimizer, once per window."""
 
     def __init__(self, wrapper: torch.optim.Optimizer, masters: MasterWeights) -> None:
         # Keep a weak reference, because the wrapper owns this object.
@@ -31,12 +31,12 @@ class Update:
         self.masters = masters
         self.is_running = False
         self.is_broken = False
-        """Whether an exception came in the middle of an addition or of an update, which
-        may be incomplete.
+        """Whether an exception has interrupted an update or an addition to the sum,
+        which may therefore be incomplete.
         """
         self.is_made = False
-        """Whether the inner optimizer has made the update, even if something raised
-        after it.
+        """Whether the inner optimizer has made the update, even if a later hook
+        raised.
         """
         self.updated_parameters: list[Tensor] = []
         """The parameters that had a gradient in the last update."""
@@ -47,7 +47,7 @@ class Update:
             raise half_made_error()
 
     def make(self, sums: Gradients, divisor: float) -> None:
-        """Run the inner optimizer once on the sum divided by `divisor`."""
+        """Run the inner optimizer once, with the gradient sums divided by `divisor`."""
         wrapper: Any = self.wrapper()
         inner: Any = self.masters.inner
         args: tuple[Any, ...] = (wrapper,)
@@ -71,8 +71,8 @@ class Update:
             hook(wrapper, args, kwargs)
 
     def _hand_over(self, sums: Gradients, divisor: float) -> None:
-        """Put the divided sum into the ``.grad`` attributes that the inner optimizer
-        reads.
+        """Put the gradient sums, divided by `divisor`, into the ``.grad`` attributes
+        that the inner optimizer reads.
         """
         same_dtype: list[Tensor] = []
         # Do not use list(sums.items()): it would keep every sum until the loop ends.
@@ -81,8 +81,8 @@ class Update:
             target = self.masters.worked_on(parameter)
             dtype = gradient_dtype(target)
             if total.requires_grad and divisor != 1:
-                # If an optimizer then differentiates this gradient again, it raises.
-                # That is right, because the graph belongs to the undivided sum.
+                # An optimizer that differentiates this gradient again then raises. This
+                # is intended, because the graph belongs to the undivided sum.
                 total = total.detach()
                 sums[parameter] = total
             if total.dtype == dtype:
@@ -97,15 +97,17 @@ class Update:
 
 
 def hooks_of(wrapper: torch.optim.Optimizer, kind: str) -> list[Callable[..., Any]]:
-    """Return a wrapper's hooks of one `kind`, such as ``"step_pre"``. Lightning's proxy
-    of the wrapper has no tables of hooks.
+    """Return the hooks of one `kind`, such as ``"step_pre"``, that were registered on a
+    wrapped optimizer. Lightning's proxy of an optimizer has no hooks.
     """
     hooks: Hooks = vars(wrapper).get(f"_optimizer_{kind}_hooks", OrderedDict())
     return list(hooks.values())
 
 
 def hook_tables() -> dict[str, Hooks]:
-    """Return the empty tables of hooks that a new optimizer has."""
+    """Return the attributes in which a new torch optimizer stores its hooks, by name.
+    They are empty.
+    """
     optimizer = torch.optim.SGD([torch.empty(0, device="cpu")])
     return {
         name: table
@@ -121,14 +123,15 @@ def hook_tables() -> dict[str, Hooks]:
 UPDATES: WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Update]] = (
     WeakKeyDictionary()
 )
-"""The `Update` of an inner optimizer's wrapper, by inner optimizer."""
+"""For each inner optimizer, a reference to the `Update` object of its wrapper."""
 
 
 def refuse_bypass(inner: torch.optim.Optimizer, *_: object) -> None:
-    """Raise if `inner` makes a step that does not come from its live wrapper.
+    """Raise if ``inner.step()`` is called directly although a wrapper of `inner` is
+    alive.
 
-    A step with learning rates of 0 is allowed, because it makes no update: torch's
-    checkpoints use it to create the state of the parameters.
+    A step with learning rates of 0 is allowed, because it changes no parameter:
+    torch.distributed.checkpoint makes such a step to create the optimizer's state.
     """
     reference = UPDATES.get(inner)
     update = None if reference is None else reference()
@@ -146,7 +149,7 @@ def guard(update: Update, inner: torch.optim.Optimizer) -> None:
 
 
 def require_unwrapped(inner: torch.optim.Optimizer) -> None:
-    """Raise if `inner` has a live wrapper."""
+    """Raise if `inner` already has a wrapper that is still alive."""
     reference = UPDATES.get(inner)
     if reference is None or reference() is None:
         return

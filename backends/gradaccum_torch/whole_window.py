@@ -1,5 +1,5 @@
-"""A window that a single call fills and closes, as `gradaccum_torch.backward` does: the
-public interface to a window for large batches and layers.
+"""The interface for calls such as `gradaccum_torch.backward`, which process all
+micro-batches of a window and close it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from gradaccum_torch.window import Window
 
 
 class WholeWindow:
-    """A window that a single call fills and closes: inside its ``with`` block the
-    call's micro-batches are counted.
+    """A window whose micro-batches are all processed by one call, inside a ``with``
+    block.
 
-    If the block raises, the window is discarded, and every ``.grad`` has its earlier
-    value again.
+    If the block raises, the window is discarded, and every ``.grad`` is restored.
     """
 
     def __init__(self, window: Window) -> None:
@@ -40,9 +39,9 @@ class WholeWindow:
         self._window.update.require_usable()
         if self._window.is_under_way():
             raise UsageError(
-                "optimizer: expected an optimizer between two windows; got an"
-                " optimizer with an open window. Call opt.flush() or opt.discard()"
-                " first, because this call makes its own window."
+                "optimizer: expected an optimizer with no open window, because this"
+                " call opens its own; got an optimizer with an open window. Call"
+                " opt.flush() or opt.discard() first."
             )
         self._gradients_before = {
             parameter: parameter.grad
@@ -50,12 +49,12 @@ class WholeWindow:
             if parameter.grad is not None
         }
         # zero_grad(set_to_none=False) leaves zeros, to which autograd adds. Any other
-        # value would count as a part of the window.
+        # value would become part of the window's sum.
         if not all(map(is_zero, self._gradients_before.values())):
             raise UsageError(
-                ".grad: expected no gradients before the call; got gradients. Call"
-                " opt.zero_grad() first, because the window contains only this call's"
-                " batch."
+                ".grad: expected no gradients before the call, because the window"
+                " contains only this call's batch; got gradients. Call"
+                " opt.zero_grad() first."
             )
         self._window.watch.reset()
         return self
@@ -77,12 +76,10 @@ class WholeWindow:
             self._window.update.is_broken = True
             error.add_note(
                 f"gradaccum: layers {self._updated_parts} were updated before this"
-                " error, the last of them perhaps only partially, and these updates"
-                " cannot be undone. The other layers were not updated. Load the last"
-                " checkpoint of the model and of the optimizer."
+                " error, and these updates cannot be undone. The last of these layers"
+                " may be only partially updated. All other layers were not updated."
+                " Load the last checkpoint of the model and of the optimizer."
             )
-
-    # The properties of the window.
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -104,7 +101,7 @@ class WholeWindow:
         return float(self._window.current_state().loss_scale)
 
     def gathered_ids(self) -> set[int]:
-        """Return the ids of the complete parameters that FSDP2 gathered in the last
+        """Return the ids of the unsharded parameters that FSDP2 gathered in the last
         forward pass.
         """
         parameters = self._parameters()
@@ -119,11 +116,9 @@ class WholeWindow:
     def _parameters(self) -> list[Tensor]:
         return self._window.masters.parameters()
 
-    # Filling and closing the window.
-
     def begin_weightless(self) -> None:
-        """Prepare for a backward pass whose micro-batches are already counted: no
-        weight is added, and the scale stays.
+        """Prepare for a backward pass whose micro-batches were already counted. It adds
+        no weight, and its gradients are not multiplied by the loss scale again.
         """
         micro_batch = self._window.micro_batch
         micro_batch.set_weight(0.0)
@@ -133,8 +128,8 @@ class WholeWindow:
 
     @contextmanager
     def adding(self) -> Iterator[None]:
-        """Add the gradients of backward passes inside the block to the sum; their
-        micro-batches are already counted.
+        """Add the gradients of all backward passes inside the block to the window's
+        sum. The micro-batches of these passes must already be counted.
         """
         gradient_sum = self._window.gradient_sum
         if isinstance(gradient_sum, SumOnArrival):
@@ -149,8 +144,10 @@ class WholeWindow:
         self._window.watch.reset()
 
     def update_part(self, number: int, belongs: Callable[[Tensor], bool]) -> None:
-        """Update the parameters for which `belongs` is true, whose sum is complete, and
-        free the sum. The window stays open for the other parameters.
+        """Update the parameters for which `belongs` is true, and free their gradients.
+        The window stays open for the other parameters.
+
+        - `number`: the index of the layer, for error messages.
         """
         others = Versions(each for each in self._parameters() if not belongs(each))
         numbers = self._group_numbers()
@@ -161,12 +158,12 @@ class WholeWindow:
                 "optimizer: expected an inner optimizer that changes only parameters"
                 " that have a gradient; got an inner optimizer that changes other"
                 " parameters, or counts steps in its param groups. Load the last"
-                ' checkpoint, and leave on_overflow="ignore" out, so that the inner'
+                ' checkpoint, and wrap without on_overflow="ignore", so that the inner'
                 " optimizer makes one step per window."
             )
 
     def _group_numbers(self) -> list[object]:
-        """Return the numbers in all groups, such as a count of steps."""
+        """Return the numbers in all parameter groups, such as a count of steps."""
         return [
             (name, rate_mark(value))
             for group in self._window.masters.inner.param_groups

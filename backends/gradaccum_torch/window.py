@@ -2,9 +2,9 @@
 it is full.
 
 `gradaccum.kit` decides when a window ends, by what its sum is divided, and whether an
-update is made. This module adds, measures, divides and runs the inner optimizer. A call
-either raises before anything has changed, or leaves `Update.is_broken` set, and then
-every later call raises.
+update is made. This module adds up the gradients, computes their norm, divides them and
+runs the inner optimizer. If a call raises, either nothing has changed, or
+`Update.is_broken` stays set and every later call raises.
 """
 
 from __future__ import annotations
@@ -55,20 +55,21 @@ from gradaccum_torch.workers.interface import Workers
 
 
 class Scheduler(Protocol):
-    """A scheduler that steps once per update."""
+    """A learning-rate scheduler that steps once per update."""
 
     def follow(self) -> None:
-        """Step if an update was applied since the last step."""
+        """Step if the optimizer has made an update since the scheduler's last step."""
 
     def optimizer_loaded(self) -> None:
-        """Treat the updates of a loaded state as followed."""
+        """Do not step for the updates that the optimizer's loaded state counts."""
 
 
 class Window:
-    """Everything that happens between two updates.
+    """The open window of one wrapped optimizer: its count of micro-batches, its weight,
+    its loss scale and its sum of gradients.
 
-    The state consists of Python numbers, so that counting a micro-batch does not wait
-    for the device.
+    The counts are Python numbers, so that counting a micro-batch does not wait for the
+    device.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Window:
         self.watch.end_with(self)
         self.listeners = kit.Listeners()
         self.schedulers: WeakSet[Scheduler] = WeakSet()
-        """The schedulers that follow the updates."""
+        """The learning-rate schedulers that step once per update."""
         self.sizes = kit.Sizes(options.reduction)
         self.warn = Warnings()
         self.window_loss = WindowLoss(options)
@@ -102,31 +103,33 @@ class Window:
         ]
         self.use_of_weights = kit.use_of_weights(options)
         self.measures = kit.measures(options)
-        """Whether the norm of a window's sum is needed."""
+        """Whether closing a window requires the norm of its gradient."""
         self.has_scale = options.scale_rule != ScaleRule()
         self.size: Size = None
-        """The size of the open window, determined once."""
+        """The number of micro-batches, or the weight, at which the open window ends. It
+        is determined when the window begins.
+        """
         self.micro_batch = MicroBatch()
         self.passes_before = PASSES[0]
-        """The number of backward passes of all wrappers when a micro-batch was last
-        counted.
+        """The number of backward passes that all wrapped optimizers had seen when this
+        optimizer last counted a micro-batch.
         """
         self.expects_one_pass = False
         """Whether the previous micro-batch had a single backward pass."""
         self.last_event = (False, False, False, 0.0)
-        """Applied, skipped and overflow in the last call, and the last window's
-        norm.
+        """The `applied`, `skipped` and `overflow` flags of the last call, and the
+        gradient norm of the last window.
         """
         self.is_reduced = False
-        """Whether the sum is the sum of all workers, whose update is due."""
+        """Whether the gradients of all workers have been added up, but the update has
+        not been made yet.
+        """
         self.has_just_loaded = False
-        """Whether no micro-batch was counted since a state was loaded."""
+        """Whether a state was loaded and no micro-batch has been counted since then."""
         self.gradient_sum = GradientSum(masters.parameters, self.watch)
         self.state = kit.initial_state(options.scale_rule.init_scale)
         self.parameters_changed()
         self.state = self.at_rest(self.state)
-
-    # The state of the window.
 
     @property
     def result(self) -> StepResult:
@@ -160,8 +163,9 @@ class Window:
         return self.state.micro_step > 0 and not self.gradient_sum.is_beside_grad
 
     def current_state(self) -> State:
-        """Return the state. Between two windows it has the current scale of a
-        `torch.amp.GradScaler`, which means a wait for the device.
+        """Return the window's counts and loss scale. If the scale comes from a
+        `torch.amp.GradScaler`, it is read between two windows, which waits for the
+        device.
         """
         if self.scaler is not None and not self.state.micro_step:
             self.state = self.at_rest(self.scaler.with_scale(self.state))
@@ -175,10 +179,10 @@ class Window:
     def at_rest(self, state: Any) -> State:
         return kit.at_rest(state, float64_weight=self.has_float64)
 
-    # The parameters, and where their sum is kept.
-
     def parameters_changed(self) -> None:
-        """Choose again where the sum is kept, and keep its value."""
+        """Decide again whether the gradients are summed in ``.grad`` or in separate
+        buffers, because the parameters have changed. The sum keeps its value.
+        """
         self.masters.groups_changed()
         parameters = self.masters.parameters()
         self.parameter_marks = parameter_marks(parameters)
@@ -199,8 +203,8 @@ class Window:
         self.expect_window()
 
     def _move_sum(self, new_sum: GradientSum) -> None:
-        """Move the sum out of ``.grad``, including the gradients of an unfinished
-        micro-batch.
+        """Move the gradient sum from ``.grad`` into `new_sum`, including the gradients
+        of an unfinished micro-batch.
         """
         factors = set(self.watch.factors)
         was_changed = not self.watch.is_intact()
@@ -216,8 +220,6 @@ class Window:
     def expect_window(self) -> None:
         if self.gradient_sum.expects_windows:
             self.gradient_sum.expect_window(self.current_size())
-
-    # A micro-batch.
 
     def weight(self) -> float:
         """Return the weight of the current micro-batch."""
@@ -242,8 +244,8 @@ class Window:
     def backward(
         self, loss: Tensor, weight: float | None, arguments: Mapping[str, Any]
     ) -> None:
-        """Differentiate `loss`, shape ``()``, times weight and loss scale. With weight
-        0 this is done only if other workers wait for it.
+        """Run the backward pass of `loss`, shape ``()``, multiplied by the weight and
+        the loss scale. With weight 0, run it only if other workers wait for it.
         """
         self._require_usable("backward()")
         if self.workers.is_reducing:
@@ -274,8 +276,8 @@ class Window:
         micro_batch.is_weighed = micro_batch.is_weighed or is_weighed
 
     def _last_pass(self) -> AbstractContextManager[object]:
-        """Return a context in which the workers may reduce if its pass is known to end
-        the window.
+        """Return a context for a backward pass. If the pass is known to end the window,
+        the workers may already reduce gradients during the pass.
         """
         if not self.workers.is_shared:
             return nullcontext()
@@ -293,17 +295,19 @@ class Window:
             loss.backward(**arguments)  # type: ignore[no-untyped-call]
         except BaseException:
             if self.workers.is_reducing:
-                # The other workers add up the gradients from before the error.
+                # The other workers' sums already include gradients from before the
+                # error.
                 self.update.is_broken = True
             elif self.has_new_gradient:
-                # The passes of a reentrant checkpoint may already have ended.
+                # The end of a reentrant checkpoint's inner pass may have cleared the
+                # flag before the outer pass raised.
                 self.watch.is_running = True
             raise
         finally:
             FACTORS.pop()
 
     def _clear_gradients(self) -> None:
-        """Clear the current micro-batch, and keep the sum."""
+        """Clear the current micro-batch's gradients, and keep the window's sum."""
         if self.state.micro_step or self.gradient_sum.is_beside_grad:
             for parameter in self.masters.parameters():
                 parameter.grad = None
@@ -329,8 +333,8 @@ class Window:
             return loss * factor
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
-        """Run `closure`, and record its loss unless a loss was already passed or a
-        gradient had arrived before.
+        """Run the `closure` that was passed to ``step``. Record the loss that it
+        returns, unless the micro-batch already had a loss or a gradient.
         """
         had_gradient = self.has_new_gradient
         # The user may have disabled gradients around step().
@@ -339,7 +343,7 @@ class Window:
         micro_batch = self.micro_batch
         if not micro_batch.has_loss:
             if loss is None and not self.has_new_gradient and not self._holds_users():
-                # This is how a trainer leaves a micro-batch out.
+                # A trainer's closure returns None to skip a micro-batch.
                 micro_batch.set_weight(0.0)
                 micro_batch.is_weighed = True
                 micro_batch.has_loss = True
@@ -405,8 +409,8 @@ class Window:
             raise checks.interrupted_error()
         factors = watch.factors
         if self.options.separate_sums:
-            # The user may have cleared the gradient that another wrapper's pass left
-            # there.
+            # The user may have cleared a gradient that the backward pass of another
+            # wrapped optimizer has left in .grad.
             factors = factors & {1.0}
         if not (factors or self._has_begun()):
             raise checks.no_backward_error()
@@ -424,7 +428,7 @@ class Window:
             watch.reset()
 
     def _has_begun(self) -> bool:
-        """True if something counts as a micro-batch that has no gradient."""
+        """True if a micro-batch has begun, even if it has brought no gradient."""
         return (
             self.micro_batch.has_loss
             or self.micro_batch.is_weighed
@@ -468,8 +472,6 @@ class Window:
                     parameter.grad = torch.zeros_like(parameter, dtype=dtype)
             self.watch.reset()
 
-    # The end of a window.
-
     def close(self, denominator: float | None = None) -> None:
         """Make the update from the window's sum, or skip it, and begin the next
         window.
@@ -493,7 +495,9 @@ class Window:
                 self._finish(decision, state, options)
 
     def _complete_sums(self) -> Gradients:
-        """Return the sums with each element once."""
+        """Return the window's gradient sums, with sparse sums coalesced and partial
+        sums of several processes reduced.
+        """
         sums = self.gradient_sum.gradients()
         complete_sums = {
             parameter: complete(total) for parameter, total in sums.items()
@@ -503,7 +507,7 @@ class Window:
         return complete_sums
 
     def _reduce(self, parameters: list[Tensor] | None = None) -> bool:
-        """Reduce this window, or only the sums of some `parameters`, over all workers.
+        """Add up the windows of all workers, or only the gradient sums of `parameters`.
         Return False if no worker has an open window.
         """
         numbers = self._numbers()
@@ -540,14 +544,16 @@ class Window:
         )
 
     def _measure(self, sums: Gradients, divisor: float) -> tuple[float, bool]:
-        """Return the norm, and whether the divided sum is finite in the inner
-        optimizer's dtype.
+        """Return the norm of the gradient sums, and whether the sums divided by
+        `divisor` are finite in the dtype of the inner optimizer's parameters.
         """
         norm, is_finite = measure(list(sums.values()))
         return norm, is_finite and self._fits(sums, norm, divisor)
 
     def _fits(self, sums: Gradients, norm: float, divisor: float) -> bool:
-        """True if the divided sum is finite in the inner optimizer's dtype."""
+        """True if the gradient sums divided by `divisor` are finite in the dtype of the
+        inner optimizer's parameters.
+        """
         for parameter, total in sums.items():
             dtype = gradient_dtype(self.masters.worked_on(parameter))
             if total.dtype is dtype or norm / divisor <= torch.finfo(dtype).max:
@@ -562,7 +568,7 @@ class Window:
         self.update.make(sums, divisor)
 
     def _finish(self, decision: Decision, state: Any, divided_by: Options) -> None:
-        """Begin the next window."""
+        """Store the result of the closed window, and begin the next window."""
         self.update.is_broken = True
         ended_state = self.state
         options = self.options
@@ -602,7 +608,9 @@ class Window:
             close()
 
     def flush(self, denominator: float | None = None) -> None:
-        """Close the open window, and take part in the windows of the other workers."""
+        """Close the open window, and take part in the windows of the other workers
+        until they flush too.
+        """
         if denominator is not None:
             is_shared = self.workers.is_shared
             kit.require_denominator(denominator, self.options, several=is_shared)
@@ -634,8 +642,8 @@ class Window:
             raise checks.changed_gradients_error()
 
     def _between_windows(self) -> None:
-        """Between two windows of a single call, do what the user's loop does on the
-        other workers.
+        """Call the listeners and step the schedulers between two windows that a single
+        ``flush`` closes, because the user's loop does so on the other workers.
         """
         self.listeners.tell()
         for scheduler in list(self.schedulers):
@@ -662,14 +670,13 @@ class Window:
         self.update.is_broken = False
         self.workers.window_ended()
 
-    # Layer by layer.
-
     def close_part(self, belongs: Callable[[Tensor], bool]) -> None:
-        """Make the update of the parameters for which `belongs` is true. The window
-        stays open for the other parameters. All workers close the same parts in the
-        same order.
+        """Update the parameters for which `belongs` is true. The window stays open for
+        the other parameters. All workers must update the same parameters in the same
+        order.
 
-        If the decision needs no norm, it is the same for each part.
+        The options must not need a gradient norm. Then either all parameters of the
+        window are updated, or none.
         """
         state = self.state
         sums = self.gradient_sum.gradients()
@@ -693,8 +700,6 @@ class Window:
         self.state = state
         self.gradient_sum.replace(later)
 
-    # Saving and resuming.
-
     def require_savable(self) -> None:
         self._require_usable("state_dict()")
         if self.watch.is_running and not self.gradient_sum.is_beside_grad:
@@ -703,8 +708,8 @@ class Window:
             self._require_counted("state_dict()")
 
     def saved_sums(self) -> dict[int, Tensor]:
-        """Return the open window's sum by the index of its parameter; the tensors are
-        not copied.
+        """Return the open window's gradient sums by the index of the parameter. The
+        tensors are not copied.
         """
         if not self.state.micro_step:
             return {}
@@ -718,7 +723,7 @@ class Window:
     def restore(
         self, state: State, sums: Mapping[int, Tensor], entries: dict[str, Any]
     ) -> None:
-        """Resume with a saved window. The sums are copied."""
+        """Restore a saved window. The gradient sums are copied."""
         self.gradient_sum.clear()
         parameters = self.masters.parameters()
         copies = {
@@ -744,11 +749,11 @@ class Window:
 def with_factor(
     loss: Tensor, factor: float, arguments: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Return the `arguments` of ``loss.backward`` with a gradient of `loss` that is
-    multiplied by `factor`.
+    """Return keyword arguments with which ``loss.backward`` multiplies all gradients by
+    `factor`.
 
-    This gives the same bits as the gradient of ``loss * factor``, without that
-    operation and its backward pass.
+    This gives the same bits as ``(loss * factor).backward()``, without the
+    multiplication and its backward pass.
     """
     if factor == 1:
         return arguments
@@ -761,7 +766,7 @@ def with_factor(
 def parameter_marks(
     parameters: list[Tensor],
 ) -> list[tuple[int, torch.dtype, bool]]:
-    """Return values that differ once parameters were replaced, cast or frozen."""
+    """Return a list that changes when a parameter is replaced, cast or frozen."""
     return [
         (id(parameter), parameter.dtype, parameter.requires_grad)
         for parameter in parameters

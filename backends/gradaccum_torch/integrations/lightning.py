@@ -1,9 +1,9 @@
-"""A callback for Lightning's ``Trainer`` that closes an epoch's windows and rejects
-what Lightning does to each micro-batch.
+"""A callback for Lightning's ``Trainer``. It closes the last window of each epoch, and
+rejects settings that change single micro-batches.
 
-Lightning clips, steps a scheduler and updates an average after each micro-batch, and
-ends an epoch in mid-window. With ``separate_sums=True`` only this callback detects
-that.
+Without it, Lightning clips the gradient and steps a scheduler after each micro-batch,
+and ends an epoch in the middle of a window. With ``separate_sums=True``, nothing else
+detects the clipping.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ Output = Any
 
 
 class AccumulationCallback(Callback):  # type: ignore[misc]
-    """Closes the open window with an epoch's last batch, before the validation and the
-    checkpoint that follow.
+    """Closes the open window after the last batch of an epoch, before validation and
+    checkpointing.
 
     Put it first among the callbacks. It also gives weight 0 to a batch whose
-    ``training_step`` returns None, steps gated schedulers of ``"interval": "step"``
-    after that last update, and lets you resume a run in mid-window if the sum is in
-    ``.grad``.
+    ``training_step`` returns None, and steps wrapped schedulers with ``"interval":
+    "step"`` after the last update of an epoch. A run can be resumed in the middle of a
+    window only with this callback if the gradient sum is kept in ``.grad``.
 
     Raises:
-        UsageError: the ``Trainer`` would clip, divide, average or schedule per
+        UsageError: the ``Trainer`` would clip, accumulate or step a scheduler for each
             micro-batch, or no optimizer is wrapped. The error comes when training
             begins, or at the batch at which such a setting changes.
     """
@@ -51,8 +51,8 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
         self._saved_states[:] = checkpoint.get("optimizer_states", ())
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reject settings that would make every window wrong, and restore the sum of a
-        resumed window.
+        """Reject settings that would make every window wrong, and restore the gradient
+        sum of a window that was open in the checkpoint.
         """
         saved_states = list(self._saved_states)
         self._saved_states.clear()
@@ -79,8 +79,9 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
         batch: Output,
         batch_idx: int,
     ) -> None:
-        """Reject clipping and a second accumulation. A
-        ``GradientAccumulationScheduler`` may enable accumulation between epochs.
+        """Reject gradient clipping and accumulation by the ``Trainer``. They are checked
+        at each batch, because a ``GradientAccumulationScheduler`` may enable
+        accumulation between two epochs.
         """
         self._has_delivered = False
         _require_untouched_micro_batches(trainer)
@@ -156,8 +157,8 @@ def _require_untouched_micro_batches(trainer: Trainer) -> None:
         if value and value != usual:
             raise UsageError(
                 f"{name}: expected the Trainer's default, because the wrapped optimizer"
-                f" clips and accumulates; got {value!r} ({type(value).__name__}). Leave"
-                " it out of the Trainer. In configure_optimizers, return"
+                f" clips and accumulates; got {value!r} ({type(value).__name__}). Do not"
+                " pass it to the Trainer. In configure_optimizers, return"
                 f" gradaccum.wrap(optimizer, {option.format(value)}"
             )
 
@@ -167,9 +168,9 @@ def _require_gates(trainer: Trainer) -> None:
         is_gated = isinstance(config.scheduler, GatedScheduler)
         if config.interval == "step" and not (is_gated and config.frequency == 1):
             raise UsageError(
-                'lr_scheduler: expected a gated scheduler with "frequency": 1 if'
-                ' "interval" is "step", because Lightning steps it per micro-batch;'
-                f" got {type(config.scheduler).__name__} with frequency"
+                'lr_scheduler: expected a wrapped scheduler with "frequency": 1 if'
+                ' "interval" is "step", because Lightning steps it for each'
+                f" micro-batch; got {type(config.scheduler).__name__} with frequency"
                 f" {config.frequency}. Write"
                 f' {{"scheduler": gradaccum.wrap(scheduler), "interval": "step"}},'
                 " which steps once per update."

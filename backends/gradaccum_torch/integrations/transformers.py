@@ -1,5 +1,5 @@
-"""A callback for the `transformers.Trainer` and for TRL's trainers that turns each of
-the Trainer's accumulated batches into a window.
+"""A callback for the `transformers.Trainer` and for TRL's trainers. Each update of the
+Trainer then uses the gradient of one gradaccum window.
 
 During training, `AccumulationCallback` replaces the Trainer's optimizer, its
 ``training_step`` and ``_prepare_inputs``, and two methods of its accelerator.
@@ -24,11 +24,11 @@ from gradaccum_torch.backend import wrap
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 
 Trainer = Any
-"""A `transformers.Trainer`; mypy runs without that package."""
-Argument = Any
-"""An argument that the Trainer passes to every callback, or to one of its own
-methods.
+"""A `transformers.Trainer`. Its type is not imported, because mypy runs without that
+package.
 """
+Argument = Any
+"""An argument that the Trainer passes to its callbacks or to its own methods."""
 
 
 class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
@@ -46,12 +46,13 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
             `GRPOTrainer`.
 
     Attributes:
-        optimizer: the wrapped optimizer, from the beginning of ``trainer.train()`` on.
+        optimizer: the wrapped optimizer, which exists once ``trainer.train()`` has
+            begun.
 
     Raises:
-        UsageError: in ``trainer.train()``, if it is not known by what a TRL loss
-            divides, or if a subclass itself runs the backward pass of a loss that has a
-            weight.
+        UsageError: in ``trainer.train()``, if the divisor of a TRL loss is not known,
+            or if a subclass of the Trainer calls ``loss.backward()`` itself on a loss
+            that has a weight.
     """
 
     optimizer: AccumulatingOptimizer
@@ -60,8 +61,8 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self._trainer = trainer
         self._replacements = ExitStack()
         self._grad_norm = torch.zeros(())
-        """The norm of the window. The Trainer requests it before the update, and reads
-        it after the update.
+        """The gradient norm of the window. The Trainer fetches this tensor before the
+        update, and reads its value after the update.
         """
 
     def on_train_begin(
@@ -76,8 +77,7 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self.optimizer = wrap(
             trainer.optimizer.optimizer,
             None,
-            # A window measures the norm, which the Trainer logs, only if it has a
-            # limit.
+            # The Trainer logs the norm, which is computed only if clip_norm is set.
             clip_norm=args.max_grad_norm or sys.float_info.max,
             loss_scale=accelerator.scaler,
             module=module if is_parallel else None,
@@ -101,7 +101,9 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     def on_optimizer_step(
         self, args: Argument, state: Argument, control: Argument, **kwargs: Argument
     ) -> None:
-        """Close the window. The Trainer's own step has added its last micro-batch."""
+        """Close the window, after the Trainer has called ``step`` for its last
+        micro-batch.
+        """
         self.optimizer.flush()
         result = self.optimizer.result
         self._grad_norm.fill_(result.grad_norm)
@@ -122,22 +124,23 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         inputs: Argument,
         *_: Argument,
     ) -> Tensor:
-        """Run the Trainer's step as if the micro-batch were the whole batch, so that
-        its loss is a mean. Return 0, because the loss of the window is logged.
+        """Run the Trainer's ``training_step`` as if the micro-batch were the whole
+        batch, so that its loss is a mean. Return 0, because the window's loss is logged
+        instead.
         """
         trainer = self._trainer
         trainer.current_gradient_accumulation_steps = 1
         count = trainer._get_num_items_in_batch([inputs], trainer.args.device)
         if count is not None and trainer.loss_is_scaled_for_ga is not False:
             self.optimizer.weigh(float(count.flatten()[0]))
-        elif isinstance(inputs, Mapping):  # GRPO splits a list itself.
+        elif isinstance(inputs, Mapping):  # GRPO's inputs are a list, which it splits.
             self.optimizer.weigh(batch_size(inputs))
         loss: Tensor = training_step(model, inputs, count)
         return torch.zeros_like(loss)
 
     def _prepare_inputs(self, prepare_inputs: Argument, inputs: Argument) -> Any:
-        """Weight a micro-batch by the number of tokens by which TRL's loss divides,
-        even if these tokens belong to a larger batch.
+        """Set the micro-batch's weight to the number of tokens by which TRL divides the
+        loss, even if these tokens belong to a larger batch.
         """
         prepared = prepare_inputs(inputs)
         if isinstance(prepared, Mapping) and self._trainer.model.training:
@@ -162,17 +165,18 @@ def batch_size(inputs: Mapping[str, Any]) -> float:
 
 _BY_TOKENS = {"dapo", "cispo", "vespo"}
 _MEANS = {"grpo", "bnpo", "dr_grpo", "sapo", "luspo"}
-"""TRL's losses that divide by ``num_items_in_batch``, and TRL's losses that are a mean
-over a micro-batch, so that all micro-batches count the same.
+"""The names of TRL's losses that are a mean over a micro-batch, so that a micro-batch is
+not weighted by its number of tokens. The losses in `_BY_TOKENS` are sums divided by
+``num_items_in_batch``.
 """
 
 
 def divides_by_tokens(trainer: Trainer) -> bool:
-    """True if the loss is a sum divided by the number of tokens that TRL adds to the
-    inputs.
+    """True if the trainer's loss is a sum divided by ``num_items_in_batch``, the number
+    of tokens that TRL adds to the inputs.
 
     Raises:
-        UsageError: it is not known by what the loss divides.
+        UsageError: the divisor of the loss is not known.
     """
     kind = getattr(trainer, "loss_type", None)
     if kind in _MEANS:

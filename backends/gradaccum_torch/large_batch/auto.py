@@ -1,8 +1,8 @@
-"""``micro_batch_size="auto"``: when memory runs out, the window starts over with
-micro-batches of half the size.
+"""Implements ``micro_batch_size="auto"``: when memory runs out, the call starts over
+with micro-batches of half the size.
 
-All workers vote on a common size after each attempt, before any gradient is delivered.
-If a single worker started over, the other workers would wait for it.
+After each attempt, all workers agree on a common size before any gradient is added to
+``.grad``. If only one worker started over, the other workers would wait for it.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def run_divided(
     large: LargeBatch,
     optimizer: AccumulatingOptimizer | None,
 ) -> T:
-    """Return ``run(division, agree)``; if `division` leaves the size open, use the
-    largest micro-batch that fits.
+    """Return ``run(division, agree)``. If `division` asks for an automatic size, call
+    `run` with smaller and smaller micro-batches until they fit into memory.
 
-    `run` calls ``agree()`` after its last backward pass, before it delivers any
-    gradient. If anything raises, `run` restores everything.
+    `run` must call ``agree()`` after its last backward pass, before it adds any
+    gradient to ``.grad``. If anything raises, `run` must restore everything.
     """
     sizes = division.micro_batch_size
     if not isinstance(sizes, AutoMicroBatchSize):
@@ -67,8 +67,8 @@ def run_divided(
                 "micro_batch_size: expected a function that does not modify its batch,"
                 " because the call starts over when memory runs out; got a batch that"
                 " the function wrote into. Write x = x * 2 instead of x.mul_(2), or"
-                " set micro_batch_size to a number of items. Create the batch again,"
-                " because it was changed."
+                " set micro_batch_size to a number of items. Create the batch again"
+                " before the next call, because it was changed."
             )
         gc.collect()
         if torch.accelerator.is_available():
@@ -76,12 +76,14 @@ def run_divided(
 
 
 def has_nothing_to_share(large: LargeBatch, optimizer: AccumulatingOptimizer) -> bool:
-    """True if `large` is empty and other workers would wait for this worker."""
+    """True if this worker's batch is empty, but other workers wait for this worker."""
     return not large.items and optimizer.whole_window().process_group is not None
 
 
 def share_nothing(division: Division, optimizer: AccumulatingOptimizer) -> Tensor:
-    """Take part in the other workers' call and votes. Return the loss, 0."""
+    """Take part in the other workers' window although this worker's batch is empty.
+    Return the loss 0.
+    """
     sizes = division.micro_batch_size
     with optimizer.whole_window():
         vote = Vote(workers_of_call(optimizer))
@@ -96,10 +98,10 @@ def share_nothing(division: Division, optimizer: AccumulatingOptimizer) -> Tenso
 
 
 def key_of(function: Callable[..., Any], batch: Iterable[Tensor]) -> Hashable:
-    """Return what a call's memory depends on: the loss function's code, and the dtypes,
-    devices and shapes of the batch's tensors.
+    """Return a key for calls that need about the same memory per item. It consists of
+    the loss function's code, and the dtypes, devices and shapes of the batch's tensors.
 
-    Lengths are rounded up to powers of two.
+    The lengths in the shapes are rounded up to powers of two.
     """
     while isinstance(function, partial):
         function = function.func
@@ -122,8 +124,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def smaller_size(
     error: BaseException, size: int, sizes: AutoMicroBatchSize, vote: Vote
 ) -> int:
-    """Return the size that all workers try next. Raise `error` if it is not an
-    out-of-memory error, and another error if no smaller size is left.
+    """Return the size of micro-batch that all workers try next. Raise `error` if it is
+    not an out-of-memory error. Raise another error if no smaller size is left.
     """
     if isinstance(error, OtherWorkerShortError):
         next_size = int(error.args[0])
@@ -140,26 +142,26 @@ def smaller_size(
     return next_size
 
 
-# The vote of the workers of a process group on one size of micro-batch: after each
-# attempt the smallest vote of all workers counts. An attempt that fitted on this worker
+# After each attempt, every worker of a process group votes for a size of micro-batch,
+# and all workers use the smallest of these sizes. An attempt that fitted on this worker
 # is repeated if another worker ran out of memory.
 
 FITS = 2**31 - 1
-"""Voted instead of a size if the attempt fitted."""
+"""A worker's vote if the micro-batches fitted into its memory."""
 RAISED = -1
-"""Voted instead of a size if the attempt raised another error. A vote of 0 means that a
-single item does not fit.
+"""A worker's vote if it raised an error other than out of memory. A vote of 0 means
+that a single item does not fit into memory.
 """
 
 
 class OtherWorkerShortError(Exception):
-    """Another worker ran out of memory. The argument is the size that all workers try
-    next.
+    """Another worker ran out of memory. The argument is the size of micro-batch that
+    all workers try next.
     """
 
 
 class Vote:
-    """The vote of all workers on one attempt."""
+    """The vote of all workers on the size of micro-batch after one attempt."""
 
     def __init__(self, workers: dist.ProcessGroup | None) -> None:
         self._workers = workers
@@ -171,8 +173,8 @@ class Vote:
             raise OtherWorkerShortError(size)
 
     def smallest(self, size: int) -> int:
-        """Return the smallest vote of all workers, or raise if another worker raised.
-        Collective.
+        """Vote for `size`, and return the smallest size that any worker has voted for.
+        Raise if another worker has raised an error. Collective.
         """
         self.was_cast = True
         if self._workers is None:
@@ -182,9 +184,9 @@ class Vote:
         smallest = min(sizes)
         if smallest == RAISED != size:
             raise UsageError(
-                "micro_batch_size: expected every worker's window to run; got a worker"
-                " that raised an error other than out of memory. See that worker's"
-                " error. No gradient was delivered."
+                "micro_batch_size: expected every worker to complete its window; got a"
+                " worker that raised an error other than out of memory. See that"
+                " worker's error. No worker's .grad was changed."
             )
         return smallest
 
@@ -192,8 +194,8 @@ class Vote:
 def workers_of_call(
     optimizer: AccumulatingOptimizer | None,
 ) -> dist.ProcessGroup | None:
-    """Return the group that chooses the size together: the optimizer's group, otherwise
-    the default group; None if there is a single process.
+    """Return the process group whose workers choose the size together: the optimizer's
+    group, or else the default group. Return None if there is a single process.
     """
     if optimizer is not None:
         group = optimizer.whole_window().process_group

@@ -1,8 +1,8 @@
 """``gradaccum_torch.backward``: the gradient and the loss of the large batch from a
 single call, with the activations of only one micro-batch in memory.
 
-The backward pass of each loss starts with the loss's share as the incoming gradient, so
-no operation is added to the user's graph.
+Each loss is multiplied by its share of the large batch's loss through the gradient with
+which its backward pass starts, so that no operation is added to the user's graph.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ def backward(
     or sum over items. A batch norm in training mode uses the statistics of each
     micro-batch. A loss that couples items needs `gradaccum_torch.coupled_backward`.
 
-    Every leaf that the loss reaches gets its gradient, even a tensor of the batch.
-    Hooks of a leaf run once per micro-batch and see the micro-batch's share.
+    Every leaf tensor that the loss depends on gets its gradient, even a tensor of the
+    batch. Hooks of a leaf run once per micro-batch and see the micro-batch's share.
     Half-precision gradients are summed in float32 and cast once. If `loss_fn` raises,
-    Ctrl-C included, ``.grad``, the global random states and the buffers of `modules`
-    are restored.
+    or you press Ctrl-C, then ``.grad``, the global random states and the buffers of
+    `modules` are restored.
 
     Args:
         loss_fn: ``loss_fn(*micro_batch)`` returns a loss, a tensor of shape ``()``, or
@@ -80,44 +80,48 @@ def backward(
             On a CPU pass a number, because the operating system kills a process that
             runs out of memory. All workers of the optimizer's group, or of the default
             process group, must make such a call together.
-        reduction: ``"mean"``: `loss_fn` returns a mean, which counts by its weight.
-            ``"sum"``: the losses are added. ``"sum_per_item"``: `loss_fn` returns a
-            sum, and the total is divided by the total weight. Default: the reduction of
-            `optimizer`, otherwise ``"mean"``.
-        weight: a function, ``weight(*micro_batch)``, which is called for all
-            micro-batches before the first of them runs; or one number per item, shape
-            ``(items,)``, and the numbers of a micro-batch are summed. Default: the
-            number of items. A micro-batch of weight 0 adds nothing. If all
-            micro-batches have weight 0, ``.grad`` stays as it is and the loss is 0.
-        axes: a prefix nest of `batch` with the batch axis of each leaf; None means that
-            the leaf is passed whole. Each element of a list contains all items. A list
-            that may be as long as the batch needs an entry for each element, or None.
-        has_aux: `loss_fn` returns ``(loss, aux)``; tensors in aux are detached.
-        merge_aux: ``"concatenate"``: the tensors of aux have a row per item, and are
-            returned as tensors of the large batch. Or a function, ``merge_aux(auxes,
-            weights)``, of the list with the aux of each micro-batch and the list of
-            their weights. Default: the list of aux is returned.
-        optimizer: an optimizer wrapped with ``steps=None``. The micro-batches are its
-            window, which the call closes with one update. If a hook from
-            `register_step_pre_hook` raises, call ``opt.discard()`` or load a state
+        reduction: ``"mean"`` if `loss_fn` returns a mean; the means are averaged with
+            their weights. ``"sum"`` adds the losses. ``"sum_per_item"`` if `loss_fn`
+            returns a sum; the total is divided by the total weight. Default: the
+            reduction of `optimizer`, otherwise ``"mean"``.
+        weight: either a function ``weight(*micro_batch)``, which is called for all
+            micro-batches before the first of them runs, or one number per item, shape
+            ``(items,)``, which are summed over each micro-batch. Default: the number of
+            items. A micro-batch of weight 0 adds nothing. If all micro-batches have
+            weight 0, ``.grad`` is not changed and the loss is 0.
+        axes: the batch axis of each leaf of `batch`: one number for all leaves, or a
+            nest of numbers, each of which may stand for a whole sub-nest. None means
+            that a leaf is not split. Each element of a list must contain all items. For
+            a list that may be as long as the batch, pass an entry for each element, or
+            None.
+        has_aux: whether `loss_fn` returns ``(loss, aux)``. Tensors in `aux` are
+            detached.
+        merge_aux: how the `aux` values of the micro-batches are combined.
+            ``"concatenate"`` concatenates their tensors, which must have one row per
+            item. A function ``merge_aux(auxes, weights)`` is called with the list of
+            all `aux` values and the list of the micro-batches' weights. By default the
+            list of `aux` values is returned.
+        optimizer: an optimizer wrapped with ``steps=None``. The micro-batches form one
+            window of this optimizer, which the call closes with one update. If a hook
+            from `register_step_pre_hook` raises, call ``opt.discard()`` or load a state
             before you continue.
         modules: the modules whose buffers, such as a batch norm's statistics, are
-            restored if something raises. Default: none. With an automatic size the
-            default is all modules that are called, and compiled code is rejected,
+            restored if something raises. Default: none. With an automatic size, the
+            default is all modules that `loss_fn` calls, and compiled code is rejected,
             because it may hide modules.
 
     Returns:
         The loss, detached, shape ``()``, in the dtype of `loss_fn`'s loss; or ``(loss,
-            aux)``. With several workers, both belong to this worker. A worker with an
-            empty batch takes part in the other workers' window, and returns the loss 0
-            and the aux None.
+            aux)``. With several workers, both cover only this worker's batch. A worker
+            with an empty batch takes part in the other workers' window, and returns the
+            loss 0 and None as `aux`.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an argument is wrong, the batch cannot be
             divided in this way, or the loss is not a scalar.
-        UsageError: `loss_fn` calls ``backward()`` or ``zero_grad()``; or the parameters
-            belong to a wrapped optimizer or to several workers, and `optimizer` was not
-            passed.
+        UsageError: `loss_fn` calls ``backward()`` or ``zero_grad()``; or `optimizer`
+            was not passed, although the parameters belong to a wrapped optimizer or
+            several workers train them.
 
     Examples:
         >>> import torch
@@ -157,8 +161,8 @@ def run_micro_batches(
     destination: GradientsInGrad,
     has_aux: bool,
 ) -> tuple[Tensor, list[Any]]:
-    """Run the backward passes of all losses. Return the large batch's loss, and all
-    aux.
+    """Run the forward and backward passes of all micro-batches. Return the large
+    batch's loss, and the list of the `aux` values that `loss_fn` returned.
     """
     total: Tensor | None = None
     auxes = []
@@ -181,8 +185,8 @@ def differentiate(
     destination: GradientsInGrad,
     has_aux: bool,
 ) -> tuple[Tensor, Any]:
-    """Return the loss and the aux of one micro-batch after its backward pass. Its graph
-    is freed on return.
+    """Run the forward and backward pass of one micro-batch. Return its loss and `aux`;
+    the graph is freed.
     """
     loss = loss_fn(*micro_batch.arguments)
     aux = None

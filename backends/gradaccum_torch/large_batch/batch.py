@@ -1,5 +1,5 @@
-"""The large batch and its micro-batches: consecutive items along each leaf's batch
-axis, as views of the user's own tensors.
+"""Splits a large batch into micro-batches. Each contains consecutive items along the
+batch axis of each leaf, as views of the user's own tensors.
 """
 
 from __future__ import annotations
@@ -14,21 +14,31 @@ from torch import Tensor
 from gradaccum import ArgumentValueError, kit
 
 PLAIN = (str, bytes, bool, int, float, complex, type(None))
-"""The types of leaves that have no items and are passed whole."""
+"""The types of values in a batch that are passed to each micro-batch without being
+split.
+"""
 
 Weight: TypeAlias = Callable[..., Any] | Sequence[float] | Tensor | None
-"""A function of the micro-batch, one number per item, or None."""
+"""Either a function that takes the micro-batch and returns its weight, a sequence with
+one number per item, or None.
+"""
 MergeAux: TypeAlias = Callable[[list[Any], list[float]], Any] | str | None
-"""A function of all aux and weights, "concatenate", or None."""
+"""How the `aux` values of the micro-batches are combined: by a function that takes the
+list of these values and the list of weights, by ``"concatenate"``, or not at all (None).
+"""
 
 
 class MicroBatch(NamedTuple):
-    """The arguments of one call of the loss function, and its weight."""
+    """The arguments of the loss function for one micro-batch, and the micro-batch's
+    weight.
+    """
 
     arguments: tuple[Any, ...]
     weight: float
     factor: float
-    """The factor of the micro-batch's loss and gradient; 0 if its weight is 0."""
+    """The factor by which the micro-batch's loss and gradient are multiplied; 0 if its
+    weight is 0.
+    """
 
 
 class CutBatch(NamedTuple):
@@ -43,7 +53,9 @@ class CutBatch(NamedTuple):
 
 
 class LargeBatch:
-    """The arguments of a call, which are to be split into micro-batches."""
+    """A large batch that is to be split into micro-batches: the loss function's
+    arguments, the batch axis of each tensor in them, and the weights of the items.
+    """
 
     def __init__(self, batch: tuple[Any, ...], axes: kit.Nest, weight: Weight) -> None:
         self.batch = batch
@@ -62,7 +74,7 @@ class LargeBatch:
         self.items = kit.require_one_size(sizes, kit.lists_of_one_kind(batch, axes))
         self.weight: Any = weight
         if isinstance(weight, Tensor):
-            self.weight = weight.tolist()  # One transfer from the device.
+            self.weight = weight.tolist()  # Copies all weights from the device at once.
         if weight is not None and not callable(weight):
             self.weight = kit.require_item_weights(self.weight, self.items)
 
@@ -99,8 +111,8 @@ def tensors_of(nest: kit.Nest) -> list[Tensor]:
 
 
 def axis_of(leaf: kit.Leaf, axis: int | None) -> int | None:
-    """Return the batch axis of `leaf`, counted from the front; None if it is passed
-    whole.
+    """Return the batch axis of `leaf` as a number >= 0, or None if the leaf is not
+    split.
     """
     value: Any = leaf.value
     if axis is None or isinstance(value, PLAIN):
@@ -109,8 +121,8 @@ def axis_of(leaf: kit.Leaf, axis: int | None) -> int | None:
     if not -dimensions <= axis < dimensions:
         raise ArgumentValueError(
             f"{leaf.path}: expected an array with an axis {axis} to split; got a"
-            f" {type(value).__name__} of {dimensions} dimensions. Set axes= to the"
-            " batch axis of this leaf, or to None to pass it whole."
+            f" {type(value).__name__} of {dimensions} dimensions. In axes=, set the"
+            " batch axis of this array, or None to pass the array whole."
         )
     return axis % dimensions
 
@@ -120,8 +132,8 @@ def length_of(value: Any, axis: int) -> int:
 
 
 def split_leaf(value: Any, axis: int | None, cuts: Sequence[kit.Cut]) -> list[Any]:
-    """Return the items of each micro-batch, as views. Without an axis, return the value
-    itself for each micro-batch.
+    """Return for each micro-batch its items of `value`, as a view. If `axis` is None,
+    return `value` itself for each micro-batch.
     """
     if axis is None:
         return [value] * len(cuts)
@@ -142,9 +154,6 @@ def read_weight(weight: object) -> float:
     return kit.require_weight(weight)
 
 
-# The values that a loss function returns.
-
-
 def require_scalar(loss: object) -> Tensor:
     if not isinstance(loss, Tensor):
         raise kit.scalar_loss_error(f"a {type(loss).__name__}")
@@ -154,8 +163,9 @@ def require_scalar(loss: object) -> Tensor:
 
 
 def copy_without_graph(leaf: object) -> object:
-    """Return a tensor without its graph, in its own memory. The replay of a CUDA graph
-    would otherwise overwrite it in the next micro-batch.
+    """Return a copy of a tensor without its graph; return any other value as it is. The
+    copy is needed because the replay of a CUDA graph overwrites the tensor in the next
+    micro-batch.
     """
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
@@ -169,7 +179,9 @@ def merge(auxes: list[Any], weights: list[float], merge_aux: MergeAux) -> Any:
 
 
 def concatenate(nests: Sequence[kit.Nest]) -> kit.Nest:
-    """Concatenate nests of tensors along their first axis, leaf by leaf."""
+    """Return a nest whose tensors are the corresponding tensors of all `nests`,
+    concatenated along their first axis.
+    """
     tensors: list[Any] = [dict(kit.leaves_of(nest)) for nest in nests]
     columns = [[leaves[path] for leaves in tensors] for path in tensors[0]]
     return kit.with_leaves(nests[0], iter([torch.cat(column) for column in columns]))

@@ -1,5 +1,5 @@
-"""``gradaccum_torch.coupled_backward``: a loss that couples all items (contrastive,
-covariance, load balance), one micro-batch at a time.
+"""``gradaccum_torch.coupled_backward``: the gradient of a loss that couples all items
+(contrastive, covariance, load balance), computed one micro-batch at a time.
 
 The first pass computes all outputs without gradients. Then the loss of all outputs is
 differentiated once, with respect to the outputs and to the loss's own parameters, such
@@ -63,9 +63,9 @@ def coupled_backward(
     """Add the gradient of ``loss_fn(outputs_fn(*batch))`` to ``.grad``, one micro-batch
     at a time, and return the loss.
 
-    `outputs_fn` runs twice per micro-batch, and must return the same both times, up to
-    rounding. The global random states (Python's, NumPy's, torch's) and the buffers of
-    the modules that are called are restored for the second run. A batch norm's
+    `outputs_fn` runs twice per micro-batch, and must return the same values both times,
+    up to rounding. For the second run, the global random states of Python, NumPy and
+    torch and the buffers of the modules that are called are restored. A batch norm's
     statistics are updated as in a single pass.
 
     Args:
@@ -89,8 +89,9 @@ def coupled_backward(
     Raises:
         ArgumentTypeError, ArgumentValueError: an argument is wrong, the batch cannot be
             divided in this way, or the loss is not a scalar.
-        UsageError: the second run returns other outputs; or `optimizer` drops
-            micro-batches, or is missing.
+        UsageError: the second run returns different outputs; `optimizer` drops
+            micro-batches; or `optimizer` was not passed, although the parameters belong
+            to a wrapped optimizer or several workers train them.
 
     Examples:
         >>> import torch
@@ -164,25 +165,27 @@ def run_twice(
 
 
 class Outputs:
-    """The outputs of the large batch from the first pass."""
+    """The outputs of all micro-batches in the first pass, concatenated."""
 
     def __init__(self, nests: list[Nest]) -> None:
         columns = zip(*map(tensors_of, nests), strict=True)
         self._starts = [[0, *accumulate(map(len, column))] for column in columns]
-        """For each tensor, the rows at which the micro-batches begin."""
+        """For each tensor of the outputs, the rows at which the micro-batches begin."""
         self.nest = concatenate(nests)
         nests.clear()
         self.tensors = tensors_of(self.nest)
         for tensor in self.tensors:
             tensor.requires_grad_(tensor.is_floating_point() or tensor.is_complex())
         self._differences: list[Tensor] = []
-        """Whether the second pass gave other outputs, as scalar bools."""
+        """For each output tensor of each micro-batch, a scalar bool tensor: whether the
+        second pass gave different values.
+        """
 
     def gradients_of(
         self, index: int, outputs: Nest
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the tensors from the second pass of micro-batch `index`, and their
-        gradients.
+        """Return the tensors in `outputs`, which micro-batch `index` has given in the
+        second pass, and their gradients. Tensors without a gradient are left out.
         """
         tensors = []
         gradients = []
@@ -205,16 +208,16 @@ class Outputs:
         if any(self._differences):
             raise UsageError(
                 "outputs_fn: expected a function that returns the same outputs when it"
-                " is called again; got values in the second pass that differ by more"
-                " than rounding. Use the global generators of torch, NumPy or Python"
-                " for random numbers, and keep everything that changes from call to"
-                " call in buffers of modules."
+                " is called again; got outputs of a second pass that differ by more"
+                " than rounding error. Draw random numbers from the global generators"
+                " of torch, NumPy or Python, and keep any state that changes between"
+                " calls in module buffers."
             )
 
 
 def differs(first: Tensor, second: Tensor) -> Tensor:
-    """True if more than half of the digits are lost, as a scalar bool. False if either
-    tensor contains inf or NaN.
+    """True, as a scalar bool tensor, if `second` agrees with `first` in fewer than half
+    of the digits. False if either tensor contains inf or NaN.
     """
     if not (first.is_floating_point() or first.is_complex()):
         return (first != second).any()

@@ -1,5 +1,5 @@
-"""The gradients of a call, in ``.grad`` or in the window of a wrapped optimizer, which
-the call closes.
+"""Collects the gradients of a call such as `gradaccum_torch.backward`, either in
+``.grad`` or in a window of a wrapped optimizer, which the call closes.
 """
 
 from __future__ import annotations
@@ -38,30 +38,29 @@ from gradaccum_torch.whole_window import WholeWindow
 
 LEAF_NODE = "torch::autograd::AccumulateGrad"
 REENTRANT_NODE = "CheckpointFunctionBackward"
-"""The node of a reentrant checkpoint, whose graph exists only during its backward
-pass.
+"""The graph node of a reentrant checkpoint. The graph inside the checkpoint exists only
+during the backward pass.
 """
 COMPILED_NODE = "CompiledFunctionBackward"
 
 
 class GradientsInGrad:
-    """The sum of a call's gradients, in ``.grad`` of every leaf that the loss reaches.
+    """Collects the gradients of one call in ``.grad`` of every leaf tensor that the
+    loss depends on.
 
-    The earlier values of ``.grad`` are set aside, and are added at the end or restored
-    after an error. Half-precision gradients are moved into float32 sums as autograd
-    computes them.
+    The earlier values of ``.grad`` are kept, and are added at the end of the call or
+    restored after an error. Half-precision gradients are moved into float32 sums as
+    soon as autograd has computed them.
 
     Args:
-        factors: the factors of the losses.
-        divisor: the divisor of the losses' sum.
+        factors: the factors by which the micro-batches' losses are multiplied.
+        divisor: the number by which the sum of the losses is divided.
         ignored_ids: the ids of leaves whose gradients are collected elsewhere.
     """
 
     window: WholeWindow | None = None
     before: Before
-    """The state before the call. It may note modules when they are called; compiled
-    code may hide such calls.
-    """
+    """The random states and module buffers from before the call."""
 
     def __init__(
         self,
@@ -72,17 +71,21 @@ class GradientsInGrad:
         self._largest_factor = max(factors)
         self._divisor = divisor
         self._applied_divisor: float | None = None
-        """The divisor that the gradients of the losses already include."""
+        """The number by which the losses were already divided before their backward
+        passes.
+        """
         self._known_ids = set(ignored_ids)
         self._leaf_nodes: set[Node] = set()
-        """The leaves' nodes. They are kept because autograd creates a leaf's node again
-        if no reference to it is left.
+        """The graph nodes of the leaves found so far. They are kept alive because
+        autograd would otherwise create new nodes for the same leaves.
         """
         self._earlier_gradients: dict[Tensor, Tensor | None] = {}
         self._wide_sums: dict[Tensor, Tensor] = {}
         self._without_gradient: list[Tensor] = []
         self._sum_versions: list[tuple[int, int]] = []
-        """The versions of the sums, which the user's functions must not change."""
+        """For each gradient sum, its id and the number of writes into it. Both must not
+        change while the user's functions run.
+        """
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> None:
@@ -99,8 +102,8 @@ class GradientsInGrad:
         self._known_ids.update(ids)
 
     def reach(self, tensors: Sequence[Tensor], leaf_nodes: set[Node]) -> list[Tensor]:
-        """Collect the gradients of the leaves in the graph of `tensors`, and return the
-        leaves whose nodes are new in `leaf_nodes`.
+        """Prepare to collect the gradients of all leaves in the graph of `tensors`.
+        Return the leaves whose nodes were not in `leaf_nodes` before.
         """
         refused_nodes = set()
         if self.window is None:
@@ -132,7 +135,7 @@ class GradientsInGrad:
         self.reach([loss], self._leaf_nodes)
         if self._applied_divisor is None:
             dtypes = {loss.dtype, *map(gradient_dtype, self._earlier_gradients)}
-            # Small half-precision gradients would vanish if they were divided here.
+            # Small half-precision gradients would underflow if they were divided here.
             is_half = not dtypes.isdisjoint(HALF)
             self._applied_divisor = self._largest_factor if is_half else self._divisor
         share = factor / self._applied_divisor
@@ -150,8 +153,8 @@ class GradientsInGrad:
         self.note_sums()
 
     def note_sums(self) -> None:
-        """Make sure that no other code writes into the memory of new gradients, and
-        note the current versions of all sums.
+        """Copy new gradients into whose memory other code may write. Record the number
+        of writes into each gradient sum.
         """
         for leaf in self._without_gradient:
             keep_own(leaf)
@@ -164,14 +167,14 @@ class GradientsInGrad:
         return [(id(total), version(total)) for total in totals if total is not None]
 
     def require_untouched(self) -> None:
-        """Raise if the user's function has changed a sum, for example by
+        """Raise if the user's function has changed a gradient sum, for example through
         ``backward()``.
         """
         if self._current_versions() != self._sum_versions:
             raise touched_error()
 
     def deliver(self) -> None:
-        """Divide the sums, and add the earlier values of ``.grad``."""
+        """Divide the gradient sums, and add them to the earlier values of ``.grad``."""
         divisor = self._divisor / (self._applied_divisor or 1.0)
         with torch.no_grad():
             divide(
@@ -188,7 +191,7 @@ class GradientsInGrad:
         self._earlier_gradients.clear()
 
     def flush(self) -> None:
-        """Make the window's update, if there is a window."""
+        """Make the update if the gradients belong to a window of an optimizer."""
 
     def _move_into_sum(self, leaf: Tensor) -> None:
         gradient = leaf.grad
@@ -205,12 +208,12 @@ untraced(GradientsInGrad._move_into_sum)
 
 
 class GradientsInWindow(GradientsInGrad):
-    """The next window of a wrapped optimizer, which the call fills.
+    """Collects the gradients of one call in a window of a wrapped optimizer.
 
-    Loss scale, sums, overflow policy, clipping and workers are the wrapper's. The loss
-    may also reach leaves that do not belong to the wrapper, for example in a critic
-    that a generator's loss goes through. These get the large batch's gradient in
-    ``.grad``.
+    The optimizer's loss scale, overflow policy, clipping and workers apply. The loss
+    may also depend on leaves that do not belong to the optimizer, for example on the
+    parameters of a critic through which a generator's loss goes. Such leaves get the
+    large batch's gradient in ``.grad``.
     """
 
     window: WholeWindow
@@ -244,8 +247,8 @@ class GradientsInWindow(GradientsInGrad):
     def add_outputs(
         self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> None:
-        """Add gradients whose loss was already counted; they already include its loss
-        scale.
+        """Propagate `gradients` back through `outputs`. The loss of these gradients was
+        already counted, and they already include the loss scale.
         """
         self.window.begin_weightless()
         super().add_outputs(outputs, gradients)
@@ -272,9 +275,9 @@ def collecting(
     divisor: float,
     before: Before,
 ) -> Iterator[GradientsInGrad]:
-    """Collect the gradients of losses with these `factors`. At the end of the block,
-    deliver the gradients and make the update. An error in the block restores
-    everything.
+    """Collect the gradients of losses that are multiplied by `factors`. At the end of
+    the block, add the gradients to ``.grad`` or make the update of `optimizer`. If the
+    block raises, restore everything.
     """
     if optimizer is None:
         destination = GradientsInGrad(factors, divisor)
@@ -290,12 +293,12 @@ def collecting(
 def leaves_of_graph(
     tensors: Iterable[Tensor], leaf_nodes: set[Node], refused_nodes: set[str]
 ) -> list[Tensor]:
-    """Return the leaves that a backward pass through `tensors` reaches, without the
-    leaves whose nodes are in `leaf_nodes`. The nodes of the new leaves are added to
+    """Return the leaf tensors that a backward pass through `tensors` reaches, except
+    leaves whose graph nodes are already in `leaf_nodes`. Add the new nodes to
     `leaf_nodes`.
 
     Raises:
-        UsageError: the graph contains one of `refused_nodes`.
+        UsageError: the graph contains a node whose name is in `refused_nodes`.
     """
     leaves = []
     waiting: list[Node] = []
@@ -319,16 +322,13 @@ def leaves_of_graph(
     return leaves
 
 
-# Errors for what a call rejects.
-
-
 def watched_error(leaf: Tensor) -> UsageError:
     return UsageError(
         "optimizer: expected parameters whose gradients no other wrapped optimizer"
-        f" collects; got a parameter of shape {tuple(leaf.shape)} that another wrapped"
-        " optimizer collects. Pass optimizer=opt, the optimizer that was wrapped with"
-        " steps=None. If the parameter belongs to another optimizer, call"
-        " requires_grad_(False) on it for the duration of this call."
+        f" collects; got a parameter of shape {tuple(leaf.shape)} whose gradients"
+        " another wrapped optimizer collects. Pass optimizer=opt, the optimizer that was"
+        " wrapped with steps=None. If the parameter belongs to another optimizer, call"
+        " requires_grad_(False) on the parameter for the duration of this call."
     )
 
 
@@ -336,12 +336,14 @@ def touched_error() -> UsageError:
     return UsageError(
         "loss_fn: expected a function that only computes the loss; got a function that"
         " changes .grad itself, for example with backward() or zero_grad(). Return the"
-        " loss, and leave backward() and zero_grad() to this call."
+        " loss, and call neither backward() nor zero_grad() in the function."
     )
 
 
 def require_alone(modules: Iterable[nn.Module]) -> None:
-    """Raise if several workers train one of the modules that were called."""
+    """Raise if several workers train one of `modules`, because their gradients would be
+    reduced in each micro-batch.
+    """
     for module in modules:
         if isinstance(module, DistributedDataParallel) or any(
             is_sharded(parameter) for parameter in module.parameters(recurse=False)
@@ -359,7 +361,7 @@ def hidden_error(node_name: str) -> UsageError:
     fix = "Write use_reentrant=False, or pass a wrapped optimizer as optimizer=."
     if node_name == COMPILED_NODE:
         found = "compiled code, which hides the buffers of modules"
-        fix = "Write modules=(model,), so that the buffers of these are restored."
+        fix = "Write modules=(model,), so that the buffers of this model are restored."
     return UsageError(
         "loss_fn: expected a function whose modules and tensors can be found by"
         f" inspection; got {found}. {fix}"
@@ -369,17 +371,17 @@ def hidden_error(node_name: str) -> UsageError:
 def options_of_call(
     optimizer: AccumulatingOptimizer | None, reduction: str | None
 ) -> Options:
-    """Return the options according to which micro-batches are weighted: the optimizer's
-    options, or the default options with `reduction`.
+    """Return the options that determine the weights of micro-batches: the options of
+    `optimizer`, or without an optimizer the default options with `reduction`.
     """
     if optimizer is None:
         return make_options(None, reduction=reduction or "mean")
     options = optimizer.whole_window().options
     if options.steps is not None:
         raise ArgumentValueError(
-            "optimizer: expected an optimizer wrapped with steps=None; got"
-            f" steps={options.steps}. Write gradaccum.wrap(optimizer, steps=None),"
-            " because this call makes the micro-batches and closes the window."
+            "optimizer: expected an optimizer wrapped with steps=None, because this"
+            f" call closes the window itself; got steps={options.steps}. Write"
+            " gradaccum.wrap(optimizer, steps=None)."
         )
     if reduction not in (None, options.reduction):
         raise ArgumentValueError(

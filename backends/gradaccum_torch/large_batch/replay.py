@@ -1,5 +1,5 @@
-"""Random states and module buffers, which are noted before a forward pass, and restored
-after an error or for a second pass.
+"""Copies random states and module buffers before a forward pass, and restores them
+after an error or for a second forward pass.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from gradaccum_torch.torch_private.names import (
 
 
 class RandomState:
-    """The random states of Python, of NumPy if it is loaded, and of torch on the CPU
-    and on `devices`.
+    """A copy of the random states of Python, of NumPy if it is imported, and of torch
+    on the CPU and on `devices`.
     """
 
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
@@ -65,7 +65,7 @@ def random_devices(tensors: Iterable[Tensor]) -> set[torch.device]:
 
 
 class BufferCopy(NamedTuple):
-    """A buffer of a module, and a copy of its values. The values are None if the buffer
+    """A buffer of a module, and a copy of its values. `values` is None if the buffer
     need not be restored.
     """
 
@@ -77,13 +77,13 @@ class BufferCopy(NamedTuple):
 
 
 SMALL = 2**16
-"""The number of elements of the largest buffer that torch may write into without
-counting the write, as it does with a batch norm's statistics.
+"""Buffers of up to this many elements are always copied and restored, because torch
+does not count some writes into them, for example into a batch norm's statistics.
 """
 
 
 class Buffers:
-    """The buffers of modules and of their children, as they were when noted."""
+    """Copies of the buffers of modules and of their children."""
 
     def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
         self.modules: dict[int, nn.Module] = {}
@@ -105,8 +105,8 @@ class Buffers:
 
     @contextmanager
     def noting_calls(self) -> Iterator[None]:
-        """Note each module before its first call. Compiled code may call modules
-        without hooks.
+        """Inside the block, copy the buffers of each module before its first call.
+        Modules that compiled code calls without hooks are missed.
         """
 
         def note(module: nn.Module, _: object) -> None:
@@ -120,7 +120,7 @@ class Buffers:
             hook.remove()
 
     def free_unwritten(self) -> None:
-        """Free the copies of large buffers that nothing wrote into."""
+        """Free the copies of large buffers into which nothing has written."""
         for index, copy in enumerate(self._copies):
             if copy.buffer is None or copy.buffer.numel() <= SMALL:
                 continue
@@ -132,21 +132,21 @@ class Buffers:
             if getattr(module, name, None) is not buffer:
                 setattr(module, name, buffer)
             if buffer is not None and values is not None:
-                # Write through .data, because autograd would take a counted write for a
-                # change of a tensor that it has saved.
+                # Write through .data, which does not increase the tensor's version.
+                # Otherwise autograd would report a change of a tensor that it saved.
                 buffer.data.copy_(values)
 
 
 class Before:
-    """Random states and buffers from before a call.
+    """Copies of random states and module buffers from before a call.
 
-    An error inside the ``with`` block restores them.
+    If the ``with`` block raises, the states and buffers are restored.
 
     Args:
-        tensors: the tensors on whose devices the random states are noted.
-        modules: the modules whose buffers are noted.
-        notes_calls: whether the buffers of all modules that are called in the block are
-            noted.
+        tensors: the tensors on whose devices random states are copied.
+        modules: the modules whose buffers are copied.
+        notes_calls: whether the buffers of all modules that are called inside the block
+            are copied too.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ Private = Any
 
 
 class Unit:
-    """Parameters that FSDP2 reduces together."""
+    """A group of parameters that FSDP2 gathers and reduces together."""
 
     def __init__(self, group: Private, modules: list[Any]) -> None:
         self.group = group
@@ -30,13 +30,14 @@ class Unit:
 
     @property
     def workers(self) -> int:
-        """The number of workers over which FSDP2 averages."""
+        """The number of workers over which FSDP2 averages gradients."""
         return int(self.group.mesh_info.mesh.size())
 
     @property
     def divisor(self) -> float:
-        """The number by which FSDP2 divides the sum of its workers: the number of
-        workers, unless the user has called ``set_gradient_divide_factor``.
+        """The number by which FSDP2 divides gradients that it has added up over the
+        workers: the number of workers, unless the user has called
+        ``set_gradient_divide_factor``.
         """
         factor = getattr(self.group, "gradient_divide_factor", None)
         return float(self.workers if factor is None else factor)
@@ -46,8 +47,8 @@ class Unit:
         parameter = self.group.fsdp_params[0]
         policy = parameter.mp_policy
         dtype: torch.dtype = parameter.sharded_param.dtype
-        # Before torch 2.15, if a policy has no reduce_dtype, the sum is added up in the
-        # computation's dtype; later in the parameter's dtype.
+        # If a policy has no reduce_dtype, torch before 2.15 adds up gradients in the
+        # dtype of the computation. Later versions use the parameter's dtype.
         if has_separate_sum(parameter):
             dtype = policy.param_dtype or dtype
         return policy.reduce_dtype or dtype
@@ -64,7 +65,7 @@ class Unit:
 
     def has_unreduced(self) -> bool:
         """True if FSDP2 keeps gradients that it has not reduced yet."""
-        # On a two-dimensional mesh these may be gradients after the reduce-scatter.
+        # On a two-dimensional mesh, gradients may be reduced over one dimension only.
         has_part = getattr(self.group, "_partial_reduce_output", None) is not None
         return has_part or any(map(has_gradient, self.group.fsdp_params))
 
@@ -75,7 +76,9 @@ class Unit:
             drop(parameter)
 
     def fill(self, parameter: Private) -> None:
-        """Add zeros for a parameter that has a gradient only on another worker."""
+        """Set the unreduced gradient of `parameter` to zeros, because only another
+        worker has a gradient.
+        """
         zeros = torch.zeros_like(parameter._unsharded_param, dtype=self.sum_dtype)
         if has_separate_sum(parameter):
             parameter.unsharded_accumulated_grad = zeros
@@ -83,8 +86,8 @@ class Unit:
             parameter._unsharded_param.grad = zeros
 
     def gathered_parameters(self) -> list[Tensor]:
-        """Return the trainable parameters that have been gathered, in the complete form
-        into which autograd accumulates.
+        """Return the unsharded tensors of the trainable parameters that FSDP2 has
+        gathered. Autograd accumulates into these tensors.
         """
         return [
             parameter._unsharded_param
@@ -111,8 +114,8 @@ def drop(parameter: Private) -> None:
 
 
 def has_separate_sum(parameter: Private) -> bool:
-    """True if FSDP2 keeps the sum of micro-batches in a separate attribute. From torch
-    2.15 on the sum is the ``.grad`` of the complete parameter.
+    """True if FSDP2 keeps unreduced gradients in a separate attribute. From torch 2.15
+    on it keeps them in the ``.grad`` of the unsharded parameter.
     """
     return "unsharded_accumulated_grad" in vars(parameter)
 
@@ -160,17 +163,17 @@ def units_among(modules: Iterable[nn.Module]) -> list[Unit]:
 
 
 def reduce(units: Sequence[Unit]) -> None:
-    """Reduce the gradients that `units` keep into ``.grad``, as FSDP2 does for a module
-    that a backward pass did not reach.
+    """Reduce the unreduced gradients of `units` into ``.grad``, as FSDP2 does for a
+    module that a backward pass did not reach.
 
-    Without ``post_backward`` only the last backward pass could reduce the sum, and it
-    is not known which pass is the last.
+    The function calls ``post_backward``, because otherwise only the last backward pass
+    could reduce the gradients, and it is not known which pass is the last.
     """
     roots: dict[int, Private] = {}
     for unit in reversed(units):
         unit.group.post_backward()
-        # The first state of a module that has run belongs to the outermost module.
-        # Ending its pass ends the passes of all modules in it.
+        # The first state of a module that has run belongs to the outermost module. If
+        # its backward pass is ended, this also ends the pass of all inner modules.
         states = unit.modules[0]._get_fsdp_state()._state_ctx.all_states
         for root in states[:1]:
             roots[id(root)] = root

@@ -1,7 +1,7 @@
 """The private names of torch that this package uses. FSDP2's private names are in
 `fsdp`.
 
-Three names that torch looks up on the wrapped optimizer are defined elsewhere: its
+Three names that torch looks up on the wrapped optimizer are used elsewhere:
 ``_step_supports_amp_scaling``, ``grad_scale`` and ``found_inf``.
 """
 
@@ -23,11 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 Node = Any
-"""A node of autograd's graph, for which torch has no common type."""
+"""A node of autograd's graph. torch has no common type for these nodes."""
 
 version: Callable[[Tensor], int] = attrgetter("_version")
-"""The number of writes into a tensor. Nothing else shows that something has changed
-``.grad``.
+"""Returns how often a tensor was written to in place. Only this number shows that
+something has changed ``.grad``.
 """
 flattened: Callable[[Sequence[Tensor]], Tensor] = _flatten_dense_tensors
 """Copies several dense tensors of one dtype into one flat tensor."""
@@ -38,19 +38,17 @@ unflattened: Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor]] = (
 
 
 def buffers_of(module: torch.nn.Module) -> dict[str, Any]:
-    """Return a module's own table of buffers."""
+    """Return the module's own buffers by name, without the buffers of its children."""
     return module._buffers
 
 
-# Autograd's graph.
-
-
 def call_at_the_end_of_backward(function: Callable[[], None]) -> bool:
-    """Make autograd call `function` at the end of this backward pass, unless the pass
-    raises. Return False outside of autograd's engine, which would never call it.
+    """Make autograd call `function` at the end of the running backward pass, unless the
+    pass raises. Return False if autograd's engine is not running and would never call
+    it.
 
-    FSDP2 calls the hooks after the pass, and a compiled backward pass runs outside of
-    the engine.
+    The engine is not running when FSDP2 calls hooks after the pass, or in a compiled
+    backward pass.
     """
     compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
     if compiled_autograd is not None and compiled_autograd.in_compiled_autograd_region:
@@ -76,15 +74,17 @@ class Division(NamedTuple):
 
     divisor: float
     terms: int
-    """The number of terms that are divided."""
+    """The number of terms in the sum that is divided."""
     of_sums: bool
-    """Whether the terms are sums over something, which the division turns into
-    means.
+    """Whether each term is the result of a sum, so that the division may compute a
+    mean.
     """
 
 
 def last_division(loss: Tensor) -> Division | None:
-    """Return the last operation of `loss` if it divides by a number, otherwise None."""
+    """Return the last operation that computed `loss` if it is a division by a number,
+    otherwise None.
+    """
     node: Node = loss.grad_fn
     divisor = None if node is None else _divisor_of(node)
     if divisor is None:
@@ -98,7 +98,8 @@ def _divisor_of(node: Node) -> float | None:
     if kind not in ("Div", "Mul"):
         return None
     try:
-        # A tensor that a node saved for its backward pass raises once it is freed.
+        # Reading a tensor that a node saved for its backward pass raises an error after
+        # the tensor was freed.
         other = node._saved_other
     except (AttributeError, RuntimeError):
         return None
@@ -109,13 +110,15 @@ def _divisor_of(node: Node) -> float | None:
     number = float(other)
     if kind == "Div":
         return number
-    # Many losses contain a factor of a half, which is hardly ever left from an old
-    # loop.
+    # Many losses contain a factor of 1/2, which hardly ever comes from a loop that
+    # accumulates gradients.
     return 1 / number if number not in (0.0, 0.5) else None
 
 
 def _terms_of(node: Node) -> list[Node]:
-    """Return the nodes that computed the terms of a sum, at most a few hundred."""
+    """Return the graph nodes that computed the terms of a sum. The search ends at about
+    100 terms.
+    """
     terms = list[Node]()
     nodes = [node]
     while nodes and len(terms) < 100:
@@ -138,25 +141,24 @@ def _kind_of(node: Node) -> str:
     return str(node.name()).partition("Backward")[0]
 
 
-# Tensors.
-
-
 def owns_memory(gradient: Tensor) -> bool:
-    """True if no other code may write into the memory of `gradient`, which autograd
-    takes over from the first backward pass.
+    """True if no other code may write into the memory of `gradient`.
 
-    A CUDA graph returns the same memory in each replay.
+    Autograd does not copy the gradient of the first backward pass, so it may share its
+    memory, for example with a CUDA graph, which writes into the same memory in each
+    replay.
     """
     if gradient.is_cuda and "torch._inductor.cudagraph_trees" in sys.modules:
-        # While such a graph is recorded, its results look like any other memory.
+        # While a CUDA graph is recorded, its memory cannot be told from other memory.
         return False
     if type(gradient) is not Tensor:
-        # FSDP2's shards are parts of one tensor that no other code writes into.
+        # The gradients that FSDP2 shards are parts of one tensor, into which no other
+        # code writes.
         return not is_sharded(gradient) or local(gradient).untyped_storage().resizable()
     if gradient.is_sparse:
         return False
     storage = gradient.untyped_storage()
-    # `gradient` and `storage` are two users.
+    # The variables `gradient` and `storage` count as two users.
     users = torch._C._storage_Use_Count(storage._cdata)
     return users <= 2 and storage.resizable()
 
@@ -168,13 +170,15 @@ def keep_own(leaf: Tensor) -> None:
 
 
 class Versions:
-    """The current versions of `tensors`."""
+    """Records how often each of `tensors` has been written to in place."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._noted_versions = [(tensor, version(tensor)) for tensor in tensors]
 
     def moved(self) -> bool:
-        """True if something has written into one of the tensors since."""
+        """True if something has written into one of the tensors since this object was
+        created.
+        """
         return any(
             version(tensor) != noted_version
             for tensor, noted_version in self._noted_versions
@@ -216,9 +220,6 @@ def mesh_of(tensor: Tensor) -> Any:
     return sharded_tensor.device_mesh
 
 
-# torch.compile.
-
-
 def _frames() -> Any:
     from torch._C._dynamo import eval_frame
 
@@ -236,7 +237,7 @@ def untraced(function: Callable[..., object]) -> None:
         skip = frames._FrameAction.SKIP
         strategy = frames._FrameExecStrategy(skip, skip)
         frames.set_code_exec_strategy(function.__code__, strategy)
-    else:  # Before torch 2.8.
+    else:  # Versions of torch before 2.8 have only this function.
         frames.skip_code(function.__code__)
 
 
@@ -258,9 +259,6 @@ def untraced_within(function: _F) -> _F:
     return cast(_F, outside)
 
 
-# Optimizers, schedulers and scalers.
-
-
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return the parameters of all groups, in their order."""
     parameters: list[Tensor] = []
@@ -278,9 +276,9 @@ def note_step_called(optimizer: torch.optim.Optimizer) -> None:
 
 
 def unscaling_caller(frames: int) -> Mapping[str, Any] | None:
-    """Return the local variables of ``GradScaler._unscale_grads_`` if it runs `frames`
-    frames above. Nothing else reveals a scaler, because the kernel that unscales does
-    not change a gradient's version.
+    """Return the local variables of ``GradScaler._unscale_grads_`` if it is the caller
+    `frames` frames above, otherwise None. A scaler cannot be detected in another way,
+    because unscaling does not change a gradient's version.
     """
     frame = sys._getframe(frames)
     return frame.f_locals if frame.f_code.co_name == "_unscale_grads_" else None
@@ -309,17 +307,14 @@ def scale_and_tracker(scaler: torch.amp.GradScaler) -> list[float]:
 
 
 def pending_update(scaler: torch.amp.GradScaler) -> Mapping[int, Any]:
-    """Return the scaler's record for a pending ``scaler.update()``, which replaces it
-    with another object; empty if no update is pending.
+    """Return the record that ``scaler.step`` makes for the next ``scaler.update()``;
+    empty if there was no ``step``. ``update`` replaces the record with a new object.
     """
     return scaler._per_optimizer_states
 
 
-# DistributedDataParallel.
-
-
 _WAITING: WeakKeyDictionary[DistributedDataParallel, int] = WeakKeyDictionary()
-"""The number of optimizers that suppress a module's gradient reduction."""
+"""For each module, the number of optimizers that suppress its gradient reduction."""
 
 
 def leave_reduction_out(module: DistributedDataParallel) -> Callable[[], None]:
@@ -352,17 +347,16 @@ def waiting_modules() -> list[DistributedDataParallel]:
 
 
 def _wait(module: torch.nn.Module, *_: object) -> None:
-    # Setting it through `Module.__setattr__` would take longer than everything else
-    # here.
+    # `Module.__setattr__` would take longer than the rest of this function.
     vars(module)["require_backward_grad_sync"] = False
 
 
 def send_buffers(module: DistributedDataParallel) -> None:
     """Send the first worker's buffers to all workers, as a forward pass of `module`
-    would. Forward passes do not send them any more. Collective.
+    normally does. Collective.
 
-    A forward pass is not collective here: another worker may be at the end of its
-    window.
+    Forward passes must not send buffers, because another worker may be at the end of
+    its window at the same time.
     """
     vars(module)["require_forward_param_sync"] = True
     if module.will_sync_module_buffers():  # type: ignore[no-untyped-call]
@@ -371,8 +365,8 @@ def send_buffers(module: DistributedDataParallel) -> None:
 
 
 def are_flattened(parameters: Collection[Tensor]) -> bool:
-    """True if FSDP1 has flattened some of `parameters`. The norm would then cover only
-    each worker's part.
+    """True if FSDP1 has flattened some of `parameters`. A gradient norm would then
+    cover only this worker's part of them.
     """
     if "torch.distributed.fsdp" not in sys.modules:
         return False
@@ -382,7 +376,7 @@ def are_flattened(parameters: Collection[Tensor]) -> bool:
 
 
 def processes() -> int:
-    """Return the number of processes of torch.distributed; 1 without it."""
+    """Return the number of processes of torch.distributed; 1 if it is not used."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return 1

@@ -1,4 +1,4 @@
-"""`verify`: checks whether accumulation is right for a user's loss."""
+"""`verify` checks that accumulation gives correct gradients for a user's loss."""
 
 from gradaccum_torch.verification.check import verify
 

@@ -1,4 +1,6 @@
-"""`gradaccum_torch.verify`: checks whether accumulation is right for a loss."""
+"""`gradaccum_torch.verify` checks that accumulation gives correct gradients for a given
+loss.
+"""
 
 from __future__ import annotations
 
@@ -27,36 +29,38 @@ def verify(
     axes: Nest = 0,
     has_aux: bool = False,
 ) -> VerificationReport:
-    """Check whether gradient accumulation is right for a loss, and if not, say why; see
-    `gradaccum.verify`.
+    """Check whether gradient accumulation gives the right gradient for a loss, and
+    report the cause if it does not; see `gradaccum.verify`.
 
-    The model runs in its current mode. Gradients come from `torch.autograd.grad`,
-    without ``.grad`` and its hooks; hooks on tensors and modules run. The model's
-    parameters, buffers and attributes and the random states are restored.
+    The model runs in its current mode. Gradients come from `torch.autograd.grad`, so
+    that ``.grad`` is not used and hooks on it do not run, whereas hooks on tensors and
+    modules do. The model's parameters, buffers and attributes and the random states are
+    restored.
 
-    Each micro-batch begins with the same random state. This keeps a number fixed that
-    is drawn once per micro-batch, but not a dropout mask, which has a row for each
-    item. Layers that draw such numbers therefore run in evaluation mode, and the report
-    says so. This needs no replay of random numbers, and the loss is compared without
-    its noise. A loss function that draws such numbers itself cannot be compared.
+    Each micro-batch begins with the same random state. A random number that is drawn
+    once per micro-batch is therefore the same in all runs. A dropout mask is not,
+    because it has a row for each item. Layers that draw random numbers per item
+    therefore run in evaluation mode, and the report says so. A loss function that draws
+    random numbers per item itself cannot be compared.
 
     Args:
         model: the model, whose trainable parameters are compared. If the loss has its
             own parameters, pass a module that contains both.
-        loss_fn: ``loss_fn(model, *batch)``, which returns a scalar tensor. The usual
-            criterion, ``criterion(output, *targets)``, is called with
-            ``model(batch[0])`` and the rest of the batch. A function that closes over
-            its model, ``loss_fn(*batch)``, is called with the batch.
-        batch: a tuple or list of nests of tensors and NumPy arrays; other values are
-            passed whole. A dictionary is one argument, or arguments by name.
+        loss_fn: ``loss_fn(model, *batch)``, which returns a scalar tensor. A criterion
+            ``criterion(output, *targets)`` is also accepted, and is called with
+            ``model(batch[0])`` and the rest of the batch. A function ``loss_fn(*batch)``
+            that closes over its model is called with the batch.
+        batch: a tuple or list of nests of tensors and NumPy arrays. Other values are
+            not split. A dictionary is passed as one argument, or as arguments by name.
         steps: the number of micro-batches, from 2 to the number of items; by default 4,
             or the number of items if that is smaller.
         reduction: as in `gradaccum.wrap`.
-        weight: a callable ``weight(*micro_batch)`` or one number per item. Default: the
-            number of items.
-        axes: a prefix nest of `batch` with the batch axis of each array; None means
-            that the array is passed whole.
-        has_aux: `loss_fn` returns ``(loss, aux)``; `aux` is ignored.
+        weight: either a callable ``weight(*micro_batch)``, or a sequence with one
+            number per item. Default: the number of items.
+        axes: the batch axis of each array in `batch`: one number for all arrays, or a
+            nest of numbers, each of which may stand for a whole sub-nest. None means
+            that an array is not split.
+        has_aux: whether `loss_fn` returns ``(loss, aux)``; `aux` is ignored.
 
     Raises:
         ArgumentValueError: arrays have unequal numbers of items, or `steps` or `weight`
@@ -90,7 +94,9 @@ def is_array(value: object) -> bool:
 
 
 def take(array: Any, axis: int | None, items: Sequence[int]) -> Any:
-    """Return copies of the items, because a loss may write into its inputs."""
+    """Return a copy of the given items of `array`, because a loss may write into its
+    inputs. If `axis` is None, copy the whole array.
+    """
     if isinstance(array, np.ndarray):
         return array.copy() if axis is None else array.take(list(items), axis)
     if axis is None:

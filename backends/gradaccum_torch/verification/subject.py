@@ -1,5 +1,5 @@
-"""A torch model, its loss and one batch, run under various conditions. The user's state
-is restored.
+"""Runs a torch model and its loss on one batch under various conditions, and restores
+the user's state.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ UNUSUAL_SEED = 0x5EED0
 
 
 class TorchSubject:
-    """The `gradaccum.kit.Subject` of torch."""
+    """Runs a torch model for `gradaccum_torch.verify`: the torch implementation of
+    `gradaccum.kit.Subject`.
+    """
 
     def __init__(
         self,
@@ -47,8 +49,8 @@ class TorchSubject:
         self.items: int = batch.items
         self.names: Sequence[str] = list(self._parameters)
         self.division: Division | None = None
-        """The loss's last operation, if it divides by a number; known once the loss has
-        run.
+        """The last operation that computed the loss, if it divides by a number. It is
+        known once the loss was computed.
         """
 
     def window(
@@ -89,8 +91,8 @@ class TorchSubject:
 
     @cached_property
     def _random_layers(self) -> list[str]:
-        """The modules whose forward pass itself, outside of their submodules, changes
-        the random state.
+        """The names of the training-mode modules that draw random numbers in their own
+        forward pass, outside of their submodules.
         """
         names = {module: name for name, module in self._model.named_modules()}
         running: list[nn.Module] = []
@@ -124,8 +126,8 @@ class TorchSubject:
 
     @cached_property
     def _coarsest(self) -> torch.finfo:
-        """The coarsest dtype among the parameters and the tensors that the loss saves
-        for its derivative, autocast's copies included.
+        """The least precise dtype among the parameters and the tensors that autograd
+        saves for the backward pass, including copies made by autocast.
         """
         dtypes = {parameter.dtype for parameter in self._parameters.values()}
 
@@ -160,14 +162,16 @@ class TorchSubject:
 
     @contextmanager
     def _isolated(self) -> Iterator[None]:
-        """Run a block without ``.grad``, and restore the user's state."""
+        """Clear every ``.grad`` inside the block. Afterwards, restore the gradients,
+        the model and the random states.
+        """
         gradients = [
             (parameter, parameter.grad) for parameter in self._model.parameters()
         ]
         try:
             for parameter, _ in gradients:
                 parameter.grad = None
-            # A compiled model would be compiled again for each size of a micro-batch.
+            # A compiled model would be recompiled for each size of micro-batch.
             with torch.compiler.set_stance("force_eager"), torch.enable_grad():
                 yield
         finally:
@@ -177,14 +181,18 @@ class TorchSubject:
                 parameter.grad = gradient
 
     def _set_random_state(self, seed: int) -> None:
-        """Restore the user's random states; a `seed` other than 0 sets other states."""
+        """Restore the user's random states if `seed` is 0. Otherwise set random states
+        that depend on `seed`.
+        """
         self._random.put_back()
         if seed:
             HostRandom().restore(seed)
             torch.manual_seed(UNUSUAL_SEED + seed)
 
     def _prepare(self, conditions: Conditions) -> None:
-        """Set the modes, and perturb the parameters."""
+        """Set the training mode of the modules, and perturb the parameters, as
+        `conditions` demands.
+        """
         if not conditions.training:
             self._model.eval()
         if not conditions.random_layers:
@@ -200,7 +208,9 @@ class TorchSubject:
 
 
 class ModelState:
-    """The values of a model's parameters and buffers, and its modules' attributes."""
+    """A copy of a model's parameters, buffers and module attributes, with which the
+    model can be restored.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules())
@@ -224,12 +234,14 @@ class ModelState:
             module._buffers.clear()
             module._buffers.update(self._buffers[name])
         for tensor, value in self._tensors.values():
-            # Write through .data, so that the versions of parameters, which may be
-            # watched, stay.
+            # Write through .data, so that the versions of the parameters, which may be
+            # watched, do not change.
             tensor.data.copy_(value)
 
     def changed_names(self) -> tuple[str, ...]:
-        """Name the buffers, parameters and plain attributes that have changed."""
+        """Return the names of all buffers, parameters and plain attributes that have
+        changed.
+        """
         names = [
             name
             for name, (tensor, value) in self._tensors.items()
@@ -250,7 +262,9 @@ class ModelState:
 
 
 def wide(gradient: Tensor) -> Tensor:
-    """Return a dense gradient in float64; a complex number becomes two numbers."""
+    """Return `gradient` as a dense float64 tensor, in which a complex number becomes
+    two real numbers.
+    """
     dense = gradient.to_dense() if gradient.is_sparse else gradient
     if dense.is_complex():
         dense = torch.view_as_real(dense)

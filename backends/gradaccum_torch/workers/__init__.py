@@ -1,1 +1,1 @@
-"""One window that is shared by several workers."""
+"""Windows that several workers share."""

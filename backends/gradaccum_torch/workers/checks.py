@@ -35,20 +35,20 @@ FIX = (
     " or module=fully_shard(model)."
 )
 UNEQUAL_PARAMETERS = (
-    "gradaccum: the workers of process_group= have different parameters, and equal"
-    " updates leave them different. Before the first step, send one worker's"
-    " parameters to all workers with torch.distributed.broadcast, or load the same"
-    " checkpoint on all workers."
+    "gradaccum: the workers of process_group= have different parameters, which equal"
+    " updates do not make equal. Before the first step, send one worker's parameters"
+    " to all workers with torch.distributed.broadcast, or load the same checkpoint on"
+    " all workers."
 )
 CLOSE = 1e-3
-"""The relative difference up to which sums of parameters count as equal, because
-kernels round.
+"""The relative difference up to which two workers' sums of a parameter's elements count
+as equal, because rounding may differ.
 """
 
 
 def parallel_module(module: torch.nn.Module) -> DistributedDataParallel:
-    """Return `module`, or the `DistributedDataParallel` inside it, as Fabric wraps
-    it.
+    """Return `module` if it is a `DistributedDataParallel`, or else the
+    `DistributedDataParallel` inside it, which Lightning Fabric wraps once more.
     """
     for inner_module in module.modules():
         if isinstance(inner_module, DistributedDataParallel):
@@ -59,17 +59,17 @@ def parallel_module(module: torch.nn.Module) -> DistributedDataParallel:
     )
 
 
-# A module whose own reduction is suppressed reduces nothing for an optimizer that is
-# not wrapped.
+# While a wrapper suppresses a module's own reduction, nothing reduces the gradients of
+# another optimizer of the module that is not wrapped.
 
 REDUCING_OPTIMIZERS: WeakSet[torch.optim.Optimizer] = WeakSet()
-"""The inner optimizers of wrappers that have ``module=``."""
+"""The inner optimizers that were wrapped with ``module=``."""
 CHECKED_OPTIMIZERS: WeakSet[torch.optim.Optimizer] = WeakSet()
-"""The optimizers that were checked: every gradient of a module's parameters is
-reduced.
-"""
+"""The optimizers for which `require_reduced` has found that all gradients are reduced."""
 STEP_HOOKS: list[RemovableHandle] = []
-"""The hook on all optimizers, once a module's reduction is suppressed."""
+"""The handle of the hook that runs before each step of any optimizer; empty until a
+module's reduction is suppressed.
+"""
 
 
 def require_reduced(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -85,7 +85,7 @@ def require_reduced(optimizer: torch.optim.Optimizer, *_: object) -> None:
         kind = type(optimizer).__name__
         raise UsageError(
             "module: expected module= for each optimizer of one"
-            f" DistributedDataParallel; got a {kind} without module= for"
+            f" DistributedDataParallel; got a {kind} without module=, which updates"
             f" {len(unreduced)} of the module's parameters. Write"
             f" gradaccum.wrap({kind}(...), steps=..., module=parallel)."
         )
@@ -100,16 +100,13 @@ names.untraced(require_reduced)
 
 
 def refuse_bare_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Reject steps of optimizers for which a module no longer reduces, because the
-    wrapper of `optimizer` now does this for the module.
+    """From now on, reject steps of optimizers whose gradients are no longer reduced,
+    because the wrapper of `optimizer` suppresses the module's own reduction.
     """
     REDUCING_OPTIMIZERS.add(optimizer)
     CHECKED_OPTIMIZERS.clear()
     if not STEP_HOOKS:
         STEP_HOOKS.append(register_optimizer_step_pre_hook(require_reduced))
-
-
-# The parameters and the options.
 
 
 def require_parameters(
@@ -121,12 +118,15 @@ def require_parameters(
     if missing:
         raise ArgumentValueError(
             "module: expected the module that contains the optimizer's parameters; got"
-            f" a {type(module).__name__} without {len(missing)} of them. {FIX}"
+            f" a {type(module).__name__} without {len(missing)} of these parameters."
+            f" {FIX}"
         )
 
 
 def require_all_sharded(parameters: Iterable[Tensor], units: Sequence[Unit]) -> None:
-    """Raise if FSDP2 manages only some of the trained `parameters`."""
+    """Raise if several workers share the model, and FSDP2 does not manage all trainable
+    `parameters`.
+    """
     sharded_ids = {id(parameter) for unit in units for parameter in unit.parameters}
     unreduced = [
         parameter
@@ -143,25 +143,28 @@ def require_all_sharded(parameters: Iterable[Tensor], units: Sequence[Unit]) -> 
 
 
 def require_meshes_within(parameters: Iterable[Tensor], workers: Iterable[int]) -> None:
-    """Raise unless all workers of each sharded parameter are among `workers`, the ranks
-    that add up the norm.
+    """Raise unless all ranks that share a sharded parameter are among `workers`, the
+    ranks over which the gradient norm is added up.
     """
     ranks = set(workers)
     for parameter in filter(names.is_sharded, parameters):
         parameter_ranks = names.mesh_of(parameter).mesh.flatten().tolist()
         if not ranks.issuperset(parameter_ranks):
             raise ArgumentValueError(
-                "optimizer: expected parameters whose ranks add up the norm together;"
-                f" got a parameter on ranks {parameter_ranks}, although the norm is"
-                f" added up over ranks {sorted(ranks)}. Shard it over these ranks or"
-                " some of them, or give it its own optimizer."
+                "optimizer: expected parameters that are sharded over ranks that share"
+                f" the gradient norm; got a parameter on ranks {parameter_ranks},"
+                f" although only ranks {sorted(ranks)} share the norm. Shard the"
+                " parameter over these ranks or some of them, or give it its own"
+                " optimizer."
             )
 
 
 def describe_options(
     options: kit.Options, gradient_sync: str = "micro_batch"
 ) -> list[str]:
-    """Return one line that describes the options."""
+    """Return a line of text that describes the options, to compare them between
+    workers.
+    """
     settings = options._asdict()
     # Functions and scalers are different objects on different workers.
     if not kit.is_known(options.steps):
@@ -173,8 +176,8 @@ def describe_options(
 def describe_parameters(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module | None
 ) -> list[str]:
-    """Return a line for each parameter with its name, if there is one, its shape and
-    its dtype.
+    """Return a line of text for each parameter with its name (if known), its shape and
+    its dtype, to compare the parameters between workers.
     """
     module_names: dict[int, str] = {}
     if module is not None:
@@ -190,8 +193,8 @@ def describe_parameters(
 
 
 def require_same_lines(lines: Sequence[str], *groups: dist.ProcessGroup) -> None:
-    """Raise on every worker unless all workers of `groups` describe the same options
-    and parameters. Collective.
+    """Raise on every worker unless all workers of `groups` pass the same `lines`, which
+    describe their options and parameters. Collective.
     """
     everyone = [(dist.get_rank(), lines)]
     for group in groups:
@@ -232,23 +235,20 @@ def warn_of_unequal_parameters(
                 return
 
 
-# FSDP2.
-
-
 def require_reduced_units(units: Sequence[Unit]) -> None:
     if any(unit.has_unreduced() for unit in units):
         raise UsageError(
             "set_requires_gradient_sync: expected gradients that are reduced when the"
-            " window ends; got gradients that FSDP2 keeps unreduced. Call"
-            " opt.discard() on every worker, leave set_requires_gradient_sync out, and"
-            " write gradaccum.wrap(optimizer, ..., module=fsdp_model,"
-            ' gradient_sync="window").'
+            " window ends; got gradients that FSDP2 has not reduced. Call"
+            " opt.discard() on every worker, remove the call to"
+            " set_requires_gradient_sync, and use gradaccum.wrap(optimizer, ...,"
+            ' module=fsdp_model, gradient_sync="window").'
         )
 
 
 def require_deferrable(units: Sequence[Unit], options: kit.Options) -> None:
-    """Raise unless FSDP2 can reduce the sum of the micro-batches instead of each of
-    them.
+    """Raise unless FSDP2 can reduce gradients once per window instead of in each
+    micro-batch.
     """
     found = ""
     if options.separate_sums or options.on_overflow == "drop_micro_batch":
@@ -265,18 +265,15 @@ def require_deferrable(units: Sequence[Unit], options: kit.Options) -> None:
             " FSDP2's reduction and accumulate_dtype, and no option that inspects"
             f" individual micro-batches; got {found}. For bfloat16, keep the parameters"
             " in float32 and use MixedPrecisionPolicy(param_dtype=torch.bfloat16,"
-            ' reduce_dtype=torch.float32). Or write gradient_sync="micro_batch", which'
-            " reduces each micro-batch."
+            ' reduce_dtype=torch.float32). Or write gradient_sync="micro_batch", with'
+            " which FSDP2 reduces gradients in each micro-batch."
         )
-
-
-# A window that is being reduced.
 
 
 def discarded_error() -> UsageError:
     return UsageError(
-        "the end of a window: expected every worker to end the window whose sums are"
-        " being added up; got a worker that called discard() after its last backward"
-        " pass had begun. Call opt.discard() on every worker. To leave out a"
-        " micro-batch on one worker, pass its loss with weight=0."
+        "the end of a window: expected every worker to close the window, because its"
+        " gradients are already being reduced; got a worker that called discard()"
+        " instead. Call opt.discard() on every worker. To leave out a micro-batch on"
+        " one worker, pass its loss with weight=0."
     )

@@ -37,18 +37,18 @@ from gradaccum_torch.torch_private.fsdp import (
 from gradaccum_torch.torch_private.names import keep_own, untraced
 
 GradientSync = Literal["micro_batch", "window"]
-"""When FSDP2 reduces: in each micro-batch, or once per window."""
+"""When FSDP2 reduces gradients: in each micro-batch, or once per window."""
 
 
 class DeferredReduction:
-    """Units of FSDP2 that defer their reduction while this object is alive."""
+    """FSDP2 modules whose gradient reduction is deferred while this object is alive."""
 
     def __init__(self, units: Sequence[Unit], mesh: DeviceMesh) -> None:
         self.units = units
         self.mesh = mesh
         self.watch: GradientWatch | None = None
         self.is_reduced = False
-        """Whether the last backward pass has reduced the gradients that FSDP2 kept."""
+        """Whether the gradients were reduced during the window's last backward pass."""
         self.handles: dict[int, RemovableHandle] = {}
         forward_handles = self.look_after_forward()
         for unit in units:
@@ -60,8 +60,9 @@ class DeferredReduction:
 
     @contextmanager
     def last_pass(self) -> Iterator[None]:
-        """Reduce during the backward pass in the block if every worker has a gradient
-        for each parameter, so that all workers reduce the same. Collective.
+        """Let FSDP2 reduce gradients during the backward pass inside the block if every
+        worker has a gradient for every parameter, because all workers must reduce the
+        same parameters. Collective.
         """
         has_gradients = [has_gradient(parameter) for _, parameter in self.trainable()]
         if all(self.compare_flags(has_gradients, dist.ReduceOp.MIN)):
@@ -73,8 +74,8 @@ class DeferredReduction:
             self.set_reduces(False)
 
     def reduce(self) -> None:
-        """Reduce the gradients that FSDP2 keeps, and add them to ``.grad``.
-        Collective.
+        """Reduce the gradients that FSDP2 has not reduced yet, and add the results to
+        ``.grad``. Collective.
         """
         if self.is_reduced and not any(unit.has_unreduced() for unit in self.units):
             self.is_reduced = False
@@ -114,8 +115,8 @@ class DeferredReduction:
     def compare_flags(
         self, flags: Sequence[bool], operation: dist.ReduceOp.RedOpType
     ) -> list[bool]:
-        """Return for each flag whether it is true on any worker (MAX), or on all
-        (MIN).
+        """Return for each flag whether it is true on any worker (`operation` MAX), or
+        on all workers (MIN).
         """
         numbers = torch.tensor(flags, dtype=torch.int32, device=self.mesh.device_type)
         for dimension in range(self.mesh.ndim):
@@ -123,7 +124,9 @@ class DeferredReduction:
         return [bool(number) for number in numbers.tolist()]
 
     def look_after_forward(self) -> list[RemovableHandle]:
-        """Watch the gathered parameters from their first forward pass on."""
+        """Register hooks that watch the gradients of the parameters that FSDP2 gathers,
+        from their first forward pass on.
+        """
         # Use a weak reference, because a hook that refers to this object would keep it
         # alive.
         reference = weakref.ref(self)
@@ -166,8 +169,8 @@ def reduce_again(
 
 
 class SumInFSDP(GradientSum):
-    """The sum that FSDP2 keeps. When the sum is needed, it is reduced, and is then
-    sharded in ``.grad``.
+    """The sum of the open window's gradients, which FSDP2 keeps unreduced. When the sum
+    is needed, it is reduced, and each worker's shard is put into ``.grad``.
     """
 
     def __init__(
@@ -180,7 +183,7 @@ class SumInFSDP(GradientSum):
         super().__init__(parameters, watch)
         self.deferred_reduction = deferred_reduction
         self.is_reduced = False
-        """Whether all of the sum is in ``.grad``."""
+        """Whether the sum was reduced, so that all of it is in ``.grad``."""
         deferred_reduction.watch = watch
 
     def add_micro_batch(self, guard: UpdateGuard) -> bool:

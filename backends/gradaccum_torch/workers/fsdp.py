@@ -1,8 +1,8 @@
-"""Workers that have parts of the same parameters (FSDP2, tensor parallel). The parallel
-module reduces the gradients; the weight is reduced here.
+"""Workers with different shards of the same parameters (FSDP2, tensor parallelism). The
+parallel module reduces the gradients, and this module reduces the weights.
 
-FSDP2 averages gradients over its workers, so the weight is averaged too. The workers of
-tensor parallelism process the same items.
+FSDP2 averages gradients over its workers, so the weight is averaged too. In tensor
+parallelism, all workers process the same items.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from gradaccum_torch.workers.interface import (
 
 @final
 class ShardGroup(Workers):
-    """The workers of one device mesh."""
+    """The workers of one device mesh, over which parameters are sharded."""
 
     is_shared = True
 
@@ -55,7 +55,7 @@ class ShardGroup(Workers):
         self.groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
         self.device = mesh.device_type
         self.is_undivided = is_undivided
-        """Whether nothing divides the sum of all workers, because of
+        """Whether the sum over all workers is not divided by anything, because of
         ``reduction="sum"``.
         """
         self.deferred_reduction = deferred_reduction
@@ -67,8 +67,8 @@ class ShardGroup(Workers):
         self.place = (rank, mesh.size())
         self.units = units_holding(parameters_of(optimizer))
         self.divisor = max((unit.workers for unit in self.units), default=1)
-        """The number of workers by which FSDP2 divides; 1 if there is only tensor
-        parallelism.
+        """The number of workers by which FSDP2 divides each gradient; 1 with tensor
+        parallelism only.
         """
         checks.require_all_sharded(parameters_of(optimizer), self.units)
 
@@ -99,11 +99,11 @@ class ShardGroup(Workers):
     def average(
         self, state: State, numbers: Sequence[float]
     ) -> tuple[float, bool, list[float]]:
-        """Return the average weight, whether any worker has an overflow, and the
-        averages of `numbers`.
+        """Return the average weight of the workers' windows, whether any worker has an
+        overflow, and the average of each of `numbers` over the workers.
         """
         rates = learning_rates(self.optimizer)
-        # The number of micro-batches differs after discard() on only one worker.
+        # If only one worker has called discard(), the micro-batch counts differ.
         bits = rate_bits(state.micro_step, *rates)
         size = self.mesh.size()
         has_smaller_mesh = any(

@@ -1,12 +1,13 @@
-"""The workers of one process group, each with a copy of the model: their windows are
-added up when the window ends.
+"""The workers of one process group, each with a copy of the model. Their gradient sums
+are added up when the window ends.
 
-First the sums are added up in buckets, then a few numbers. These also say for which
-parameters any worker had a sum. A worker that runs out of data calls ``flush``, and
-takes part in the windows of the other workers until they flush too.
+First the gradient sums are added up in buckets, and then a few numbers, which also show
+for which parameters any worker had a sum. A worker that runs out of data calls
+``flush``, and takes part in the windows of the other workers until they flush too.
 
-If a parameter is sharded over the same workers, each worker has its gradient for all
-items. The sum is then left as it is, and the norm covers all shards.
+If a parameter is sharded over the same workers, each worker's gradient of its shard
+already covers the items of all workers. Such a gradient is not added up, and the norm
+covers all shards.
 """
 
 from __future__ import annotations
@@ -34,14 +35,12 @@ from gradaccum_torch.workers.interface import (
 from gradaccum_torch.workers.overlap import BucketReduction
 
 OPTIMIZERS: dict[str, int] = {}
-"""The number of optimizers that were wrapped for the workers of a process group, by the
-group's name.
-"""
+"""How many optimizers were wrapped for each process group, by the group's name."""
 
 
 @final
 class WorkerGroup(Workers):
-    """The workers of one process group."""
+    """The workers of one process group, each with a copy of the model."""
 
     is_shared = True
 
@@ -63,12 +62,12 @@ class WorkerGroup(Workers):
         self.all_flush = False
         """Whether all workers have run out of micro-batches."""
         self.number = OPTIMIZERS.get(group.group_name, 0)
-        """The number of optimizers of this group that were wrapped before this
+        """How many optimizers were wrapped for this process group before this
         optimizer.
         """
         OPTIMIZERS[group.group_name] = self.number + 1
         self.reduction: BucketReduction | None = None
-        """The reduction of the current window, once it has begun."""
+        """The reduction of the open window's gradients, or None before it begins."""
         self.trainable_ids: set[int] = set()
         """The ids of the parameters that were trainable when the window began."""
         self.window_ended()
@@ -77,7 +76,9 @@ class WorkerGroup(Workers):
         return names.parameters_of(self.optimizer)
 
     def take_part(self) -> None:
-        """Suppress the module's own reduction while this object is alive."""
+        """Suppress `DistributedDataParallel`'s own gradient reduction while this object
+        is alive.
+        """
         if self.module is not None:
             reduce_again = names.leave_reduction_out(self.module)
             weakref.finalize(self, reduce_again).atexit = False
@@ -117,7 +118,8 @@ class WorkerGroup(Workers):
         has_shards = any(map(names.is_sharded, self.parameters()))
         if self.size > 1 and is_only_pass and not has_shards:
             reduction = self.begin(gradient_sum)
-            # A single bucket would be complete only when the pass is over.
+            # A single bucket would be complete only at the end of the backward pass, so
+            # nothing would be gained.
             if len(reduction.buckets) > 1 and gradient_sum.follow_additions(
                 reduction.gradient_added
             ):
@@ -204,8 +206,8 @@ class WorkerGroup(Workers):
     def abandon(self, numbers: Sequence[float]) -> None:
         reduction = self.reduction
         if reduction is not None and reduction.launch_count:
-            # It is useless to wait for a worker that is gone, and there is nothing to
-            # keep.
+            # If another worker is gone, the reduction raises. This worker discards its
+            # window in any case.
             with suppress(RuntimeError):
                 self.finish(
                     reduction, kit.initial_state(1.0), numbers, is_discarded=True

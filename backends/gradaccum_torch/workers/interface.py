@@ -1,4 +1,4 @@
-"""The workers that share a window. The base class is a single worker."""
+"""The interface of the workers that share windows. The base class is a single worker."""
 
 from __future__ import annotations
 
@@ -17,53 +17,58 @@ from gradaccum_torch.gradient_watch import GradientWatch
 from gradaccum_torch.torch_private.names import is_sharded, mesh_of
 
 Measure = Callable[[Gradients], tuple[float, bool]]
-"""Returns the norm of sums that the same workers have, and whether they are finite."""
+"""A function that returns the norm of gradient sums that are on the same workers, and
+whether the sums are finite.
+"""
 MakeGradientSum = Callable[
     [Callable[[], list[Tensor]], GradientWatch, Options], GradientSum
 ]
 
 
 class ReducedWindow(NamedTuple):
-    """A window that several workers share, after its reduction."""
+    """A window after its gradients and numbers were added up over all workers."""
 
     gradients: Gradients
     weight: float
     overflow: bool
     is_open: bool
-    """Whether any worker has a micro-batch."""
+    """Whether any worker has a micro-batch in the window."""
     numbers: Sequence[float]
-    """The extensions' numbers, added up over the workers."""
+    """The numbers that the window's observers returned, added up over the workers."""
 
 
 class Workers:
-    """A single worker, whose window is already complete."""
+    """The workers that share windows; in this base class a single worker, which shares
+    its windows with no other.
+    """
 
     is_shared = False
-    """Whether other workers share the window, so that its end has to call
-    `all_reduce`.
+    """Whether other workers share the window, so that `all_reduce` has to be called
+    when the window ends.
     """
     place = (0, 1)
-    """The rank and the number of workers, which are saved with this worker's part of a
-    sum.
-    """
+    """This worker's rank, and the number of workers. Checkpoints contain both."""
     group: dist.ProcessGroup | None = None
-    """The process group of the workers. None if this worker is alone, or if a mesh of
-    several groups shares its parameters.
+    """The process group of the workers. None if there is only one worker, or if the
+    parameters are sharded over a mesh.
     """
     is_reducing = False
-    """Whether the reduction of the open window has begun."""
+    """Whether the reduction of the open window's gradients has begun."""
     stages: dist.ProcessGroup | None = None
-    """The stages of a pipeline, each of which has its own optimizer. Norm, clipping and
-    the decision on overflow are common to all stages.
+    """The process group of the stages of a pipeline, each of which has its own
+    optimizer. The gradient norm, the clipping and the decision on overflow are common
+    to all stages.
     """
     norm_groups: Sequence[dist.ProcessGroup] = ()
-    """The dimensions of the workers' mesh, if some parameters are only on a part of the
-    workers.
+    """The process groups over which the squares of the gradient norm are added up. It
+    is empty unless some parameters are on only some of the workers.
     """
     device: torch.device | str = "cpu"
-    """The device on which workers add up their numbers."""
+    """The device on which workers add up numbers such as weights."""
     make_gradient_sum: MakeGradientSum | None = None
-    """Creates the sum if the parallel module itself keeps it."""
+    """A function that creates the gradient sum if the parallel module itself keeps the
+    sum; otherwise None.
+    """
 
     def all_reduce(
         self,
@@ -73,9 +78,9 @@ class Workers:
         guard: UpdateGuard,
         parameters: Sequence[Tensor] | None = None,
     ) -> ReducedWindow:
-        """Add up the windows of all workers. Collective.
+        """Add up the gradient sums, weights and `numbers` of all workers. Collective.
 
-        - `guard`: is marked as broken while the sums are written.
+        - `guard`: its `is_broken` flag is set while the sums are written.
         - `parameters`: the parameters whose sums are added up; None means all.
         """
         gradients = gradient_sum.gradients()
@@ -85,8 +90,8 @@ class Workers:
     def flush(
         self, close: Callable[[], None], between: Callable[[], None], is_open: bool
     ) -> None:
-        """Close the open window with `close`, and as many more windows as other workers
-        have. Call `between` between two windows.
+        """Call ``close()`` for the open window, and again for each further window that
+        other workers still have. Call ``between()`` between two windows.
         """
         if is_open:
             close()
@@ -94,8 +99,8 @@ class Workers:
     def norm(
         self, state: State, sums: Gradients, measure: Measure
     ) -> tuple[float, bool]:
-        """Return the norm of the window, and whether all of it is finite. Collective
-        over `norm_groups` and the stages.
+        """Return the norm of the window's gradient over all workers, and whether it is
+        finite. Collective over `norm_groups` and the stages of a pipeline.
 
         Raises:
             UsageError: a worker did not arrive in time.
@@ -113,9 +118,9 @@ class Workers:
         return root_of_sum(norm**2, is_finite, [self.stages], self.device, state)
 
     def _share_of_square(self, sums: Gradients, measure: Measure) -> tuple[float, bool]:
-        """Return the sum of the squared norms of this worker's parameters, each divided
-        by the number of workers that have the parameter, and whether all of them are
-        finite.
+        """Return this worker's share of the squared gradient norm, and whether it is
+        finite. Each parameter's square is divided by the number of workers that have
+        the parameter.
         """
         parts: dict[Any, Gradients] = {}
         for parameter, total in sums.items():
@@ -138,26 +143,29 @@ class Workers:
     def last_pass(
         self, gradient_sum: GradientSum, is_only_pass: bool
     ) -> AbstractContextManager[object]:
-        """Return a context for a backward pass that ends the window. Its sums may
+        """Return a context for a backward pass that ends the window. The gradients may
         already be reduced during the pass.
 
-        - `is_only_pass`: the micro-batch will most likely have no other backward pass.
+        - `is_only_pass`: whether the micro-batch most likely has no other backward
+          pass.
         """
         return nullcontext()
 
     def take_part(self) -> None:
-        """Begin to share windows, once no check can reject the optimizer any more."""
+        """Begin to share windows, after all checks of the optimizer have passed."""
 
     def abandon(self, numbers: Sequence[float]) -> None:
-        """Take part in the reduction that has begun, and let all workers raise, because
-        this worker has discarded its window.
+        """Finish a reduction that has begun although this worker discards its window.
+        All workers then raise.
         """
 
     def window_ended(self) -> None:
         """Begin the next window."""
 
     def add_parameters(self, parameters: Sequence[Tensor]) -> None:
-        """Share these new parameters of the optimizer too, or raise."""
+        """Share the gradients of `parameters`, which are new to the optimizer. Raise if
+        the workers cannot share them.
+        """
 
 
 def root_of_sum(
@@ -167,8 +175,8 @@ def root_of_sum(
     device: torch.device | str,
     state: State,
 ) -> tuple[float, bool]:
-    """Return the root of the sum of squares over the workers, and whether all are
-    finite. Collective.
+    """Add up `square` over the workers, and return the square root of the sum and
+    whether all workers' numbers are finite. Collective.
     """
     numbers = [square, 0.0] if is_finite else [0.0, 1.0]
     square, overflows = add_numbers(numbers, groups, device, state)

@@ -1,12 +1,13 @@
-"""The reduction of a window's sums in buckets, some of them during its last backward
-pass.
+"""Reduces the gradient sums of a window in buckets, if possible already during the
+window's last backward pass.
 
-All workers reduce the same buckets in the same order: the trainable parameters, from
-the last to the first, as their gradients come. A worker without a sum contributes
-zeros. Each worker can therefore begin as early as possible: during the backward pass
-that ends its window, as `DistributedDataParallel` does for a single batch (Li et al.,
-"PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020,
-section 3.2.3), or at the end of the window.
+All workers reduce the same buckets in the same order. The buckets contain the trainable
+parameters from the last to the first, because autograd computes their gradients in
+about this order. A worker without a sum contributes zeros. Each worker can therefore
+begin as early as possible: during the backward pass that ends its window, as
+`DistributedDataParallel` does for a single batch (Li et al., "PyTorch Distributed:
+Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.3), or at
+the end of the window.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from gradaccum_torch.gradient_sum import GradientSum
 from gradaccum_torch.torch_private import names
 
 Bucket = list[Tensor]
-"""Parameters whose sums are reduced together."""
+"""Parameters whose gradient sums are reduced together."""
 BUCKET_BYTES = 25 * 2**20
-"""The size of `DistributedDataParallel`'s buckets."""
+"""The maximum size of a bucket, the default of `DistributedDataParallel`."""
 LARGE_BYTES = 4 * 2**20
-"""From this size on, a separate collective costs less than packing and unpacking
-(measured with gloo, two processes).
+"""A tensor of at least this size is reduced by itself, because copying it into a bucket
+and back takes longer than a separate all-reduce (measured with gloo, two processes).
 """
 
 
 class BucketReduction:
-    """The reduction of one window, from the first bucket to the last."""
+    """The reduction of one window's gradient sums, bucket by bucket."""
 
     def __init__(
         self,
@@ -48,22 +49,24 @@ class BucketReduction:
         self.dtype_of = partial(sum_dtype, accumulate_dtype=accumulate_dtype)
         self.buckets = buckets(parameters[::-1], self.dtype_of)
         self.contributions: set[int] = set()
-        """The ids of the parameters for which this worker had a sum."""
+        """The ids of the parameters for which this worker had a gradient sum."""
         self.bucket_numbers: dict[int, int] = {}
         for number, bucket in enumerate(self.buckets):
             self.bucket_numbers.update(dict.fromkeys(map(id, bucket), number))
         self.missing = [set(map(id, bucket)) for bucket in self.buckets]
-        """For each bucket, the parameters whose last gradient has not arrived yet."""
+        """For each bucket, the ids of the parameters whose last gradient has not been
+        added yet.
+        """
         self.launch_count = 0
         self.works: list[dist.Work] = []
         self.copies: list[tuple[Tensor, Tensor]] = []
-        """The sums that are not contiguous, each with the tensor of its reduced
-        values.
+        """For each sum that is not contiguous: the sum, and the tensor from which its
+        reduced values must be copied.
         """
 
     def gradient_added(self, parameter: Tensor) -> None:
-        """Note that the sum of `parameter` has its last gradient, and reduce the
-        buckets that are complete.
+        """Record that the gradient sum of `parameter` is complete, and begin to reduce
+        the buckets that are complete.
         """
         number = self.bucket_numbers[id(parameter)]
         if number < self.launch_count:
@@ -117,8 +120,8 @@ def buckets(
     tensors: Iterable[Tensor],
     dtype_of: Callable[[Tensor], torch.dtype],
 ) -> list[Bucket]:
-    """Return the tensors that are reduced together: each large tensor by itself, and
-    small tensors of one dtype and device in one bucket.
+    """Return lists of tensors that are reduced together: each large tensor by itself,
+    and small tensors together if they have the same dtype and device.
     """
     complete_buckets: list[Bucket] = []
     bucket: Bucket = []

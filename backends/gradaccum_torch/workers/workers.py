@@ -1,5 +1,5 @@
-"""The workers of an optimizer: the workers of its module, the workers that have parts
-of its parameters, or only this worker.
+"""Finds the workers that share an optimizer's windows: the workers of its module, the
+workers that share its sharded parameters, or only this worker.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ UNNAMED_WORKERS = (
     "gradaccum: {} processes are running, but it is not known which of them share"
     " this optimizer's windows, so each process divides by its own weights. Write"
     " module=DistributedDataParallel(model), or process_group= with the workers that"
-    ' share them. Write process_group="alone" if this process trains by itself, or if'
-    " something else averages the gradients of each micro-batch. That average is"
-    " right only if all processes have the same weights."
+    ' share the windows. Write process_group="alone" if this process trains by itself,'
+    " or if something else averages the gradients of each micro-batch; such an average"
+    " is right only if all processes have the same weights."
 )
 
 
@@ -75,8 +75,8 @@ def workers_of(
     elif not (workers.is_shared or is_alone) and processes() > 1:
         text = UNNAMED_WORKERS.format(processes())
         warnings.warn(text, GradAccumWarning, stacklevel=5)
-    # This check comes after the comparison of the workers' options: if only one worker
-    # has this option, the comparison raises on all workers.
+    # This check comes after the comparison of the workers' options. If only one worker
+    # has this option, that comparison has already raised on all workers.
     if workers.place[1] > 1 and isinstance(options.steps, UntilWeight):
         raise shared_until_weight_error(options.steps)
     return workers

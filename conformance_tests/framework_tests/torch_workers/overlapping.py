@@ -108,7 +108,9 @@ def second_pass_after_the_reduction_is_refused(rank: int) -> None:
         with last_micro_batch(rank) as (model, parallel, opt, batches):
             opt.backward(loss_of(parallel, batches[3]))
             loss = loss_of(parallel, batches[3])
-            with refused(gradaccum.UsageError, "add up the losses", "opt.discard()"):
+            with refused(
+                gradaccum.UsageError, "the sum of its losses", "opt.discard()"
+            ):
                 if is_plain:
                     loss.backward()
                 else:
