@@ -108,7 +108,6 @@ def test_freezing_optimizer_is_refused() -> None:
         ({"amp_level": "O2", "loss_scale_manager": None}, 1e-4),
         ({"amp_level": "O3"}, 1e-4),
         ({"amp_level": "auto"}, 1e-4),
-        ({"boost_level": "O1"}, 1e-6),
     ],
     ids=str,
 )
@@ -117,6 +116,13 @@ def test_level_equals_large_batches(options: dict[str, Any], bound: float) -> No
     moves parameters by a thousand times as much.
     """
     require_same(Run(**options).train(), Run(False, **options).train(), bound)
+
+
+def test_boost_makes_an_optimizer_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MindSpore keeps the first boost level of a process in one object."""
+    monkeypatch.setattr(boost.AutoBoost, "_instance", None)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'params'"):
+        Run(boost_level="O1", metrics={"loss": nn.Loss()})
 
 
 def test_short_last_batch_counts_as_the_others() -> None:
