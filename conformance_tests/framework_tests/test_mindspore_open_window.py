@@ -39,7 +39,7 @@ def test_epoch_begins_in_a_window_that_was_left_open():
         for _ in range(3):
             train(opt, 2)
     (text,) = texts
-    assert "an epoch begins, but a window is still open" in text
+    assert "a new epoch begins, but a window is still open" in text
     assert "(micro-batches: 2)" in text
     assert opt.result.micro_step == 2
 

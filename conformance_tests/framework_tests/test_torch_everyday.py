@@ -72,7 +72,7 @@ def test_inner_optimizer_is_free_again() -> None:
     _, opt = make()
     inner, copied = opt.optimizer, copy.deepcopy(opt)
     copy.deepcopy(inner).step()
-    with pytest.raises(gradaccum.UsageError, match="inner optimizer's own"):
+    with pytest.raises(gradaccum.UsageError, match="inner optimizer's SGD"):
         copied.optimizer.step()
     del opt
     inner.step()
@@ -84,7 +84,7 @@ def test_second_wrapper_is_refused() -> None:
     model, opt = make()
     inner = opt.optimizer
     with pytest.raises(
-        gradaccum.ArgumentTypeError, match=r"optimizer: .* living wrapper .* SGD"
+        gradaccum.ArgumentTypeError, match=r"optimizer: .* not wrapped yet; got SGD"
     ):
         gradaccum.wrap(inner, steps=2)
     opt.itself = opt

@@ -78,7 +78,7 @@ def sharded_head_loads_its_own_file(rank: int) -> None:
     saved = {p.name: Tensor(p.asnumpy().copy(), p.dtype) for p in opt.get_parameters()}
     load_checkpoint_into(opt, saved)
     saved["gradaccum.workers"] = Tensor([1 - rank, WORLD], ms.int32)
-    with refused(gradaccum.CheckpointError, f"of rank {1 - rank} of 2"):
+    with refused(gradaccum.CheckpointError, f"by rank {1 - rank} of 2"):
         load_checkpoint_into(opt, saved)
 
 

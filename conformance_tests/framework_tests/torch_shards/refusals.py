@@ -58,7 +58,7 @@ NOT_WRAPPED = [
     (
         lambda _: plain(flat(), module=flat()),
         ArgumentValueError,
-        ("module", "8 of them"),
+        ("module", "8 of these parameters"),
     ),
     (
         lambda rank: wrap(sharded(WAYS[rank]), WAYS[rank]),

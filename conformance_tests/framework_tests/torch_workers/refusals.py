@@ -39,7 +39,11 @@ def wrap(model: nn.Module, **options: Any) -> Any:
 
 NOT_WRAPPED = [
     (lambda _: wrap(build(), module=build()), ArgumentTypeError, ("module",)),
-    (lambda _: wrap(build(), module=ddp(build())), ArgumentValueError, ("8 of them",)),
+    (
+        lambda _: wrap(build(), module=ddp(build())),
+        ArgumentValueError,
+        ("8 of these parameters",),
+    ),
     (
         lambda rank: wrap(parallel := ddp(build()), module=parallel, steps=4 + rank),
         ArgumentValueError,
@@ -153,7 +157,7 @@ def each_optimizer_of_a_module_names_it(rank: int) -> None:
     before = numbers(model)
     for opt in (bare, early):
         parallel(x).square().mean().backward()
-        with refused(UsageError, "module=parallel", "2 of the parameters"):
+        with refused(UsageError, "module=parallel", "2 of the module's parameters"):
             opt.step()
         model.zero_grad()
     assert numbers(model) == before
