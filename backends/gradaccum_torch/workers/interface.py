@@ -26,7 +26,10 @@ MakeGradientSum = Callable[
 
 
 class ReducedWindow(NamedTuple):
-    """A window after its gradients and numbers were added up over all workers."""
+    """A window after its gradients and numbers were added up over all workers. FSDP2
+    averages the gradients instead, so with FSDP2 the weight and the numbers are
+    averages over the workers too.
+    """
 
     gradients: Gradients
     weight: float
@@ -34,7 +37,9 @@ class ReducedWindow(NamedTuple):
     is_open: bool
     """Whether any worker has a micro-batch in the window."""
     numbers: Sequence[float]
-    """The numbers that the window's observers returned, added up over the workers."""
+    """The numbers that the window's observers returned, added up or averaged over the
+    workers like the gradients.
+    """
 
 
 class Workers:
