@@ -31,7 +31,7 @@ X = torch.arange(6, dtype=torch.float32).reshape(2, 3)
 LIMIT = 1.0
 WATCHED = [place for place in PLACES if place != "separate"]
 Change = Callable[[Any], object]
-CHANGED = r"clip_norm=.*opt\.result\.grad_norm.*opt\.zero_grad\(\).*opt\.discard\(\)"
+CHANGED = r"opt\.discard\(\).*clip_norm=.*opt\.result\.grad_norm.*opt\.zero_grad\(\)"
 
 
 class Branches(nn.Module):
