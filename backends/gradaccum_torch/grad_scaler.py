@@ -25,14 +25,15 @@ from gradaccum_torch.torch_private.names import (
 )
 
 SMALLEST = 2.0**-125
-"""The minimum loss scale, because `GradScaler` has none. With a smaller scale, a
-window's sum could no longer be divided by the scale, which could then never grow again.
+"""The minimum loss scale, because a `GradScaler` has no minimum. With a smaller scale,
+a window's sum could no longer be divided by the scale, and the scale could then never
+grow again.
 """
 
 
 SET_BACK: WeakKeyDictionary[torch.amp.GradScaler, tuple[Any, int]] = WeakKeyDictionary()
 """For each scaler whose growth tracker was set back by one: its record of the pending
-``scaler.update()``, and the true value of the growth tracker. The call of ``update``
+``scaler.update()``, and the true value of the growth tracker. A call of ``update``
 replaces the record with another object.
 """
 

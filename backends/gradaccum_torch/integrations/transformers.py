@@ -38,8 +38,9 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     The Trainer's arguments, optimizer and scheduler stay as they are:
     ``gradient_accumulation_steps`` is the length of a window, and ``max_grad_norm``
     clips the window's gradient. The weight of a micro-batch is the number of items that
-    the Trainer counts in it, or otherwise its batch size. The Trainer logs the loss and
-    the norm of the window, and processes reduce their gradients once per window.
+    the Trainer counts in it, or its batch size if the Trainer does not count items. The
+    Trainer logs the loss and the norm of the window, and processes reduce their
+    gradients once per window.
 
     Args:
         trainer: a `transformers.Trainer`, or TRL's `SFTTrainer`, `DPOTrainer` or

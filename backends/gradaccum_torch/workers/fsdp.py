@@ -55,7 +55,7 @@ class ShardGroup(Workers):
         self.groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
         self.device = mesh.device_type
         self.is_undivided = is_undivided
-        """Whether the sum over all workers is not divided by anything, because of
+        """Whether the sum over all workers is not divided, because of
         ``reduction="sum"``.
         """
         self.deferred_reduction = deferred_reduction
