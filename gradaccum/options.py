@@ -160,8 +160,8 @@ class ScaleRule(NamedTuple):
 
 @dataclass(frozen=True)
 class DynamicLossScale:
-    """A loss scale that backs off after an overflow and grows after clean windows,
-    which are windows without an overflow. It changes only between windows.
+    """A loss scale that decreases after an overflow and grows after a number of clean
+    windows (windows without an overflow). It changes only between windows.
 
     Args:
         init_scale: the first scale, > 0.
@@ -285,8 +285,8 @@ class Options(NamedTuple):
     it as the loss scale. The backend updates it.
     """
     separate_sums: bool = False
-    """True if the gradient sums are kept in buffers of their own, so that the
-    framework's own field for gradients, such as ``.grad``, is left to the user.
+    """True if the gradient sums are kept in separate buffers, so that the user may use
+    the framework's own field for gradients, such as ``.grad``.
     """
 
 

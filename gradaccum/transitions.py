@@ -348,7 +348,7 @@ def _adjust_scale(
     rule: ScaleRule,
     where: Where,
 ) -> tuple[Scalar, Scalar]:
-    """Return the loss scale and the growth tracker after a window. The scale backs off
+    """Return the loss scale and the growth tracker after a window. The scale decreases
     after an overflow, and grows after `growth_interval` windows without an overflow. A
     window of weight 0 without an overflow changes neither number.
 

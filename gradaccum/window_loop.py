@@ -78,7 +78,7 @@ def updates_in(
         TypeError: `micro_batches` has no length, or windows end by weight.
 
     Examples:
-        >>> updates_in(10, steps=4, epochs=2)  # Windows of 4, 4 and 2 micro-batches, twice.
+        >>> updates_in(10, steps=4, epochs=2)  # 4, 4 and 2 micro-batches, twice
         6
     """
     schedule = make_schedule(steps)

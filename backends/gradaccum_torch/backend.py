@@ -76,8 +76,8 @@ class TorchBackend:
                 ``set_requires_gradient_sync(False)``.
             process_group: the `torch.distributed.ProcessGroup` of workers that train
                 equal copies of one model without a parallel module. The window's sum is
-                reduced as with ``module=``, so an optimizer that averages gradients
-                itself averages equal gradients. With ``"alone"`` this process shares no
+                reduced as with ``module=``. An optimizer that averages gradients itself
+                then averages equal gradients. With ``"alone"`` this process shares no
                 window, although several processes are running. If several processes are
                 running and you pass neither `module` nor `process_group`, a
                 `GradAccumWarning` is issued.

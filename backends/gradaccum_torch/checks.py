@@ -17,8 +17,8 @@ from gradaccum.kit import (
 )
 
 Size = int | UntilWeight | None
-"""The size of a window: its number of micro-batches, or its weight. None means that only
-``flush`` closes it.
+"""The size of a window: its number of micro-batches, or its weight. None means that
+only ``flush`` closes the window.
 """
 
 

@@ -1,4 +1,4 @@
-"""Objects that observe a window without changing it. They compute the window's loss, and
+"""Objects that observe a window without changing it. They compute the window's loss, or
 warn about common mistakes.
 """
 
@@ -58,8 +58,7 @@ class MicroBatch:
         self.is_weighed = False
         """Whether the user has passed the weight."""
         self.has_loss = False
-        """Whether a loss of this micro-batch has gone through ``backward`` or
-        ``scale``.
+        """Whether a loss of this micro-batch was passed to ``backward`` or ``scale``.
         """
         self.is_scaled_by_hand = False
         """Whether the loss was already scaled when the user called ``backward()`` on

@@ -3,8 +3,8 @@
 In the loop ``opt.backward(loss); opt.step()``, the end of the window sets the scale and
 the growth tracker as a single ``scaler.update()`` would. In the loop
 ``scaler.scale(loss).backward(); scaler.step(opt); scaler.update()``, the scaler updates
-its scale itself. In the middle of a window, no overflow is reported to it, and its
-growth tracker is set back by one, because ``update`` will count a step.
+its scale itself. In the middle of a window, no overflow is reported to the scaler, and
+its growth tracker is set back by one, because ``update`` will count a step.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class ScalerLink:
         self.probe.grad = torch.zeros((), device=device)
 
     def with_scale(self, state: State) -> State:
-        """Return `state` with the scaler's current scale and growth tracker. Call it
-        only between two windows.
+        """Return `state` with the scaler's current scale and growth tracker. Call this
+        method only between two windows.
         """
         pending = pending_update(self.scaler)
         if pending and self.stepping_optimizer is None:

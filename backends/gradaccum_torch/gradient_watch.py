@@ -2,11 +2,11 @@
 
 A hook runs right after autograd has added to a gradient. It records the tensor in
 ``.grad``, how often that tensor was written to, and the factor by which the loss was
-multiplied. A single comparison in ``step`` then finds clipping, a
+multiplied. A single comparison in ``step`` then detects clipping, a
 ``model.zero_grad()``, an assignment, a reduction by another library, and a loss without
 its weight or its loss scale. Writes that torch does not count (through ``.data`` or
-NumPy) are not found. Writes into a `DTensor` are found in the first window, by
-comparing norms.
+NumPy) are not detected. Writes into a `DTensor` are detected only in the first window,
+by comparing norms.
 """
 
 from __future__ import annotations

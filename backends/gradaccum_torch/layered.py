@@ -179,7 +179,9 @@ class Border:
     def __init__(self, nest: Any) -> None:
         tensors = tensors_of(nest)
         self.roots = [tensor for tensor in tensors if tensor.requires_grad]
-        """The activations that require a gradient, with their graph while it is kept."""
+        """The activations that require a gradient, with their graph as long as it is
+        needed.
+        """
         self.gradients: list[Tensor | None] = [None] * len(self.roots)
         """The gradient of each root; None if the next layer did not use the root."""
         self._devices = [tensor.device for tensor in tensors]

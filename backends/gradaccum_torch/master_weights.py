@@ -198,7 +198,7 @@ class MasterWeights:
 
 def through(action: Callable[[], None]) -> None:
     """Run `action`. If it raises, for example because of Ctrl-C, run it again before
-    the exception is raised. It must be safe to run `action` twice.
+    the exception propagates. It must be safe to run `action` twice.
     """
     try:
         action()

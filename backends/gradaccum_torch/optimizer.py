@@ -116,8 +116,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         """Set the weight of the micro-batch that the next ``step`` counts. The backward
         pass need not go through this optimizer.
 
-        With ``reduction="sum_per_item"``, a single ``loss.backward()`` of a summed loss
-        can thus serve several optimizers: each divides by its own number of items.
+        With ``reduction="sum_per_item"``, several optimizers can thus share a single
+        ``loss.backward()`` of a summed loss. Each optimizer divides by its own number
+        of items.
 
         Args:
             weight: the number of items, >= 0.

@@ -79,8 +79,8 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
         batch: Output,
         batch_idx: int,
     ) -> None:
-        """Reject gradient clipping and accumulation by the ``Trainer``. They are checked
-        at each batch, because a ``GradientAccumulationScheduler`` may enable
+        """Reject gradient clipping and accumulation by the ``Trainer``. Both are
+        checked at each batch, because a ``GradientAccumulationScheduler`` may enable
         accumulation between two epochs.
         """
         self._has_delivered = False

@@ -166,9 +166,9 @@ def batch_size(inputs: Mapping[str, Any]) -> float:
 
 _BY_TOKENS = {"dapo", "cispo", "vespo"}
 _MEANS = {"grpo", "bnpo", "dr_grpo", "sapo", "luspo"}
-"""The names of TRL's losses that are a mean over a micro-batch, so that a micro-batch is
-not weighted by its number of tokens. The losses in `_BY_TOKENS` are sums divided by
-``num_items_in_batch``.
+"""The names of TRL's losses that are a mean over a micro-batch. With such a loss, a
+micro-batch is not weighted by its number of tokens. The losses in `_BY_TOKENS` are sums
+divided by ``num_items_in_batch``.
 """
 
 

@@ -66,7 +66,7 @@ def parallel_module(module: torch.nn.Module) -> DistributedDataParallel:
 REDUCING_OPTIMIZERS: WeakSet[torch.optim.Optimizer] = WeakSet()
 """The inner optimizers that were wrapped with ``module=``."""
 CHECKED_OPTIMIZERS: WeakSet[torch.optim.Optimizer] = WeakSet()
-"""The optimizers for which `require_reduced` has found that all gradients are reduced."""
+"""The optimizers whose gradients are all reduced, according to `require_reduced`."""
 STEP_HOOKS: list[RemovableHandle] = []
 """The handle of the hook that runs before each step of any optimizer; empty until a
 module's reduction is suppressed.
