@@ -215,7 +215,7 @@ class ScalerDriver(Protocol):
     """
 
     scaler_kind: str
-    """The scaler's type with an article, for messages, such as ``"a
+    """The scaler's type with an article, for error messages, such as ``"a
     torch.amp.GradScaler"``.
     """
 

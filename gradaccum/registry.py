@@ -97,8 +97,8 @@ def owners(group: str) -> Mapping[str, EntryPoint]:
 
 
 def load(group: str, name: str) -> Any:
-    """Load the object that is registered as `name` in `group`, and import no other
-    backend.
+    """Load the object that is registered as `name` in `group`, without importing any
+    other backend.
 
     Raises:
         BackendNotFoundError: there is no such entry point, or a package that it needs

@@ -83,7 +83,7 @@ def layered_backward(
 
     If the call raises an error, everything is as it was before the call, except that
     layers that were already updated stay updated. A note on the error names these
-    layers, and the optimizer cannot be used until ``load_state_dict``.
+    layers, and the optimizer cannot be used until ``load_state_dict`` is called.
 
     Args:
         layers: an `nn.Sequential`, whose own forward hooks do not run, or a sequence of
@@ -386,7 +386,7 @@ class LayeredRun:
             self._destination.backward(*zip(*pairs, strict=True))
 
     def _update(self, index: int) -> None:
-        """Update the parameters of a layer that no earlier layer uses. The first
+        """Update those parameters of a layer that no earlier layer uses. The first
         layer's parameters are updated at the end.
         """
         is_trained = index in self._first_layers.values()

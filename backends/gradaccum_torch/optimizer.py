@@ -114,7 +114,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
     def weigh(self, weight: float) -> None:
         """Set the weight of the micro-batch that the next ``step`` counts. The backward
-        pass need not go through this optimizer.
+        pass does not have to go through this optimizer.
 
         With ``reduction="sum_per_item"``, several optimizers can thus share a single
         ``loss.backward()`` of a summed loss. Each optimizer divides by its own number

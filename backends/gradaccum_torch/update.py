@@ -35,8 +35,8 @@ class Update:
         which may therefore be incomplete.
         """
         self.is_made = False
-        """Whether the inner optimizer has made the update, even if a later hook
-        raised.
+        """Whether the inner optimizer has made the update, even if a later hook raised
+        an error.
         """
         self.updated_parameters: list[Tensor] = []
         """The parameters that had a gradient in the last update."""

@@ -46,7 +46,7 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Keep the optimizers' states until training starts, because Lightning clears
-        the model's gradients after it has loaded them.
+        the model's gradients after it has loaded these states.
         """
         self._saved_states[:] = checkpoint.get("optimizer_states", ())
 

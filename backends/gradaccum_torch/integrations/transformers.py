@@ -39,7 +39,7 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     ``gradient_accumulation_steps`` is the length of a window, and ``max_grad_norm``
     clips the window's gradient. The weight of a micro-batch is the number of items that
     the Trainer counts in it, or its batch size if the Trainer does not count items. The
-    Trainer logs the loss and the norm of the window, and processes reduce their
+    Trainer logs the loss and the norm of the window, and the processes reduce their
     gradients once per window.
 
     Args:

@@ -144,9 +144,9 @@ def _kind_of(node: Node) -> str:
 def owns_memory(gradient: Tensor) -> bool:
     """True if no other code may write into the memory of `gradient`.
 
-    Autograd does not copy the gradient of the first backward pass, so it may share its
-    memory, for example with a CUDA graph, which writes into the same memory in each
-    replay.
+    Autograd does not copy the gradient of the first backward pass, so this gradient may
+    share its memory, for example with a CUDA graph, which writes into the same memory
+    in each replay.
     """
     if gradient.is_cuda and "torch._inductor.cudagraph_trees" in sys.modules:
         # While a CUDA graph is recorded, its memory cannot be distinguished from other

@@ -103,7 +103,8 @@ class ShardGroup(Workers):
         overflow, and the average of each of `numbers` over the workers.
         """
         rates = learning_rates(self.optimizer)
-        # If only one worker has called discard(), the micro-batch counts differ.
+        # If only one worker has called discard(), the micro-batch counts, and so these
+        # bits, differ.
         bits = rate_bits(state.micro_step, *rates)
         size = self.mesh.size()
         has_smaller_mesh = any(
