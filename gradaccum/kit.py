@@ -9,12 +9,12 @@ classes, is in `gradaccum` itself.
 - `make_division`, `divided`, `leaves_of`: splitting a large batch;
 - ``require_...`` and ``..._error``: errors with the same wording in every
   backend;
-- `Listeners`: callbacks for closed windows, which need not be recorded while ``added``
-  is empty;
+- `Listeners`: callbacks for closed windows; while ``added`` is empty, closed windows
+  need not be recorded;
 - `described`, `status`: the state, described in one line;
 - `examine`, `Subject`, `Conditions`, `Run`: the experiments of `gradaccum.verify`;
-- `Backend`: a backend's protocol;
-- `Steps`, `WrapOptions`, `wrap_with`: a backend's own typed ``wrap``.
+- `Backend`: the protocol that a backend implements;
+- `Steps`, `WrapOptions`, `wrap_with`: the parts of a backend's own typed ``wrap``.
 """
 
 from gradaccum.errors import require_bool, require_choice, require_weight

@@ -54,17 +54,17 @@ def until_weight(weight: object) -> UntilWeight:
     A window's weight may exceed this number by less than the weight of the window's
     last micro-batch. The gradient is divided by the window's actual weight. The weight
     is stored as a float32 (as a float64 if the gradient sums are float64). Above 2^24 a
-    float32 can represent only multiples of 2, 4, ...
+    float32 can represent only multiples of 2, 4, ... Each micro-batch needs a weight,
+    because without a weight it would count as one item.
 
     Args:
-        weight: an int >= 1, even if the micro-batches' weights are fractions; or pairs
-            ``(first optimizer_step, weight)`` or a callable of the optimizer step.
-
-    Each micro-batch then needs a weight, because without a weight it would count as one
-    item.
+        weight: an int >= 1 (even if the micro-batches' weights are fractions), a list
+            of pairs ``(first optimizer_step, weight)``, or a function of the optimizer
+            step.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: `weight` is none of these.
+        ArgumentTypeError, ArgumentValueError: `weight` has another type or form, or
+            contains a number below 1.
 
     Examples:
         >>> until_weight(524_288)
@@ -96,8 +96,8 @@ def require_steps(
     return the size.
 
     A backend calls this for step 0 when it wraps an optimizer, and outside compiled
-    code for each window. Compiled code cannot raise an error: there a window counts as
-    an overflow if its size is below 1.
+    code for each window. Compiled code cannot raise an error. In compiled code, a
+    window whose size is below 1 counts as an overflow.
 
     Args:
         size: the size that `gradaccum.kit.steps_at` returned.
@@ -160,8 +160,8 @@ class ScaleRule(NamedTuple):
 
 @dataclass(frozen=True)
 class DynamicLossScale:
-    """A loss scale that backs off after an overflow and grows after clean windows,
-    which are windows without an overflow. It changes only between windows.
+    """A loss scale that decreases after an overflow and grows after a number of clean
+    windows (windows without an overflow). It changes only between windows.
 
     Args:
         init_scale: the first scale, > 0.
@@ -215,7 +215,7 @@ class ScalerDriver(Protocol):
     """
 
     scaler_kind: str
-    """The scaler's type with an article, for messages, such as ``"a
+    """The scaler's type with an article, for error messages, such as ``"a
     torch.amp.GradScaler"``.
     """
 
@@ -230,7 +230,7 @@ def scale_rule(
     loss_scale: object, driver: ScalerDriver | None = None
 ) -> tuple[ScaleRule, Any]:
     """Return the rule that the user's ``loss_scale=`` follows, and the framework's loss
-    scaler if the user passed a scaler, else None.
+    scaler. The scaler is None unless the user passed a scaler.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: `loss_scale` is neither None, a finite
@@ -285,8 +285,8 @@ class Options(NamedTuple):
     it as the loss scale. The backend updates it.
     """
     separate_sums: bool = False
-    """True if the gradient sums are kept in buffers of their own, so that the
-    framework's own field for gradients, such as ``.grad``, is left to the user.
+    """True if the gradient sums are kept in separate buffers, so that the user may use
+    the framework's own field for gradients, such as ``.grad``.
     """
 
 
@@ -344,7 +344,7 @@ def require_reduction(reduction: object) -> Reduction:
 
 def use_of_weights(options: Options) -> str | None:
     """Return the option that requires a weight for each micro-batch, in the form in
-    which the user writes it; None if no option requires weights.
+    which the user writes it. Return None if no option requires weights.
     """
     if isinstance(options.steps, UntilWeight):
         return "steps=until_weight(...)"

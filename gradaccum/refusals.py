@@ -75,8 +75,8 @@ def missing_worker_error(state: State, rank: int, more_time: str = "") -> UsageE
 
 
 def update_due_error(call: str) -> UsageError:
-    """Return the error for a `call` that needs this worker's own sum, after the sums of
-    all workers were added up and the update raised an error.
+    """Return the error for a `call` that needs this worker's own sum, although the sums
+    of all workers were already added up and the update then raised an error.
     """
     return UsageError(
         f"{call}: expected a call before the window's end; got a call after the sums of"

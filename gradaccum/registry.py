@@ -3,9 +3,9 @@ framework, and the options that it passes to the backend.
 
 There are two groups of entry points. In each group a name belongs to one backend:
 
-- ``gradaccum.backends``: the backend's name, pointing at its `Backend` object;
-- ``gradaccum.types``: the top-level package of the optimizers that the backend wraps
-  (``optax`` for ``jax``), pointing at the same object.
+- ``gradaccum.backends`` maps the backend's name to its `Backend` object;
+- ``gradaccum.types`` maps the top-level package of the optimizers that the backend
+  wraps (``optax`` for ``jax``) to the same object.
 
 If the package's folders were copied without the metadata that contains the entry
 points, the three adapters of this project are found if they can be imported.
@@ -97,8 +97,8 @@ def owners(group: str) -> Mapping[str, EntryPoint]:
 
 
 def load(group: str, name: str) -> Any:
-    """Load the object that is registered as `name` in `group`, and import no other
-    backend.
+    """Load the object that is registered as `name` in `group`, without importing any
+    other backend.
 
     Raises:
         BackendNotFoundError: there is no such entry point, or a package that it needs
@@ -152,7 +152,7 @@ def available_backends() -> tuple[str, ...]:
 def backend_of(optimizer: object) -> Backend:
     """Return the backend whose package defines the type of `optimizer` or one of its
     base classes. If there is no such backend, look up the type of
-    ``optimizer.optimizer`` instead, which timm's schedulers need.
+    ``optimizer.optimizer`` instead. This finds the backend of timm's schedulers.
 
     Raises:
         ArgumentTypeError: no backend was found.

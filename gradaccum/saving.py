@@ -205,12 +205,13 @@ def status(state: State, steps: Schedule) -> str:
     """Return the progress in words:
     ``micro-batch 2 of 4, update 17, 1 skipped, scale 65536``.
 
-    If windows end by weight: ``micro-batch 2, weight 96 of 128, update 17``.
+    If windows end by weight, the words are
+    ``micro-batch 2, weight 96 of 128, update 17``.
 
     Args:
         state: the state, as Python numbers.
-        steps: the size of the open window, or of the next window if none is open; None
-            if the size is not known, or if the caller closes the window.
+        steps: the size of the open window, or of the next window if no window is open.
+            None means that the size is not known, or that the caller closes the window.
     """
     words = [f"micro-batch {state.micro_step}"]
     if isinstance(steps, UntilWeight):
@@ -228,8 +229,8 @@ def status(state: State, steps: Schedule) -> str:
 def described(
     wrapper: str, inner: str, options: Options, state: State, steps: Schedule
 ) -> str:
-    """Return one line for ``repr``: ``AccumulatingOptimizer(SGD, steps=4, clip_norm=1.0
-    | micro-batch 2 of 4, update 17)``.
+    """Return one line for ``repr``, such as ``AccumulatingOptimizer(SGD, steps=4,
+    clip_norm=1.0 | micro-batch 2 of 4, update 17)``.
 
     The line shows the options that differ from their defaults. `wrapper` and `inner`
     are the class names of the wrapper and of the inner optimizer; `state` and `steps`

@@ -49,8 +49,8 @@ class State(NamedTuple):
     """
     overflow: Scalar
     """bool: True if a micro-batch of the open window is known to have had a non-finite
-    gradient. With ``on_overflow="skip_window"`` only the norm at the window's end shows
-    such a gradient.
+    gradient. With ``on_overflow="skip_window"`` such a gradient is detected only at the
+    window's end, through the norm.
     """
     loss_scale: Scalar
     """float32: the factor by which the loss is multiplied before differentiation; 1 if
@@ -87,7 +87,8 @@ def largest_number(*, float64_weight: bool) -> float:
 
 def has_exact_inverse(number: float) -> bool:
     """True if multiplying by the inverse of `number` gives the same bits as dividing by
-    it, because both are powers of two in the normal range of float32.
+    `number`, because `number` and its inverse are powers of two in the normal range of
+    float32.
     """
     return math.frexp(number)[0] == 0.5 and 2.0**-126 <= number <= 2.0**126
 
@@ -150,6 +151,6 @@ class StepResult(NamedTuple):
         return self.applied | self.skipped
 
     def __repr__(self) -> str:
-        # This writes ``grad_norm=0.5`` instead of JAX's Array(0.5, dtype=float32).
+        # This prints ``grad_norm=0.5`` instead of JAX's ``Array(0.5, dtype=float32)``.
         values = (f"{name}={value!s}" for name, value in self._asdict().items())
         return f"{type(self).__name__}({', '.join(values)})"

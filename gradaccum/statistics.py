@@ -42,8 +42,8 @@ def add_loss(
 
 
 def window_loss(total: Scalar, state: Fields, options: Options, where: Where) -> Scalar:
-    """Return the loss of a window at its end: a weighted mean, a sum or a mean over
-    items, according to `reduction`; NaN for a window of weight 0.
+    """Return the loss of a window at its end. It is a weighted mean, a sum or a mean
+    over items, according to `reduction`, and NaN for a window of weight 0.
 
     - `total`: the result of `add_loss`, summed over all workers that share the window.
     - `state`: the state that was passed to `decide`.
@@ -88,10 +88,11 @@ def scaled_learning_rate(
         effective: the number of items in one update; see `effective_batch_size`.
         reference: the number of items in one update of the recipe that `base` comes
             from.
-        rule: ``"linear"``: ``base * effective / reference`` (Goyal et al., "Accurate,
-            Large Minibatch SGD", 2017, for SGD with a warmup); ``"sqrt"``:
-            ``base * sqrt(effective / reference)`` (Krizhevsky, "One weird trick for
-            parallelizing convolutional neural networks", 2014), usual for Adam.
+        rule: ``"linear"`` returns ``base * effective / reference`` (Goyal et al.,
+            "Accurate, Large Minibatch SGD", 2017, for SGD with a warmup). ``"sqrt"``
+            returns ``base * sqrt(effective / reference)`` (Krizhevsky, "One weird trick
+            for parallelizing convolutional neural networks", 2014), which is usual for
+            Adam.
     """
     numbers = {"base": base, "effective": effective, "reference": reference}
     for name, number in numbers.items():

@@ -9,10 +9,10 @@ constants are derived from a field, as in ``0 * micro_step``. A state is a plain
 because MindSpore cannot compile a named tuple. ``if`` on one of the checked ``options``
 is fine, because they are constants of the program.
 
-A backend calls, in this order: for each micro-batch ``usable``, ``contribution``,
-``accumulate`` and ``ends``; at the window's end ``joined``, if several workers share
-the window, ``decide`` with the measured norm, and ``close``. ``discard`` drops an open
-window.
+For each micro-batch, a backend calls ``usable``, ``contribution``, ``accumulate`` and
+``ends``, in this order. At the window's end it calls ``joined`` (if several workers
+share the window), ``decide`` with the measured norm, and ``close``. ``discard`` drops
+an open window.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ def contribution(weight: Scalar, options: Options) -> Scalar:
 
 
 def steps_at(schedule: Schedule, optimizer_step: Scalar, where: Where) -> Scalar:
-    """Return the size of the window that follows update number `optimizer_step`; None
-    if the caller closes the window.
+    """Return the size of the window that follows update number `optimizer_step`, or
+    None if the caller closes the window.
 
     - `schedule`: `Options.steps`. `gradaccum.kit.require_steps` checks what a callable
       returned.
@@ -142,8 +142,8 @@ def steps_at(schedule: Schedule, optimizer_step: Scalar, where: Where) -> Scalar
 
 
 def ends(state: Fields, steps: Schedule | Scalar, where: Where) -> Scalar:
-    """True if the window ends with the micro-batch that was added last; always False if
-    the caller closes the window.
+    """True if the window ends with the micro-batch that was added last. If the caller
+    closes the window, the result is always False.
 
     - `state`: the state after the micro-batch.
     - `steps`: the size of this window, or the schedule for `steps_at`.
@@ -244,8 +244,8 @@ def decide(
     - `norm`: the global 2-norm of the gradient sum, with the loss scale and not yet
       divided; NaN if it was not measured.
     - `finite`: bool, True if every element of the gradient sum is finite, or if this
-      was not checked. `norm` does not show it, because the squares of large finite
-      gradients may overflow.
+      was not checked. It cannot be derived from `norm`, because the squares of large
+      finite gradients may overflow.
     - `largest`: the largest number of the dtype in which gradient sums are divided.
       This dtype is float64 if the weight in `state` is float64.
     """
@@ -348,7 +348,7 @@ def _adjust_scale(
     rule: ScaleRule,
     where: Where,
 ) -> tuple[Scalar, Scalar]:
-    """Return the loss scale and the growth tracker after a window. The scale backs off
+    """Return the loss scale and the growth tracker after a window. The scale decreases
     after an overflow, and grows after `growth_interval` windows without an overflow. A
     window of weight 0 without an overflow changes neither number.
 

@@ -62,9 +62,9 @@ Listener = Callable[[ClosedWindow], object]
 
 # The listeners of one optimizer. When a window closes, `note` only records it. `tell`
 # calls the listeners after all other work on the window, at the latest at the end of
-# the call that closed it. There `settled` raises the listeners' errors. So a listener
-# that raises an error cannot prevent an update, a change of the loss scale, or a
-# collective that the other workers wait for.
+# the call that closed it. At the end of that call, `settled` raises the listeners'
+# errors. So a listener that raises an error cannot prevent an update, a change of the
+# loss scale, or a collective operation that the other workers wait for.
 
 
 _AFTER = (
@@ -88,8 +88,9 @@ class Handle:
 
 
 class Listeners:
-    """The listeners of one optimizer, in order, and the closed windows that were not
-    reported to them yet. A copy or a pickle contains neither.
+    """The listeners of one optimizer, in order, and the closed windows that have not
+    been reported to them yet. A copy or a pickle contains neither listeners nor
+    windows.
     """
 
     def __init__(self) -> None:
@@ -172,8 +173,8 @@ class Listeners:
             raise first
 
     def tell(self) -> None:
-        """Call every listener with every window that was not reported yet. Errors of
-        the listeners are kept until `settled` raises them.
+        """Call every listener with every window that has not been reported yet. Errors
+        of the listeners are kept until `settled` raises them.
 
         A call that closes several windows reports each window before the next window
         closes, because a listener may step a schedule.

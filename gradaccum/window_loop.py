@@ -65,10 +65,10 @@ def updates_in(
     with a flush. This is the length of a learning-rate schedule.
 
     Args:
-        micro_batches: the loader, if it has a length, or its number of micro-batches,
-            an int >= 0.
+        micro_batches: the loader if it has a length, otherwise its number of
+            micro-batches, an int >= 0.
         steps: as for `gradaccum.wrap`: an int, pairs or a callable.
-        epochs: passes over the loader, an int >= 0.
+        epochs: the number of passes over the loader, an int >= 0.
         optimizer_step: the number of updates before these passes, if `steps` depends on
             it.
         micro_step: the number of micro-batches in a window that is already open. The
@@ -78,7 +78,7 @@ def updates_in(
         TypeError: `micro_batches` has no length, or windows end by weight.
 
     Examples:
-        >>> updates_in(10, steps=4, epochs=2)  # Windows of 4, 4 and 2 micro-batches, twice.
+        >>> updates_in(10, steps=4, epochs=2)  # 4, 4 and 2 micro-batches, twice
         6
     """
     schedule = make_schedule(steps)
@@ -135,8 +135,9 @@ def _items_of(micro_batch: object) -> int | None:
     number is unknown.
 
     A batch of graphs states its number of graphs. Otherwise the items are along the
-    first axis if it has the same length in all arrays. In time-major batches its length
-    differs between inputs and labels.
+    first axis, if that axis has the same length in all arrays. In a time-major batch,
+    the first axis of the inputs and the first axis of the labels have different
+    lengths.
     """
     number_of_graphs = getattr(micro_batch, "num_graphs", None)
     if isinstance(number_of_graphs, int):
@@ -163,7 +164,7 @@ def epoch(
     progress: bool = False,
     see: Callable[[M], object] | None = None,
 ) -> Epoch[M]:
-    """Return an iterator over the micro-batches of a loader, which flushes when the
+    """Return an iterator over the micro-batches of a loader. It calls `flush` when the
     loader ends.
 
     A loop that is left early (``break``, an error) leaves its window open.
@@ -184,7 +185,9 @@ def epoch(
 
 
 class Epoch(Iterator[M]):
-    """The micro-batches of one pass over a loader; it has the loader's length."""
+    """Iterates over the micro-batches of one pass over a loader. Its length is the
+    loader's length.
+    """
 
     def __init__(self, loader: object, micro_batches: Iterator[M]) -> None:
         self._loader = loader
@@ -230,7 +233,7 @@ def _with_progress(loader: Iterable[M]) -> Iterable[M]:
 
 class Window(Generic[M]):
     """The micro-batches of one window. They can be iterated over until the next window
-    begins; `number`, `len` and `totals` remain available.
+    begins. After that, only `number`, `totals` and the length remain available.
     """
 
     def __init__(
@@ -246,8 +249,8 @@ class Window(Generic[M]):
         self._length = len(micro_batches)
 
     def __len__(self) -> int:
-        """Return the number of this worker's micro-batches; 0 if only other workers
-        have micro-batches.
+        """Return the number of this worker's micro-batches. It is 0 if only other
+        workers have micro-batches.
         """
         return self._length
 
@@ -291,8 +294,8 @@ class Windows(Generic[M]):
         loader = iter(self.loader)
         ends_by_weight = isinstance(self.schedule, UntilWeight)
         is_over = False
-        """True if this worker has no more micro-batches to read, or, if windows end by
-        weight, if no worker has.
+        """True if this worker has no more micro-batches to read. If windows end by
+        weight, True if no worker has more micro-batches to read.
         """
         while True:
             size = _size(self.schedule, self.next_number)
@@ -334,8 +337,9 @@ class Windows(Generic[M]):
         """Return the sum of `values` over all workers.
 
         Raises:
-            ArgumentValueError: `reduce` returned another number of values, or a value
-                below this worker's value, as a mean over the workers would be.
+            ArgumentValueError: `reduce` returned a different number of values, an
+                infinite value, or a value below this worker's own value. The last case
+                happens if `reduce` computes a mean instead of a sum.
         """
         if self.reduce is None:
             return values
@@ -378,35 +382,37 @@ def windows(
     """Read the micro-batches of a loader window by window, with totals that are known
     before the first forward pass.
 
-    In ``for window in windows(loader, 4, count={"tokens": f})`` each `window` iterates
-    over its micro-batches, and has a `len` and ``window.totals["tokens"]``. Wrap the
-    optimizer with ``steps=None``, and call ``flush`` after each window. Only one window
-    at a time is in memory.
+    In ``for window in windows(loader, 4, count={"tokens": f})`` each `window` can be
+    iterated over, supports ``len()``, and holds its total in
+    ``window.totals["tokens"]``. Wrap the optimizer with ``steps=None``, and call
+    ``flush`` after each window. Only one window at a time is in memory.
 
     Args:
         loader: yields the micro-batches, of any type. A window is read before it is
             used, so a loader that reuses one buffer must yield copies.
-        steps: micro-batches per window: an int >= 1, pairs ``(first number, steps)`` or
-            a callable of the window's number, 0, 1, ...; or ``until_weight(n)``: a
-            window ends with the micro-batch at which its weight reaches n.
-        count: functions of a micro-batch by name; each returns a finite number >= 0, or
-            a framework's scalar. If the scalar is on a device, the loop waits for it.
-        weight: with ``until_weight``: the name of the count that is the weight.
-        reduce: with several workers: a function that returns a list of floats summed
-            over all workers, preferably in float64. It is called once per window and
-            once more at the end; with ``until_weight`` once per micro-batch. Totals and
-            weight are then sums over all workers. Every worker must iterate over every
-            window; after its loader has ended, its windows have a `len` of 0.
+        steps: the number of micro-batches per window. Either an int >= 1, a list of
+            pairs ``(first window, steps)``, a function of the window's number (counted
+            from 0), or ``until_weight(n)``, which ends a window with the micro-batch at
+            which its weight reaches n.
+        count: a mapping from names to functions of a micro-batch. Each function returns
+            a finite number >= 0, or a framework's scalar. If the scalar is on a device,
+            the loop waits for the device.
+        weight: with ``until_weight``, the name of the count that is used as the weight.
+        reduce: with several workers, a function that takes a list of floats and returns
+            their sums over all workers, preferably computed in float64. It is called
+            once per window and once more at the end, or once per micro-batch with
+            ``until_weight``. Totals and weight are then sums over all workers. Every
+            worker must iterate over every window. After a worker's loader has ended,
+            its windows have length 0.
         start: the number of the first window, for a schedule that resumes.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: `steps` is invalid, which is reported at
-            once; or a function returned an invalid value, which is reported when a
-            window is read.
+        ArgumentTypeError, ArgumentValueError: `steps` is invalid (raised immediately),
+            or a function returned an invalid value (raised when a window is read).
         KeyError: windows end by weight, and no count has the name `weight`.
 
     Examples:
-        >>> lengths = [[5, 3], [2], [7, 1, 4], [6]]  # of the sequences of four micro-batches
+        >>> lengths = [[5, 3], [2], [7, 1, 4], [6]]  # lengths of sequences
         >>> for window in windows(lengths, 3, count={"tokens": sum, "sequences": len}):
         ...     print(len(window), dict(window.totals))
         3 {'tokens': 22.0, 'sequences': 6.0}

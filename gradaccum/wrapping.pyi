@@ -1,5 +1,5 @@
-"""The types of `gradaccum.wrap`. Through them a type checker knows each framework's
-wrapped optimizer, and at run time no framework is imported.
+"""The types of `gradaccum.wrap`. They tell a type checker which wrapped optimizer is
+returned for each framework, without importing a framework at run time.
 """
 
 from collections.abc import Callable
@@ -31,8 +31,8 @@ class _Scheduler(Protocol):
 
     def step(self) -> Any: ...
 
-# MindSpore comes first, because its cells have any attribute that a type checker asks
-# for, so they would also match torch's protocol.
+# MindSpore comes first, because to a type checker its cells have every attribute, so
+# they would also match torch's protocol.
 @overload
 def wrap(
     optimizer: _MindSporeOptimizer, steps: Steps, **options: Unpack[MindSporeOptions]

@@ -1,4 +1,4 @@
-"""The PyTorch adapter of gradaccum. You need not import this package in order to call
+"""The PyTorch adapter of gradaccum. You do not need to import this package to call
 ``gradaccum.wrap(optimizer, steps=4)``.
 """
 

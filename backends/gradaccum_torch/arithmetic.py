@@ -18,7 +18,7 @@ from gradaccum_torch.torch_private.names import (
 )
 
 HALF = (torch.float16, torch.bfloat16)
-"""The dtypes whose gradients are summed in float32 unless the user says otherwise."""
+"""Gradients of these dtypes are summed in float32 unless the user sets a dtype."""
 FAINT = 2.0**-31
 """If a float32 tensor's norm is below this, squares of its elements may underflow."""
 FAINT_HALF = 2.0**-13

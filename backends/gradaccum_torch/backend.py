@@ -59,9 +59,10 @@ class TorchBackend:
         Args:
             optimizer: the optimizer.
             options: the checked options.
-            separate_sums: whether ``step`` moves the micro-batch from ``.grad`` into a
-                buffer. Between two steps you may then clear, assign, reduce or clip
-                ``.grad`` yourself. This costs one pass and one buffer per parameter.
+            separate_sums: whether ``step`` moves the micro-batch's gradients from
+                ``.grad`` into separate buffers. Between two steps you may then clear,
+                assign, reduce or clip ``.grad`` yourself. This costs one buffer per
+                parameter, and one more pass over each micro-batch's gradients.
             module: the parallel module that several workers train together. It is a
                 `torch.nn.parallel.DistributedDataParallel`, whose gradients are then
                 reduced once, at the end of the window, or a module to which
@@ -75,10 +76,11 @@ class TorchBackend:
                 ``set_requires_gradient_sync(False)``.
             process_group: the `torch.distributed.ProcessGroup` of workers that train
                 equal copies of one model without a parallel module. The window's sum is
-                reduced as with ``module=``, so an optimizer that averages gradients
-                itself averages equal gradients. With ``"alone"`` this process shares no
+                reduced as with ``module=``. An optimizer that averages gradients itself
+                then averages equal gradients. With ``"alone"`` this process shares no
                 window, although several processes are running. If several processes are
-                running and you pass neither argument, a `GradAccumWarning` asks for it.
+                running and you pass neither `module` nor `process_group`, a
+                `GradAccumWarning` is issued.
             norm_group: the `torch.distributed.ProcessGroup` of the stages of a
                 pipeline, each of which has its own optimizer. The gradient norm, the
                 clipping and the decision on overflow then cover all stages. The end of
@@ -165,7 +167,7 @@ class TorchOptions(WrapOptions, total=False):
 def wrap(
     optimizer: torch.optim.Optimizer, steps: Steps, **options: Unpack[TorchOptions]
 ) -> AccumulatingOptimizer:
-    """Wrap a torch optimizer as `gradaccum.wrap` does; a type checker knows the options
-    and the return type.
+    """Wrap a torch optimizer as `gradaccum.wrap` does, with types of the options and of
+    the return value for a type checker.
     """
     return cast(AccumulatingOptimizer, wrap_with(backend, optimizer, steps, **options))

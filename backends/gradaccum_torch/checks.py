@@ -1,5 +1,5 @@
-"""Checks of the arguments of `gradaccum.wrap`, and the errors for calls that would make
-an open window wrong. Each error is raised before anything has changed.
+"""Checks of the arguments of `gradaccum.wrap`, and the errors for calls that would
+corrupt an open window. Each error is raised before anything has changed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from gradaccum.kit import (
 )
 
 Size = int | UntilWeight | None
-"""The size of a window: its number of micro-batches, or its weight. None means that only
-``flush`` closes it.
+"""The size of a window: its number of micro-batches, or its weight. None means that
+only ``flush`` closes the window.
 """
 
 
@@ -40,8 +40,8 @@ def known_window_size(options: Options, optimizer_step: int) -> Size:
 
 
 def require_accumulate_dtype(dtype: object) -> torch.dtype | None:
-    """Return `dtype` as a torch dtype; raise unless it is a real floating-point dtype
-    or the name of one.
+    """Return `dtype` as a torch dtype. Raise unless it is a real floating-point dtype
+    or the name of such a dtype.
     """
     if dtype is None:
         return None

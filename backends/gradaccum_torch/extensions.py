@@ -1,4 +1,4 @@
-"""Objects that observe a window without changing it. They compute the window's loss, and
+"""Objects that observe a window without changing it. They compute the window's loss, or
 warn about common mistakes.
 """
 
@@ -58,8 +58,7 @@ class MicroBatch:
         self.is_weighed = False
         """Whether the user has passed the weight."""
         self.has_loss = False
-        """Whether a loss of this micro-batch has gone through ``backward`` or
-        ``scale``.
+        """Whether a loss of this micro-batch was passed to ``backward`` or ``scale``.
         """
         self.is_scaled_by_hand = False
         """Whether the loss was already scaled when the user called ``backward()`` on
@@ -83,8 +82,8 @@ class MicroBatch:
 
 
 class Extension:
-    """An observer of a window. The window calls each method at a certain point; none of
-    them may change the window.
+    """An observer of a window. The window calls each method at a certain point. No
+    method may change the window.
     """
 
     def loss_given(self, loss: Tensor) -> None:
@@ -131,7 +130,8 @@ def as_number(loss: object) -> float | Tensor:
     scalar: Any = loss.detach()
     if is_sharded(scalar):
         scalar = scalar.full_tensor()
-    # Copy it, because a captured CUDA graph writes the next loss into the same memory.
+    # Copy the loss, because a captured CUDA graph writes the next loss into the same
+    # memory.
     if scalar.is_cpu:
         return float(scalar.item())
     copied_scalar: Tensor = scalar.reshape(()).clone()
@@ -150,7 +150,7 @@ class WindowLoss(Extension):
         their weights.
         """
         self.total = 0.0
-        """The weighted sum of the open window's losses that have been read."""
+        """The weighted sum of those losses of the open window that have been read."""
         self._misses_loss = False
         """Whether the open window has a micro-batch whose loss is not known."""
         self._read_closed_loss: Callable[[], float] | None = None
@@ -285,7 +285,8 @@ class ChangedRateWarning(Extension):
 
 def rate_mark(rate: object) -> object:
     """Return a value that changes when the learning rate changes. If the rate is a
-    tensor, its number of writes is used, because reading it would wait for the device.
+    tensor, the number of writes to the tensor is used, because reading its value would
+    wait for the device.
     """
     return (id(rate), version(rate)) if isinstance(rate, Tensor) else rate
 
@@ -346,8 +347,8 @@ def is_divided_by(division: Division | None, steps: int, reduction: str) -> bool
 
 
 class DividedLossWarning(Extension):
-    """Warns if the user has divided a loss of the first window by its number of
-    micro-batches, because gradaccum divides by it too.
+    """Warns if the user has divided a loss of the first window by the window's number
+    of micro-batches, because gradaccum divides by this number too.
     """
 
     def __init__(self, options: Options, warn: Warnings) -> None:

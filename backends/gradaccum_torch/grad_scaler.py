@@ -3,8 +3,8 @@
 In the loop ``opt.backward(loss); opt.step()``, the end of the window sets the scale and
 the growth tracker as a single ``scaler.update()`` would. In the loop
 ``scaler.scale(loss).backward(); scaler.step(opt); scaler.update()``, the scaler updates
-its scale itself. In the middle of a window, no overflow is reported to it, and its
-growth tracker is set back by one, because ``update`` will count a step.
+its scale itself. In the middle of a window, no overflow is reported to the scaler, and
+its growth tracker is set back by one, because ``update`` will count a step.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from gradaccum_torch.torch_private.names import (
 )
 
 SMALLEST = 2.0**-125
-"""The minimum loss scale, because `GradScaler` has none. With a smaller scale, a
-window's sum could no longer be divided by the scale, which could then never grow again.
+"""The minimum loss scale, because a `GradScaler` has no minimum. With a smaller scale,
+a window's sum could no longer be divided by the scale, and the scale could then never
+grow again.
 """
 
 
 SET_BACK: WeakKeyDictionary[torch.amp.GradScaler, tuple[Any, int]] = WeakKeyDictionary()
 """For each scaler whose growth tracker was set back by one: its record of the pending
-``scaler.update()``, and the true value of the growth tracker. The call of ``update``
+``scaler.update()``, and the true value of the growth tracker. A call of ``update``
 replaces the record with another object.
 """
 
@@ -50,8 +51,8 @@ class ScalerLink:
         self.probe.grad = torch.zeros((), device=device)
 
     def with_scale(self, state: State) -> State:
-        """Return `state` with the scaler's current scale and growth tracker. Call it
-        only between two windows.
+        """Return `state` with the scaler's current scale and growth tracker. Call this
+        method only between two windows.
         """
         pending = pending_update(self.scaler)
         if pending and self.stepping_optimizer is None:

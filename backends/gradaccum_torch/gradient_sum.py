@@ -1,5 +1,5 @@
-"""Where the sum of a window's gradients is kept: in ``.grad`` itself, to which autograd
-adds anyway, or in separate buffers.
+"""The sum of a window's gradients. It is kept either in ``.grad`` itself, to which
+autograd adds anyway, or in separate buffers.
 
 At the end of a window, `Window` reads the sum as a mapping from each parameter to a
 tensor. `gradaccum_torch.arithmetic` computes its norm and divides it.
@@ -71,8 +71,8 @@ class GradientSum:
         return True
 
     def take(self, parameter: Tensor) -> Tensor | None:
-        """Return the parameter's gradient sum, or None if it has none. No other code
-        writes into the memory of the sum.
+        """Return the parameter's gradient sum, or None if the parameter has no sum. No
+        other code writes into the memory of the sum.
         """
         keep_own(parameter)
         return parameter.grad
@@ -122,8 +122,8 @@ class SumInBuffers(GradientSum):
     """The sum of the open window's gradients, kept in separate buffers. ``step`` adds
     the micro-batch's ``.grad`` to them.
 
-    The sum can therefore have a dtype of its own, a micro-batch can be dropped, and the
-    user may change ``.grad`` between two steps.
+    The sum can therefore have its own dtype, a micro-batch can be dropped, and the user
+    may change ``.grad`` between two steps.
     """
 
     is_beside_grad = True
@@ -223,7 +223,8 @@ class SumOnArrival(SumInBuffers):
     half-precision gradient is in memory at a time.
 
     The micro-batch's smallest gradient stays in ``.grad`` until ``step``, so that a
-    write into ``.grad`` is noticed. In a window of one micro-batch, all gradients stay.
+    write into ``.grad`` can be detected. In a window of one micro-batch, all gradients
+    stay there.
     """
 
     expects_windows = True
@@ -234,8 +235,8 @@ class SumOnArrival(SumInBuffers):
         super().__init__(parameters, watch, options)
         self._staying: WatchedGradient | None = None
         self.adds_at_once = False
-        """Whether each gradient leaves ``.grad`` at once, because several micro-batches
-        run their backward passes before the next ``step``.
+        """Whether each gradient is moved out of ``.grad`` immediately, because several
+        micro-batches run their backward passes before the next ``step``.
         """
         self._gradient_added: Callable[[Tensor], None] | None = None
 
@@ -264,7 +265,7 @@ class SumOnArrival(SumInBuffers):
     def move(self, watched_gradient: WatchedGradient) -> None:
         """Add one of two gradients to its buffer: the new gradient, or the gradient
         that has stayed in ``.grad`` so far, whichever has more elements. The other
-        gradient stays.
+        gradient stays in ``.grad``.
         """
         moved_gradient: WatchedGradient | None = watched_gradient
         staying = self._staying

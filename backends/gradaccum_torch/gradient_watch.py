@@ -2,11 +2,11 @@
 
 A hook runs right after autograd has added to a gradient. It records the tensor in
 ``.grad``, how often that tensor was written to, and the factor by which the loss was
-multiplied. A single comparison in ``step`` then finds clipping, a
+multiplied. A single comparison in ``step`` then detects clipping, a
 ``model.zero_grad()``, an assignment, a reduction by another library, and a loss without
 its weight or its loss scale. Writes that torch does not count (through ``.data`` or
-NumPy) are not found. Writes into a `DTensor` are found in the first window, by
-comparing norms.
+NumPy) are not detected. Writes into a `DTensor` are detected only in the first window,
+by comparing norms.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class WatchedGradient:
         self.note()
 
     def note(self) -> None:
-        """Record the current ``.grad`` as a result of autograd."""
+        """Record that autograd produced the current ``.grad``."""
         gradient = self.parameter.grad
         self.gradient = gradient
         self.version = -1
@@ -133,7 +133,7 @@ class GradientWatch:
         """
         self.is_running = False
         """Whether a backward pass has begun and not ended. If no backward pass is
-        running, True means that the last one raised.
+        running, True means that the last backward pass raised an error.
         """
         self.new_gradients: dict[int, WatchedGradient] = {}
         """The gradients that the current backward pass has created, by the id of the
@@ -191,12 +191,13 @@ class GradientWatch:
 
     def pass_began(self, key: int) -> None:
         """Record that a backward pass has begun, and by which factor its loss was
-        multiplied. Ask autograd for a call at the end of the pass.
+        multiplied. Register a callback for the end of the pass.
         """
         if not self.factors:
             self._first_parameter = key
         # A reentrant checkpoint runs a pass for each of its segments inside the user's
-        # pass. The user's next pass has begun when the first parameter comes again.
+        # pass. The user's next pass has begun when the first parameter is reached
+        # again.
         if key == self._first_parameter:
             self.passes += 1
         self.engine_passes += 1
@@ -214,9 +215,9 @@ class GradientWatch:
             self._keep_new_gradients()
 
     def _keep_new_gradients(self) -> None:
-        """Copy each new gradient whose memory other code may write into. This waits
-        until the pass has ended, because during the pass autograd itself refers to the
-        gradient.
+        """Copy each new gradient whose memory other code may write into. If autograd's
+        engine is running, this happens at the end of the pass, because during the pass
+        autograd itself refers to the gradient.
         """
         for watched_gradient in self.new_gradients.values():
             gradient = watched_gradient.parameter.grad
@@ -228,7 +229,7 @@ class GradientWatch:
         self.new_gradients.clear()
 
     def note(self, parameter: Tensor) -> None:
-        """Record the parameter's current ``.grad`` as a result of autograd."""
+        """Record that autograd produced the parameter's current ``.grad``."""
         watched_gradient = self._watched_gradients.get(id(parameter))
         self.new_gradients.pop(id(parameter), None)
         if watched_gradient is not None:
@@ -283,7 +284,7 @@ class GradientWatch:
         return bool(self.factors) or self.is_running or self.was_changed
 
     def reset(self) -> None:
-        """Record every current ``.grad`` as a result of autograd, and clear the record
+        """Record that autograd produced every current ``.grad``, and clear the record
         of backward passes.
         """
         self.micro_batch_ended()

@@ -1,10 +1,11 @@
 """``gradaccum_torch.layered_backward``: a window whose backward pass runs layer by
-layer, with all micro-batches passing through one layer before the next.
+layer. All micro-batches pass through one layer before any of them enters the next
+layer.
 
 A layer's update is made, and its gradient freed, when the last micro-batch has passed
-the layer, so that only one layer's gradients are in memory at a time. Between two
-layers there is a border: the activations that one layer returned and that the next
-layer gets, and later their gradients.
+through the layer, so that only one layer's gradients are in memory at a time. Between
+two layers there is a border. It contains the activations that one layer returned and
+the next layer receives, and later the gradients of these activations.
 """
 
 from __future__ import annotations
@@ -67,9 +68,9 @@ def layered_backward(
     time, and return its loss.
 
     The result is the same as from `gradaccum_torch.backward` with
-    ``loss_fn(layers(inputs), targets)``, to the last bit if no parameter is in two
-    layers. Dropout draws the same numbers, and a batch norm sees each micro-batch once,
-    in order.
+    ``loss_fn(layers(inputs), targets)``, and bit for bit the same if no parameter is in
+    two layers. Dropout draws the same numbers, and a batch norm sees each micro-batch
+    once, in order.
 
     If the `optimizer` needs no norm of the whole window, for example after
     ``gradaccum.wrap(optimizer, steps=None, on_overflow="ignore")``, each layer's update
@@ -77,32 +78,32 @@ def layered_backward(
     which only this layer has gradients, and the gradients are freed. A parameter that
     several layers share is updated with the first of these layers. With ``clip_norm``,
     ``skip_norm`` or skipping on overflow, the sums of all layers are kept until the
-    end, and the optimizer makes a single step. Only then may it have step hooks, or
-    count its steps in its parameter groups.
+    end, and the optimizer makes a single step. Only then may the optimizer have step
+    hooks, or count its steps in its parameter groups.
 
-    If something raises, everything is as it was before the call, except that layers
-    that were already updated stay updated. A note on the error names these layers, and
-    the optimizer cannot be used until ``load_state_dict``.
+    If the call raises an error, everything is as it was before the call, except that
+    layers that were already updated stay updated. A note on the error names these
+    layers, and the optimizer cannot be used until ``load_state_dict`` is called.
 
     Args:
         layers: an `nn.Sequential`, whose own forward hooks do not run, or a sequence of
-            functions and modules. Each is called with the return value of the layer
-            before it, which may be any nest of tensors. Layers that FSDP2 shards are
-            rejected.
+            functions and modules. Each layer is called with the return value of the
+            previous layer, which may be any nested structure of tensors. Layers that
+            FSDP2 shards are rejected.
         loss_fn: ``loss_fn(outputs, targets)`` returns a loss, a tensor of shape ``()``,
             or ``(loss, aux)`` if `has_aux`.
-        inputs: the first layer's argument for the large batch: any nest of tensors,
-            which is split as in `gradaccum_torch.backward`.
-        targets: the second argument of `loss_fn` for the large batch: any nest of
-            tensors.
+        inputs: the first layer's argument for the large batch. It is any nested
+            structure of tensors, and is split as in `gradaccum_torch.backward`.
+        targets: the second argument of `loss_fn` for the large batch, which is any
+            nested structure of tensors.
         steps: the maximum number of micro-batches, each of ceil(items / steps) items.
         micro_batch_size: the number of items in a micro-batch, instead of `steps`.
         reduction: as for `gradaccum_torch.backward`.
         weight: either a function ``weight(inputs, targets)`` that returns a
             micro-batch's weight, or one number per item, shape ``(items,)``.
-        axes: the batch axis of each leaf of ``(inputs, targets)``: one number for all
-            leaves, or a nest of numbers, each of which may stand for a whole sub-nest.
-            None means that a leaf is not split.
+        axes: the batch axis of each leaf of ``(inputs, targets)``. Either one number
+            for all leaves, or a nested structure of numbers, in which a number may
+            stand for a whole substructure. None means that a leaf is not split.
         has_aux: as for `gradaccum_torch.backward`.
         merge_aux: as for `gradaccum_torch.backward`.
         optimizer: an optimizer wrapped with ``steps=None``. The call opens and closes
@@ -121,7 +122,7 @@ def layered_backward(
         ArgumentTypeError, ArgumentValueError: an argument is wrong, or `loss_fn` or
             `weight` returns an invalid value.
         UsageError: something writes into the input of a layer; `optimizer` cannot be
-            used layer by layer; or a step of its inner optimizer changes state that all
+            used layer by layer; or a step of the inner optimizer changes state that all
             parameters share, or parameters without a gradient.
 
     Examples:
@@ -178,7 +179,9 @@ class Border:
     def __init__(self, nest: Any) -> None:
         tensors = tensors_of(nest)
         self.roots = [tensor for tensor in tensors if tensor.requires_grad]
-        """The activations that require a gradient, with their graph while it is kept."""
+        """The activations that require a gradient, with their graph as long as it is
+        needed.
+        """
         self.gradients: list[Tensor | None] = [None] * len(self.roots)
         """The gradient of each root; None if the next layer did not use the root."""
         self._devices = [tensor.device for tensor in tensors]
@@ -269,9 +272,9 @@ class Pass(NamedTuple):
 class LayeredRun:
     """The forward and backward passes of one call of `layered_backward`.
 
-    In the forward pass, each micro-batch runs through all layers before the next. It
-    therefore draws the same random numbers, and finds the same module buffers, as in
-    `gradaccum_torch.backward`.
+    In the forward pass, each micro-batch runs through all layers before the next
+    micro-batch. It therefore draws the same random numbers, and uses the same module
+    buffers, as in `gradaccum_torch.backward`.
     """
 
     def __init__(
@@ -383,7 +386,7 @@ class LayeredRun:
             self._destination.backward(*zip(*pairs, strict=True))
 
     def _update(self, index: int) -> None:
-        """Update the parameters of a layer that no earlier layer uses. The first
+        """Update those parameters of a layer that no earlier layer uses. The first
         layer's parameters are updated at the end.
         """
         is_trained = index in self._first_layers.values()

@@ -63,7 +63,7 @@ class MasterWeights:
 
     def worked_on(self, parameter: Tensor) -> Tensor:
         """Return the tensor that the inner optimizer updates: the master weight of
-        `parameter`, or `parameter` itself if it has none.
+        `parameter`, or `parameter` itself if it has no master weight.
         """
         return self.masters.get(parameter, parameter) if self.masters else parameter
 
@@ -76,8 +76,8 @@ class MasterWeights:
 
     def groups_changed(self) -> None:
         """Create the missing master weights, and cast the optimizer's half-precision
-        state for them to float32. Drop the masters of parameters that were replaced or
-        cast.
+        state of their parameters to float32. Drop the masters of parameters that were
+        replaced or cast.
         """
         half_parameters = [
             parameter
@@ -173,8 +173,8 @@ class MasterWeights:
             self.masters.update(every_master)
 
     def copy_model_into_masters(self) -> None:
-        """Copy each parameter's value into its master weight wherever it differs from
-        the rounded master, because something else has changed it.
+        """Copy each parameter's value into its master weight wherever the value differs
+        from the rounded master, because something else has changed the parameter.
         """
         if not self.masters:
             return
@@ -198,7 +198,7 @@ class MasterWeights:
 
 def through(action: Callable[[], None]) -> None:
     """Run `action`. If it raises, for example because of Ctrl-C, run it again before
-    the exception is raised. It must be safe to run `action` twice.
+    the exception propagates. It must be safe to run `action` twice.
     """
     try:
         action()

@@ -46,7 +46,7 @@ M = TypeVar("M")
 @final
 class AccumulatingOptimizer(torch.optim.Optimizer):
     """The optimizer that `gradaccum.wrap` returns. Use it instead of the optimizer that
-    you passed to it.
+    you passed to `gradaccum.wrap`.
 
     A loop of ``loss.backward(); opt.step(); opt.zero_grad()`` need not change;
     ``zero_grad`` may also come first. In the middle of a window, ``zero_grad`` keeps
@@ -96,10 +96,11 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
         Args:
             loss: scalar tensor, shape ``()``. It is not changed.
-            weight: the micro-batch's number of items, >= 0; by default the weight
-                passed to `weigh`, otherwise 1. With 0 the micro-batch is counted and
-                contributes nothing, not even NaN: there is no backward pass, or a
-                backward pass of zeros if other workers wait for it.
+            weight: the micro-batch's number of items, >= 0. The default is the weight
+                passed to `weigh`, or 1 if `weigh` was not called. With weight 0, the
+                micro-batch is counted but contributes nothing, not even NaN. There is
+                then no backward pass, or, if other workers wait for it, a backward pass
+                of zeros.
             kwargs: the arguments of `torch.Tensor.backward`.
 
         Raises:
@@ -113,10 +114,11 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
     def weigh(self, weight: float) -> None:
         """Set the weight of the micro-batch that the next ``step`` counts. The backward
-        pass need not go through this optimizer.
+        pass does not have to go through this optimizer.
 
-        With ``reduction="sum_per_item"``, a single ``loss.backward()`` of a summed loss
-        can thus serve several optimizers: each divides by its own number of items.
+        With ``reduction="sum_per_item"``, several optimizers can thus share a single
+        ``loss.backward()`` of a summed loss. Each optimizer divides by its own number
+        of items.
 
         Args:
             weight: the number of items, >= 0.
@@ -169,7 +171,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
     def _step_for_scaler(self) -> None:
         """Count the micro-batch when the user calls ``scaler.step(opt)``. The loss
-        scale is changed later, by the user's ``scaler.update()``.
+        scale is changed later, when the user calls ``scaler.update()``.
         """
         window = self._window
         scaler = self._scaler
@@ -227,8 +229,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         part in the windows of the other workers until they flush too.
 
         Args:
-            denominator: with ``steps=None``, the number, > 0, by which the sum is
-                divided instead of the window's weight.
+            denominator: a number > 0, by which the sum is divided instead of the
+                window's weight. It is allowed only with ``steps=None``.
 
         Raises:
             ArgumentTypeError, ArgumentValueError: `denominator` is not a number > 0.
@@ -297,14 +299,14 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
         Raises:
             ArgumentTypeError: `loader` is not iterable, or a flag is not a bool.
-            ModuleNotFoundError: `progress` without rich.
+            ModuleNotFoundError: `progress` is True, and rich is not installed.
         """
         see = self._window.sizes.see
         return epoch(loader, self.flush, carry=carry, progress=progress, see=see)
 
     def updates_in(self, loader: Sized | int, epochs: int = 1) -> int:
         """Return the number of updates that `epochs` passes of `epoch` over a loader
-        will make from here on, for example as the length of a scheduler.
+        will make from now on, for example as the length of a schedule.
 
         Args:
             loader: a loader with a length, or its number of micro-batches, an int >= 0.
@@ -349,7 +351,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
         Raises:
             UsageError: the caller is a `torch.amp.GradScaler` that was not passed as
-                ``loss_scale=``. The error comes before the scaler touches a gradient.
+                ``loss_scale=``. The error is raised before the scaler changes a
+                gradient.
         """
         groups = groups_for_a_scaler(self._scaler)
         return self._inner.param_groups if groups is None else groups
@@ -401,7 +404,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
         Raises:
             ArgumentValueError: several workers share the window, and the group has a
-                parameter that not all of them train.
+                parameter that not all workers train.
             UsageError: ``.grad`` of a parameter of the group already contains a
                 gradient.
         """
@@ -474,7 +477,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         # Describe the class and the options; ``print(opt.optimizer)`` shows the groups.
-        # The scale of a GradScaler is on its device, so this waits for the device.
+        # The scale of a GradScaler is on a device, so reading it waits for the device.
         window = self._window
         state = window.current_state()
         size = window.size

@@ -8,13 +8,14 @@ loads the state. It contains only plain numbers, lists and tensors, so that
 
 - ``format``: `gradaccum.kit.FORMAT`, the version of this format;
 - the seven fields of `gradaccum.kit.State`, and ``grad_norm``;
-- ``terms``: `gradaccum.kit.Terms` as a mapping: the options that an open window depends
-  on, with the weight at which a window ends stored as a negative ``steps``;
+- ``terms``: the options that an open window depends on, which are the fields of
+  `gradaccum.kit.Terms` as a mapping (a weight at which a window ends is stored as a
+  negative ``steps``);
 - ``worker``: the rank that saved the entry and the number of workers, because each
   worker's sum is only a part of the sum of all workers;
-- ``parameters``: the shape and dtype of each parameter, by which another model's state
-  is detected;
-- ``sums``: the partial sums by the index of their parameter, only while a window is
+- ``parameters``: the shape and dtype of each parameter, so that the state of a
+  different model is detected;
+- ``sums``: the partial sums by the index of their parameter, empty unless a window is
   open;
 - ``loss`` and ``window_loss``: the sum of the open window's losses, and the loss of the
   last closed window;
@@ -140,7 +141,7 @@ def resumed_state(entry: Entry, window: Window) -> State:
 
 def encode_size(steps: Any) -> int | None:
     """Return a window's size as one number for a checkpoint: a number of micro-batches
-    as it is, and a weight at which the window ends as a negative number.
+    is unchanged, and a weight at which the window ends becomes negative.
     """
     size: Any = kit.code_of(steps) if isinstance(steps, UntilWeight) else steps
     return None if size is None else int(size)
@@ -198,8 +199,9 @@ def require_same_model(entry: Entry, window: Window) -> None:
 
 
 def redistributed(state_dicts: Sequence[StateDict], workers: int) -> list[StateDict]:
-    """Return state dicts with which `workers` workers resume a run of another number of
-    workers, even in the middle of a window. The tensors are not copied.
+    """Return state dicts with which `workers` workers resume a run that was saved with
+    a different number of workers, even in the middle of a window. The tensors are not
+    copied.
 
     The first worker gets the total of all workers' gradient sums, in their dtype, and
     the total weight. On all other workers, the open window's sum is empty. All workers
@@ -210,8 +212,8 @@ def redistributed(state_dicts: Sequence[StateDict], workers: int) -> list[StateD
     world_size)[rank])``.
 
     Args:
-        state_dicts: the results of ``opt.state_dict()`` on every worker, by rank, from
-            optimizers wrapped with ``module=``.
+        state_dicts: the results of ``opt.state_dict()`` on every worker, ordered by
+            rank, from optimizers wrapped with ``module=``.
         workers: the number of workers that resume, >= 1.
 
     Raises:

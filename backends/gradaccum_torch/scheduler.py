@@ -52,7 +52,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
 
     Args:
         scheduler: a scheduler built on a wrapped optimizer. It needs a ``step`` method
-            as an `LRScheduler` has it, or timm's ``step_update``.
+            like the ``step`` of an `LRScheduler`, or timm's ``step_update``.
 
     Raises:
         ArgumentTypeError: the scheduler's optimizer is not wrapped.
@@ -87,8 +87,9 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         updates = self._optimizer_updates()
         window = self._scheduler.optimizer._window
         if hasattr(self._scheduler, "step_update") or updates > self._updates:
-            # torch warns if the optimizer has not stepped before the scheduler, but an
-            # update from before a checkpoint was made in another process.
+            # torch warns if the scheduler steps before the optimizer. After a
+            # checkpoint was loaded, the optimizer's earlier steps may have been made in
+            # another process.
             note_step_called(self._scheduler.optimizer)
             self._scheduler.step(*args, **kwargs)
             window.changed_rate_warning.allow_change()
@@ -111,8 +112,8 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
             self.step()
 
     def optimizer_loaded(self) -> None:
-        """Do not step for the updates that the optimizer's loaded state counts, unless
-        the scheduler has loaded a state too.
+        """Do not step for updates that were made before the optimizer's state was
+        saved, unless the scheduler has loaded a state too.
         """
         if not self._has_loaded:
             self._updates = self._optimizer_updates()

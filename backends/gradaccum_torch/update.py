@@ -1,4 +1,4 @@
-"""Runs the inner optimizer once per window, and rejects any other step of it."""
+"""Runs the inner optimizer once per window, and rejects direct calls of its step."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Update:
         which may therefore be incomplete.
         """
         self.is_made = False
-        """Whether the inner optimizer has made the update, even if a later hook
-        raised.
+        """Whether the inner optimizer has made the update, even if a later hook raised
+        an error.
         """
         self.updated_parameters: list[Tensor] = []
         """The parameters that had a gradient in the last update."""
@@ -75,7 +75,8 @@ class Update:
         that the inner optimizer reads.
         """
         same_dtype: list[Tensor] = []
-        # Do not use list(sums.items()): it would keep every sum until the loop ends.
+        # Do not use list(sums.items()), because it would keep every sum in memory until
+        # the loop ends.
         for parameter in list(sums):
             total = sums[parameter]
             target = self.masters.worked_on(parameter)
@@ -88,8 +89,7 @@ class Update:
             if total.dtype == dtype:
                 same_dtype.append(total)
             else:
-                # Cast them one by one, so that each cast frees the sum that it came
-                # from.
+                # Cast the sums one by one, so that each sum is freed after its cast.
                 sums[parameter] = narrowed(total, divisor, dtype)
         divide(same_dtype, divisor)
         for parameter, total in sums.items():
@@ -116,8 +116,8 @@ def hook_tables() -> dict[str, Hooks]:
     }
 
 
-# Each inner optimizer has at most one wrapper, which makes all its steps while it is
-# alive.
+# Each inner optimizer has at most one wrapper. While the wrapper is alive, it makes all
+# steps of the inner optimizer.
 
 
 UPDATES: WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Update]] = (

@@ -117,8 +117,9 @@ class WholeWindow:
         return self._window.masters.parameters()
 
     def begin_weightless(self) -> None:
-        """Prepare for a backward pass whose micro-batches were already counted. It adds
-        no weight, and its gradients are not multiplied by the loss scale again.
+        """Prepare for a backward pass whose micro-batches were already counted. The
+        pass adds no weight, and its gradients are not multiplied by the loss scale
+        again.
         """
         micro_batch = self._window.micro_batch
         micro_batch.set_weight(0.0)

@@ -1,10 +1,10 @@
 """The open window of one optimizer: it counts micro-batches, and makes the update when
 it is full.
 
-`gradaccum.kit` decides when a window ends, by what its sum is divided, and whether an
-update is made. This module adds up the gradients, computes their norm, divides them and
-runs the inner optimizer. If a call raises, either nothing has changed, or
-`Update.is_broken` stays set and every later call raises.
+`gradaccum.kit` decides when a window ends, by which number its sum is divided, and
+whether an update is made. This module adds up the gradients, computes their norm,
+divides them and runs the inner optimizer. If a call raises an error, either nothing has
+changed, or `Update.is_broken` stays set and every later call raises an error too.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class Scheduler(Protocol):
         """Step if the optimizer has made an update since the scheduler's last step."""
 
     def optimizer_loaded(self) -> None:
-        """Do not step for the updates that the optimizer's loaded state counts."""
+        """Do not step for updates that were made before the optimizer's state was
+        saved.
+        """
 
 
 class Window:
@@ -164,8 +166,8 @@ class Window:
 
     def current_state(self) -> State:
         """Return the window's counts and loss scale. If the scale comes from a
-        `torch.amp.GradScaler`, it is read between two windows, which waits for the
-        device.
+        `torch.amp.GradScaler`, it is read between two windows, and reading it waits for
+        the device.
         """
         if self.scaler is not None and not self.state.micro_step:
             self.state = self.at_rest(self.scaler.with_scale(self.state))
@@ -245,7 +247,8 @@ class Window:
         self, loss: Tensor, weight: float | None, arguments: Mapping[str, Any]
     ) -> None:
         """Run the backward pass of `loss`, shape ``()``, multiplied by the weight and
-        the loss scale. With weight 0, run it only if other workers wait for it.
+        the loss scale. With weight 0, run the backward pass only if other workers wait
+        for it.
         """
         self._require_usable("backward()")
         if self.workers.is_reducing:
@@ -428,7 +431,7 @@ class Window:
             watch.reset()
 
     def _has_begun(self) -> bool:
-        """True if a micro-batch has begun, even if it has brought no gradient."""
+        """True if a micro-batch has begun, even if it has no gradient."""
         return (
             self.micro_batch.has_loss
             or self.micro_batch.is_weighed
@@ -675,8 +678,8 @@ class Window:
         the other parameters. All workers must update the same parameters in the same
         order.
 
-        The options must not need a gradient norm. Then either all parameters of the
-        window are updated, or none.
+        The options must not need a gradient norm, because the decision to make the
+        update must be the same for all parameters of the window.
         """
         state = self.state
         sums = self.gradient_sum.gradients()

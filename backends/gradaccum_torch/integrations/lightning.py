@@ -1,9 +1,9 @@
 """A callback for Lightning's ``Trainer``. It closes the last window of each epoch, and
 rejects settings that change single micro-batches.
 
-Without it, Lightning clips the gradient and steps a scheduler after each micro-batch,
-and ends an epoch in the middle of a window. With ``separate_sums=True``, nothing else
-detects the clipping.
+Without this callback, Lightning clips the gradient and steps a scheduler after each
+micro-batch, and ends an epoch in the middle of a window. With ``separate_sums=True``,
+nothing else detects the clipping.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
     """Closes the open window after the last batch of an epoch, before validation and
     checkpointing.
 
-    Put it first among the callbacks. It also gives weight 0 to a batch whose
+    Make it the first callback in the list. It also assigns weight 0 to a batch whose
     ``training_step`` returns None, and steps wrapped schedulers with ``"interval":
-    "step"`` after the last update of an epoch. A run can be resumed in the middle of a
-    window only with this callback if the gradient sum is kept in ``.grad``.
+    "step"`` after the last update of an epoch. If the gradient sum is kept in
+    ``.grad``, a run can be resumed in the middle of a window only with this callback.
 
     Raises:
         UsageError: the ``Trainer`` would clip, accumulate or step a scheduler for each
-            micro-batch, or no optimizer is wrapped. The error comes when training
+            micro-batch, or no optimizer is wrapped. The error is raised when training
             begins, or at the batch at which such a setting changes.
     """
 
@@ -46,7 +46,7 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Keep the optimizers' states until training starts, because Lightning clears
-        the model's gradients after it has loaded them.
+        the model's gradients after it has loaded these states.
         """
         self._saved_states[:] = checkpoint.get("optimizer_states", ())
 
@@ -79,8 +79,8 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
         batch: Output,
         batch_idx: int,
     ) -> None:
-        """Reject gradient clipping and accumulation by the ``Trainer``. They are checked
-        at each batch, because a ``GradientAccumulationScheduler`` may enable
+        """Reject gradient clipping and accumulation by the ``Trainer``. Both are
+        checked at each batch, because a ``GradientAccumulationScheduler`` may enable
         accumulation between two epochs.
         """
         self._has_delivered = False

@@ -38,8 +38,9 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     The Trainer's arguments, optimizer and scheduler stay as they are:
     ``gradient_accumulation_steps`` is the length of a window, and ``max_grad_norm``
     clips the window's gradient. The weight of a micro-batch is the number of items that
-    the Trainer counts in it, or otherwise its batch size. The Trainer logs the loss and
-    the norm of the window, and processes reduce their gradients once per window.
+    the Trainer counts in it, or its batch size if the Trainer does not count items. The
+    Trainer logs the loss and the norm of the window, and the processes reduce their
+    gradients once per window.
 
     Args:
         trainer: a `transformers.Trainer`, or TRL's `SFTTrainer`, `DPOTrainer` or
@@ -165,9 +166,9 @@ def batch_size(inputs: Mapping[str, Any]) -> float:
 
 _BY_TOKENS = {"dapo", "cispo", "vespo"}
 _MEANS = {"grpo", "bnpo", "dr_grpo", "sapo", "luspo"}
-"""The names of TRL's losses that are a mean over a micro-batch, so that a micro-batch is
-not weighted by its number of tokens. The losses in `_BY_TOKENS` are sums divided by
-``num_items_in_batch``.
+"""The names of TRL's losses that are a mean over a micro-batch. With such a loss, a
+micro-batch is not weighted by its number of tokens. The losses in `_BY_TOKENS` are sums
+divided by ``num_items_in_batch``.
 """
 
 

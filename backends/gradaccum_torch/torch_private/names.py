@@ -45,7 +45,7 @@ def buffers_of(module: torch.nn.Module) -> dict[str, Any]:
 def call_at_the_end_of_backward(function: Callable[[], None]) -> bool:
     """Make autograd call `function` at the end of the running backward pass, unless the
     pass raises. Return False if autograd's engine is not running and would never call
-    it.
+    `function`.
 
     The engine is not running when FSDP2 calls hooks after the pass, or in a compiled
     backward pass.
@@ -144,12 +144,13 @@ def _kind_of(node: Node) -> str:
 def owns_memory(gradient: Tensor) -> bool:
     """True if no other code may write into the memory of `gradient`.
 
-    Autograd does not copy the gradient of the first backward pass, so it may share its
-    memory, for example with a CUDA graph, which writes into the same memory in each
-    replay.
+    Autograd does not copy the gradient of the first backward pass, so this gradient may
+    share its memory, for example with a CUDA graph, which writes into the same memory
+    in each replay.
     """
     if gradient.is_cuda and "torch._inductor.cudagraph_trees" in sys.modules:
-        # While a CUDA graph is recorded, its memory cannot be told from other memory.
+        # While a CUDA graph is recorded, its memory cannot be distinguished from other
+        # memory.
         return False
     if type(gradient) is not Tensor:
         # The gradients that FSDP2 shards are parts of one tensor, into which no other
@@ -186,8 +187,8 @@ class Versions:
 
 
 def elements(tensor: Tensor) -> Tensor:
-    """Return the elements of a gradient as a dense tensor that shares its memory. For a
-    sparse gradient these are its values.
+    """Return the elements of a gradient as a dense tensor that shares the gradient's
+    memory. The elements of a sparse gradient are its values.
 
     The public ``values()`` raises for a sum that torch has not marked as coalesced.
     """
@@ -277,7 +278,7 @@ def note_step_called(optimizer: torch.optim.Optimizer) -> None:
 
 def unscaling_caller(frames: int) -> Mapping[str, Any] | None:
     """Return the local variables of ``GradScaler._unscale_grads_`` if it is the caller
-    `frames` frames above, otherwise None. A scaler cannot be detected in another way,
+    `frames` frames above, otherwise None. A scaler cannot be detected in any other way,
     because unscaling does not change a gradient's version.
     """
     frame = sys._getframe(frames)
@@ -307,8 +308,9 @@ def scale_and_tracker(scaler: torch.amp.GradScaler) -> list[float]:
 
 
 def pending_update(scaler: torch.amp.GradScaler) -> Mapping[int, Any]:
-    """Return the record that ``scaler.step`` makes for the next ``scaler.update()``;
-    empty if there was no ``step``. ``update`` replaces the record with a new object.
+    """Return the record that ``scaler.step`` makes for the next ``scaler.update()``.
+    The record is empty if there was no ``step``. ``update`` replaces it with a new
+    object.
     """
     return scaler._per_optimizer_states
 
@@ -366,7 +368,7 @@ def send_buffers(module: DistributedDataParallel) -> None:
 
 def are_flattened(parameters: Collection[Tensor]) -> bool:
     """True if FSDP1 has flattened some of `parameters`. A gradient norm would then
-    cover only this worker's part of them.
+    cover only this worker's part of these parameters.
     """
     if "torch.distributed.fsdp" not in sys.modules:
         return False

@@ -1,8 +1,8 @@
 """Checks of the module, the parameters and the options that several workers pass to
-`gradaccum.wrap`, and the errors of a window that they share.
+`gradaccum.wrap`, and the errors about a window that several workers share.
 
-A check of a worker's own arguments raises only on that worker. The other workers wait
-for it until the process group's timeout.
+A check of a worker's own arguments raises an error only on that worker. The other
+workers wait for that worker until the process group's timeout.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ as equal, because rounding may differ.
 
 
 def parallel_module(module: torch.nn.Module) -> DistributedDataParallel:
-    """Return `module` if it is a `DistributedDataParallel`, or else the
-    `DistributedDataParallel` inside it, which Lightning Fabric wraps once more.
+    """Return `module` if it is a `DistributedDataParallel`. Otherwise return the
+    `DistributedDataParallel` inside `module`, because Lightning Fabric wraps it once
+    more.
     """
     for inner_module in module.modules():
         if isinstance(inner_module, DistributedDataParallel):
@@ -59,13 +60,13 @@ def parallel_module(module: torch.nn.Module) -> DistributedDataParallel:
     )
 
 
-# While a wrapper suppresses a module's own reduction, nothing reduces the gradients of
-# another optimizer of the module that is not wrapped.
+# While a wrapper suppresses a module's own gradient reduction, no gradients are reduced
+# for another optimizer of the same module, unless that optimizer is wrapped too.
 
 REDUCING_OPTIMIZERS: WeakSet[torch.optim.Optimizer] = WeakSet()
 """The inner optimizers that were wrapped with ``module=``."""
 CHECKED_OPTIMIZERS: WeakSet[torch.optim.Optimizer] = WeakSet()
-"""The optimizers for which `require_reduced` has found that all gradients are reduced."""
+"""The optimizers whose gradients are all reduced, according to `require_reduced`."""
 STEP_HOOKS: list[RemovableHandle] = []
 """The handle of the hook that runs before each step of any optimizer; empty until a
 module's reduction is suppressed.

@@ -1,5 +1,5 @@
-"""FSDP2 with deferred reduction: gradients are kept until the window ends, and are
-reduced then.
+"""FSDP2 with deferred reduction: gradients are kept until the window ends, and are only
+then reduced.
 
 If `opt.backward` is known to end the window, and every worker has a gradient for every
 parameter, FSDP2 reduces during that backward pass. Otherwise the gradients are reduced

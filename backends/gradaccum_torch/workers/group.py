@@ -1,9 +1,10 @@
 """The workers of one process group, each with a copy of the model. Their gradient sums
 are added up when the window ends.
 
-First the gradient sums are added up in buckets, and then a few numbers, which also show
-for which parameters any worker had a sum. A worker that runs out of data calls
-``flush``, and takes part in the windows of the other workers until they flush too.
+First the gradient sums are added up in buckets. Then a few numbers are added up, which
+also show for which parameters at least one worker had a sum. A worker that runs out of
+data calls ``flush``, and takes part in the windows of the other workers until they
+flush too.
 
 If a parameter is sharded over the same workers, each worker's gradient of its shard
 already covers the items of all workers. Such a gradient is not added up, and the norm

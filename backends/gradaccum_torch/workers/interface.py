@@ -1,4 +1,4 @@
-"""The interface of the workers that share windows. The base class is a single worker."""
+"""The interface of workers that share windows, and the class for a single worker."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class ReducedWindow(NamedTuple):
 
 
 class Workers:
-    """The workers that share windows; in this base class a single worker, which shares
-    its windows with no other.
+    """The workers that share windows. This base class represents a single worker that
+    does not share its windows.
     """
 
     is_shared = False
@@ -160,8 +160,8 @@ class Workers:
         """Begin to share windows, after all checks of the optimizer have passed."""
 
     def abandon(self, numbers: Sequence[float]) -> None:
-        """Finish a reduction that has begun although this worker discards its window.
-        All workers then raise.
+        """Finish a reduction that has already begun, although this worker discards its
+        window. All workers then raise an error.
         """
 
     def window_ended(self) -> None:

@@ -1,5 +1,5 @@
-"""Reduces the gradient sums of a window in buckets, if possible already during the
-window's last backward pass.
+"""Reduces the gradient sums of a window in buckets. If possible, the reduction begins
+during the window's last backward pass.
 
 All workers reduce the same buckets in the same order. The buckets contain the trainable
 parameters from the last to the first, because autograd computes their gradients in

@@ -76,7 +76,7 @@ def workers_of(
         text = UNNAMED_WORKERS.format(processes())
         warnings.warn(text, GradAccumWarning, stacklevel=5)
     # This check comes after the comparison of the workers' options. If only one worker
-    # has this option, that comparison has already raised on all workers.
+    # has this option, that comparison has already raised an error on all workers.
     if workers.place[1] > 1 and isinstance(options.steps, UntilWeight):
         raise shared_until_weight_error(options.steps)
     return workers
