@@ -57,9 +57,9 @@ def require_dtype(accumulate_dtype: DType) -> DType:
 
 
 def require_params_alone(params: Params) -> None:
-    """Raise if `params` contains a flax nnx random stream, or contains other nnx
-    variables in addition to parameters. With a random stream, every micro-batch would
-    draw the same dropout mask.
+    """Raise if `params` contains a random stream of flax nnx, or if it contains
+    parameters together with other nnx variables. With a random stream, every
+    micro-batch would draw the same dropout mask.
     """
     flat = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_variable)[0]
     kinds_by_path = {

@@ -155,7 +155,7 @@ def apply_updates(params: Params, updates: Updates, state: Tree) -> Params:
         The new parameters, in the dtypes of `params`.
 
     Raises:
-        ArgumentTypeError: `state` contains no such state, or several.
+        ArgumentTypeError: `state` does not contain exactly one such state.
     """
     params = plain(params)
     masters = jax.tree.map(
