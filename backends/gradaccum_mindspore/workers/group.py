@@ -49,8 +49,8 @@ float32 represents the sum of their squares over thousands of workers exactly.
 """
 
 
-# Before the gradient sums, the workers add up a vector of numbers. These are the
-# indices of the numbers in the vector. The learning rates are at its end.
+# Before the workers add up the gradient sums, they add up a vector of numbers. These
+# are the indices of the numbers in the vector. The learning rates are at its end.
 WEIGHT = 0
 OVERFLOWS = 1
 MICRO_BATCHES = 2
@@ -79,8 +79,8 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         )
         self.loss_holders = self.workers if storage.sharded_places else 1
         """The number of workers that compute the same loss. If some parameters are
-        sharded, every worker computes the loss of all items, and otherwise only of its
-        own items.
+        sharded, every worker computes the loss of all items. Otherwise, each worker
+        computes the loss of its own items.
         """
         # With plain assignments, the Cell would list these objects as its own. `always`
         # is a Parameter, because the compiler would not create a branch for a constant
@@ -161,8 +161,8 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
 
     def add_up_sums(self, totals: Tensor) -> bool:
         """Add up the gradient sums over all workers, and write the result. Write the
-        weight, the overflow flag and the loss from `totals`, which are added up
-        already.
+        weight, the overflow flag and the loss from `totals`, which are already added
+        up.
         """
         storage = self.storage
         differ = self.workers_differ(totals)
