@@ -150,8 +150,8 @@ def align(gradients: Tree, accumulator: Tree) -> Gradients:
     in the order of the accumulator's leaves, with None for a leaf to which nothing is
     added.
 
-    NumPy arrays are copied, because JAX reads their memory later. By then the caller
-    may have overwritten it with the gradients of the next micro-batch.
+    NumPy arrays are copied, because JAX reads their memory later, when the caller may
+    already have overwritten them with the gradients of the next micro-batch.
     """
     totals, structure = _named_leaves(accumulator)
     named_gradients, gradient_structure = _named_leaves(gradients)

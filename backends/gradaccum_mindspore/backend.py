@@ -85,7 +85,7 @@ class MindSporeBackend:
         Raises:
             ArgumentTypeError: `optimizer` is not a MindSpore optimizer, or is already
                 wrapped.
-            ArgumentValueError: `optimizer` has a loss scale of its own; with
+            ArgumentValueError: `optimizer` has its own loss scale; with
                 ``data_parallel=True``, another worker has different options or
                 parameters; or there are ``layerwise_parallel`` Parameters, and the
                 reduction is "mean" or ``on_overflow`` is "drop_micro_batch".

@@ -83,7 +83,7 @@ def kind_of(tensor: Tensor) -> str:
 
 def resumed_values(storage: Storage, parameter_dict: Checkpoint) -> dict[str, object]:
     """Return a dict from the names of Parameters to the values that are loaded instead
-    of the checkpoint's values. Raise unless the saved window can be resumed here.
+    of the checkpoint's values. Raise unless this optimizer can resume the window.
     """
     fields = {field: getattr(storage, field).name for field in FIELD_DTYPES}
     saved_state = State(

@@ -121,8 +121,8 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
             results.append(results_of(step_results, args, axes))
             return results[-1].leaves
 
-        # This trace only finds the types of the results, because `jax.shard_map` needs
-        # a `PartitionSpec` for each result.
+        # This trace only determines the types of the results, because `jax.shard_map`
+        # needs a `PartitionSpec` for each result.
         jax.eval_shape(
             on_each_device(lambda *args: step_with_copies(*args)[:0], []), *leaves
         )

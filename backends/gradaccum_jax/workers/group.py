@@ -50,8 +50,8 @@ devices.
 
 
 class ParamsType(Enum):
-    """How the parameters are typed while `data_parallel` traces a step. It traces each
-    step with both types.
+    """How the parameters are typed while `data_parallel` traces a step. Each step is
+    traced twice, once with each type.
     """
 
     SAME = "same on all devices"
@@ -201,11 +201,11 @@ def map_by_kind(
 # Parameters may be sharded by hand inside `jax.shard_map`: each device along
 # ``shard_axes`` stores a part of the model.
 #
-# Then no device knows the whole gradient. It can compute only the norm of its own
+# Then no device knows the whole gradient. A device can compute only the norm of its own
 # shards, and does not notice an inf in another device's shards. So the squares are
 # added up over all shards. Each element is counted once, because JAX's types show which
-# arrays are sharded and which are replicated. All devices make the same decision at the
-# end of a window.
+# arrays are sharded and which are replicated. All devices then make the same decision
+# at the end of a window.
 #
 # In an ensemble, each device has its own model. JAX's types do not distinguish such a
 # model from a shard. So if ``shard_axes`` is not passed, an error is raised.
