@@ -193,7 +193,7 @@ def divide_axis(array: Array, axis: int, blocks: int) -> Array:
 
 
 def merge_axis(array: Array, axis: int) -> Array:
-    """Undo `divide_axis`: merge `axis` of `array` and the axis after it into one axis."""
+    """Undo `divide_axis`: merge `axis` of `array` and the next axis into one axis."""
     shape = (
         *array.shape[:axis],
         array.shape[axis] * array.shape[axis + 1],
