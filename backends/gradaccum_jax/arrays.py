@@ -73,15 +73,13 @@ def plain(tree: Tree) -> Tree:
 
 is_none = functools.partial(operator.is_, None)
 """True if the argument is None. Passing ``is_leaf=is_none`` to `jax.tree.map` keeps
-each None as a leaf. JAX calls this function for every node of a tree, so it is made of
-C functions for speed.
+each None as a leaf. JAX calls this function for every node of a tree, so it is built
+from C functions for speed.
 """
 
 
 def is_masked(node: object) -> bool:
-    """True if `node` is the placeholder that optax puts where a mask leaves a parameter
-    out.
-    """
+    """True if `node` is optax's placeholder for a parameter that a mask excludes."""
     return isinstance(node, optax.MaskedNode)
 
 
@@ -101,9 +99,10 @@ class GradientTypes(NamedTuple):
     them.
     """
     update_dtypes: list[DType]
-    """The updates get the dtypes that the inner optimizer returns for gradients of
-    these dtypes. They differ from `dtypes` only if no gradient was passed, as in a
-    flush: then they are the dtypes of the parameters.
+    """The gradient dtypes that determine the dtypes of the updates: an update has the
+    dtype that the inner optimizer returns for a gradient of this dtype. An entry
+    differs from `dtypes` only if no gradient was passed, as in a flush. It is then the
+    dtype of the parameter.
     """
 
 
@@ -111,8 +110,8 @@ def gradient_types(
     accumulator: Tree, params: Params, gradients: Gradients | None
 ) -> GradientTypes:
     """Return the dtypes of the gradients that the inner optimizer receives: for each
-    leaf, the wider dtype of the parameter and its gradient. So a caller who passes
-    gradients in a wider dtype gets the same update as in plain optax.
+    leaf, the wider of the parameter's dtype and the gradient's dtype. So a caller who
+    passes gradients in a wider dtype gets the same update as in plain optax.
 
     In a flush the dtypes of the gradients are unknown, so the inner optimizer receives
     the sum without rounding.
@@ -152,9 +151,9 @@ def takes_part(leaf: Array) -> bool:
 
 def moving_of(tree: Tree) -> tuple[Leaves, Callable[..., Tree]]:
     """Return the floating-point leaves of `tree`, and a function
-    ``put(leaves, still)``. It returns `tree` with its floating-point leaves replaced by
-    `leaves`, and every other leaf replaced by ``still(leaf)``, which is the same leaf
-    by default.
+    ``put(leaves, still)``. The function returns `tree` with its floating-point leaves
+    replaced by `leaves`, and every other leaf replaced by ``still(leaf)``, which is the
+    same leaf by default.
     """
     all_leaves, structure = jax.tree.flatten(tree)
 
@@ -192,7 +191,7 @@ def cast_like(tree: Tree, like: Tree) -> Tree:
 
 
 def strong(tree: Tree) -> Tree:
-    """Remove JAX's weak types from `tree`. They could change the type of a scan's
+    """Remove JAX's weak types from `tree`. Weak types could change the type of a scan's
     carry, which JAX does not allow.
     """
     return cast_like(tree, tree)

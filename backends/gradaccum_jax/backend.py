@@ -1,5 +1,5 @@
-"""The object through which the gradaccum core uses JAX, and `wrap`. The core imports
-`backend` by its name; `gradaccum.wrap` selects it for optax optimizers.
+"""The object `backend`, through which the gradaccum core uses JAX, and `wrap`. The core
+imports `backend` by name, and `gradaccum.wrap` selects it for optax optimizers.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ class JaxBackend:
             options: the checked options.
             axis_name: the mesh axis, or a tuple of several axes, over whose devices the
                 large batch is split. Use this option inside `jax.shard_map`, most
-                simply through `gradaccum_jax.data_parallel`. All devices must make the
+                easily through `gradaccum_jax.data_parallel`. All devices must make the
                 same calls. Their gradient sums are reduced once, at the end of the
-                window. A device without items passes weight 0.
+                window. On a device without items, pass weight 0.
             shard_axes: the mesh axis, or a tuple of several axes, along which
                 parameters are sharded inside `jax.shard_map`. The gradient norm is then
-                computed over all shards, and all devices decide in the same way whether
-                to apply the update. Pass ``()`` if each device has a model of its own.
-                Leave the option out if you use only `jax.jit`.
+                computed over all shards, and all devices make the same decision whether
+                to apply the update. Pass ``()`` if each device has its own model. Leave
+                the option out if you use only `jax.jit`.
             mesh: the `jax.sharding.Mesh` that contains `axis_name`. Outside
                 `gradaccum_jax.data_parallel`, ``tx.init(params)`` uses this mesh, or by
                 default the mesh of the surrounding context.
@@ -82,8 +82,9 @@ class JaxBackend:
                 if the inner optimizer itself accumulates gradients.
             ArgumentValueError: ``steps`` is a callable that does not return an int >= 1
                 for step 0, or the size of a window does not fit into an int32.
-            UsageError: ``steps=until_weight(...)`` is combined with `axis_name`. Each
-                device would then end the window according to its own weight.
+            UsageError: ``steps=until_weight(...)`` is combined with `axis_name`. This
+                is not supported, because each device would end the window according to
+                its own weight.
         """
         if accumulation_of(optimizer) is not None:
             raise wrapped_twice_error(optimizer)

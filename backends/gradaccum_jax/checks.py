@@ -57,9 +57,9 @@ def require_dtype(accumulate_dtype: DType) -> DType:
 
 
 def require_params_alone(params: Params) -> None:
-    """Raise if `params` contains a flax nnx random stream, or contains other nnx
-    variables in addition to parameters. With a random stream, every micro-batch would
-    draw the same dropout mask.
+    """Raise if `params` contains a random stream of flax nnx, or if it contains
+    parameters together with other nnx variables. With a random stream, every
+    micro-batch would draw the same dropout mask.
     """
     flat = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_variable)[0]
     kinds_by_path = {
@@ -150,8 +150,8 @@ def align(gradients: Tree, accumulator: Tree) -> Gradients:
     in the order of the accumulator's leaves, with None for a leaf to which nothing is
     added.
 
-    NumPy arrays are copied, because JAX reads their memory later. By then the caller
-    may have overwritten it with the gradients of the next micro-batch.
+    NumPy arrays are copied, because JAX reads their memory later, when the caller may
+    already have overwritten them with the gradients of the next micro-batch.
     """
     totals, structure = _named_leaves(accumulator)
     named_gradients, gradient_structure = _named_leaves(gradients)

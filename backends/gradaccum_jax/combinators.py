@@ -39,8 +39,9 @@ the updates and the new state of a wrapped optimizer.
 
 @jax.tree_util.register_static
 class Question:
-    """A call to make inside a combined transformation: the wrapped optimizer passes
-    itself and its state to the function. The results of the call are stored here.
+    """A call to make inside a combined transformation: the wrapped optimizer passes its
+    `Accumulation` and its state to the function `answer`. This object stores the
+    results.
     """
 
     accumulation: Any = None

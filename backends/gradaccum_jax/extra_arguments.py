@@ -3,10 +3,10 @@ inner optimizer.
 
 Some of them describe one batch: optax has `grad` and `value_fn` for line searches,
 `grad_fn` for SAM, and `obj_fn` for Sophia. The inner optimizer runs at the end of the
-window, when the loop has only a function of the last micro-batch. This function does
-not match the gradient of the window, so the caller has to pass the arguments for the
-whole window to `flush`. `value` is different: losses can be added up, so the inner
-optimizer gets the window's loss (see `extensions`).
+window. A function that describes only the last micro-batch would not match the gradient
+of the whole window, so the caller has to pass such arguments to `flush`, for the whole
+window. `value` is different: losses can be added up, so the inner optimizer gets the
+window's loss (see `extensions`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gradaccum import ArgumentTypeError, UsageError
 from gradaccum_jax.arrays import Extra
 
 OF_A_BATCH = ("grad", "value_fn", "grad_fn", "obj_fn")
-"""The extra arguments of optax's optimizers that describe the batch of the gradient."""
+"""The extra arguments of optax's optimizers that describe one batch."""
 KNOWN = frozenset(("value", *OF_A_BATCH))
 """The extra arguments that are allowed even if the inner optimizer does not declare
 them.

@@ -96,9 +96,9 @@ def add(accumulator: Tree, gradients: Gradients, factor: Scalar, adds: Scalar) -
     """Add ``factor * gradients`` to the accumulator if `adds` is true; ``factor=None``
     means 1.
 
-    If `adds` is false, because the weight is 0 for example, the sum must not change
-    even if the gradient is NaN. So the old sum is selected, instead of adding a product
-    with 0.
+    If `adds` is false, for example because the weight is 0, the sum must not change
+    even if the gradient is NaN. So the old sum is selected: adding 0 times the gradient
+    would add a NaN.
     """
 
     def add_leaf(total: Array, gradient: Array) -> Array:
@@ -154,9 +154,10 @@ def clear(tree: Tree) -> Tree:
 
 
 def select(predicate: Scalar, a: Array, b: Array) -> Array:
-    """Return `a` if `predicate` is true, else `b`; both have the same type. `jnp.where`
-    would add a separate function to the compiled program, which would be called once
-    for each array.
+    """Return `a` if `predicate` is true, else `b`. `a` and `b` must have the same type.
+
+    `jnp.where` is not used, because it would add a separate function to the compiled
+    program and call it once for each array.
     """
     return lax.select(jnp.asarray(predicate), a, b)
 
@@ -202,8 +203,9 @@ def measure(accumulator: Tree, dtype: DType, shard_axes: ShardAxes = None) -> Sc
 
 
 def _square_root(squares: Scalar) -> Scalar:
-    """Return the square root of `squares`, with derivative 0 at 0. Otherwise the
-    derivative of the norm would be 0 x inf, which is NaN, if all gradients are 0.
+    """Return the square root of `squares`, with derivative 0 at 0. With the derivative
+    of `jnp.sqrt`, the derivative of the norm would be 0 x inf, which is NaN, if all
+    gradients are 0.
     """
     is_zero = squares == 0
     return jnp.where(is_zero, 0, jnp.sqrt(jnp.where(is_zero, 1, squares)))
@@ -231,8 +233,8 @@ def _sum_of_squares(arrays: Leaves, factor: Scalar, shard_axes: ShardAxes) -> Sc
 
 
 def _groups_of_one_type(arrays: Leaves) -> list[Leaves]:
-    """Return lists of at most `GROUP_SIZE` small arrays of the same type. Each large
-    array is in a list by itself.
+    """Group small arrays of the same type into lists of at most `GROUP_SIZE`. Each
+    large array has its own list.
     """
     by_type: dict[Any, Leaves] = {}
     for place, array in enumerate(arrays):
@@ -257,8 +259,8 @@ def _real_parts(accumulator: Tree) -> Leaves:
 
 def fits(accumulator: Tree, divisor: Scalar, dtypes: list[DType]) -> Scalar:
     """True if every finite element of the accumulator is still finite after
-    ``(sum / divisor).astype(dtype)``, where `dtypes` has a dtype for each leaf. The
-    result is a bool scalar.
+    ``(sum / divisor).astype(dtype)``, where `dtypes` contains a dtype for each leaf.
+    The result is a bool scalar.
 
     It is enough to check the largest magnitude of each leaf, because division and
     rounding are monotonic.

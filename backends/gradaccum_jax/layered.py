@@ -415,8 +415,8 @@ def require_separable(
     inner: optax.GradientTransformationExtraArgs, outer: Tree, layers: Tree
 ) -> None:
     """Raise if the inner optimizer draws random numbers, or if its update of one layer
-    (or of the outer parameters) depends on another layer. Two updates in succession are
-    traced to find this out.
+    (or of the outer parameters) depends on another layer. To find this out, two
+    successive updates are traced.
     """
 
     def second_updates(params: Tree, first: Tree, second: Tree) -> Tree:

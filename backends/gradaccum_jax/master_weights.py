@@ -100,8 +100,8 @@ def distance(p: Array, master: Array) -> Array:
 
     Let q be the rounded master, t the number of bits in the half-precision significand
     (11 or 8), and u = fl(q - p). If p/2 <= q <= 2p, u is exact (Sterbenz,
-    "Floating-Point Computation", 1974). Otherwise two float32 roundings leave p + u off
-    by at most 2^-24 (|q - p| + |q|), up to a factor of 1 + 2^-24, and numbers within
+    "Floating-Point Computation", 1974). Otherwise two float32 roundings change p + u by
+    at most 2^-24 (|q - p| + |q|), up to a factor of 1 + 2^-24, and numbers within
     2^-(t+1) |q| of q round to q. So the result is q, bit for bit, as long as |p| <=
     (2^(23 - t) - 4) |q|, which is 4092 |q| in float16 and 32764 |q| in bfloat16. The
     result is also q if q is 0, or if |q - p| <= 1 in float16, because such a multiple
@@ -109,8 +109,8 @@ def distance(p: Array, master: Array) -> Array:
 
     All this holds unless q - p overflows float32 or, in bfloat16, is below 2^-126,
     which XLA flushes to 0. A parameter that shrinks by a larger factor in one update,
-    but not to 0, is off by at most 2^-23 |p|, and is right again after the next update.
-    `gradaccum_jax.apply_updates` does not have these limits.
+    but not to 0, is off by at most 2^-23 |p|, and is correct again after the next
+    update. `gradaccum_jax.apply_updates` does not have these limits.
     """
     parameter = jnp.asarray(p).astype(jnp.float32)
     target = round_master(master, jnp.result_type(p))
@@ -155,7 +155,7 @@ def apply_updates(params: Params, updates: Updates, state: Tree) -> Params:
         The new parameters, in the dtypes of `params`.
 
     Raises:
-        ArgumentTypeError: `state` contains no such state, or several.
+        ArgumentTypeError: `state` does not contain exactly one such state.
     """
     params = plain(params)
     masters = jax.tree.map(

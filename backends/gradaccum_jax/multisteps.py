@@ -62,7 +62,7 @@ class MultiSteps:
     from the window's last mini-step.
 
     Args:
-        opt: the wrapped optimizer.
+        opt: the optimizer to run once per window.
         every_k_schedule: the number of mini-steps per update: an int >= 1, or a
             function of `gradient_step` that returns such an int. Under `jax.jit` the
             returned int cannot be checked: if it is below 1, the window never ends, as
@@ -93,7 +93,7 @@ class MultiSteps:
 
     @property
     def inner_opt(self) -> optax.GradientTransformationExtraArgs:
-        """The wrapped optimizer."""
+        """The optimizer `opt`, which also accepts extra arguments here."""
         return self._opt
 
     def init(self, params: Params) -> optax.MultiStepsState:
@@ -146,7 +146,7 @@ class MultiSteps:
         return (state.mini_step == 0) & (state.gradient_step > 0)
 
     def gradient_transformation(self) -> optax.GradientTransformationExtraArgs:
-        """Return an `optax.GradientTransformationExtraArgs` of `init` and `update`."""
+        """Return `init` and `update` as an `optax.GradientTransformationExtraArgs`."""
         return optax.GradientTransformationExtraArgs(self.init, self.update)
 
     @cached_property

@@ -100,8 +100,8 @@ class Accumulation:
 
     @cached_property
     def inner(self) -> optax.GradientTransformationExtraArgs:
-        """The optimizer that was passed to `wrap`, extended by
-        `master_weights.on_masters`.
+        """The optimizer that was passed to `wrap`, as `master_weights.on_masters`
+        extends it.
         """
         inner = optax.with_extra_args_support(self.transformation)
         return on_masters(inner, self.options.master_weights)
@@ -304,25 +304,26 @@ def flush(
     Args:
         tx: an optimizer from `gradaccum.wrap`; or an `optax.chain`, `optax.partition`
             or `optax.masked` that contains one such optimizer. The states of
-            transformations before it or alongside it do not change. Transformations
-            after it in a chain are applied to the updates.
+            transformations before or next to the wrapped optimizer do not change.
+            Transformations after the wrapped optimizer in a chain are applied to the
+            updates.
         state: the state of `tx`, or flax nnx's ``optimizer.opt_state``, as in the
             recipes.
         params: the parameters. They are required with master weights, or if the inner
             optimizer needs them. The updates have the dtypes of the parameters.
-        denominator: with ``steps=None``, a finite scalar > 0 by which the sum of the
-            gradients is divided, instead of by the window's weight.
+        denominator: a finite scalar > 0, which requires ``steps=None``. The sum of the
+            gradients is divided by this number instead of the window's weight.
         extra: arguments that are passed on to the inner optimizer.
 
     Returns:
         The updates, which are zeros if no update was made, and the new state.
 
     Raises:
-        ArgumentTypeError: `tx` is not wrapped, or the inner optimizer does not declare
-            an argument in `extra`.
-        ArgumentValueError: `denominator` is not a finite number > 0, or is combined
-            with ``steps``.
-        UsageError: a transformation after the wrapped optimizer in a chain has a state.
+        ArgumentTypeError: `tx` is not wrapped, the inner optimizer does not declare an
+            argument in `extra`, or `denominator` is not a number.
+        ArgumentValueError: `denominator` is not a finite number > 0.
+        UsageError: `denominator` is passed, but ``steps`` is not None; or a
+            transformation after the wrapped optimizer in a chain has a state.
     """
 
     def close(
@@ -353,11 +354,11 @@ def epoch(loader: Iterable[M], *, progress: bool = False) -> kit.Epoch[tuple[M, 
 
     Args:
         loader: an iterable over the micro-batches.
-        progress: show a progress bar with rich.
+        progress: True shows a progress bar, which requires the package rich.
 
     Raises:
         ArgumentTypeError: `loader` is not an iterable, or `progress` is not a bool.
-        ModuleNotFoundError: `progress` is set, but rich is not installed.
+        ModuleNotFoundError: `progress` is true, but rich is not installed.
 
     Examples:
         >>> list(epoch([10, 20, 30]))
@@ -386,7 +387,8 @@ def discard(tx: optax.GradientTransformation, state: S) -> S:
         state: as in `flush`.
 
     Raises:
-        ArgumentTypeError: `state` contains no wrapped optimizer's state, or several.
+        ArgumentTypeError: `state` does not contain exactly one state of a wrapped
+            optimizer.
     """
     state = plain(state)
     return new_part(state, window.discard(the_state(state)))
@@ -399,8 +401,8 @@ def accumulation_of(tx: object) -> Accumulation | None:
 
 
 def require_open(tx: optax.GradientTransformation) -> Accumulation:
-    """Return the `Accumulation` of `tx`; raise unless `tx` was wrapped with
-    ``steps=None``, because the calling function itself closes the window.
+    """Return the `Accumulation` of `tx`. Raise unless `tx` was wrapped with
+    ``steps=None``, because the calling function closes the window itself.
     """
     accumulation = accumulation_of(tx)
     if accumulation is None:

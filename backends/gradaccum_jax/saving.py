@@ -58,11 +58,11 @@ def check_state(tx: optax.GradientTransformation, state: Tree, params: Params) -
             `AccumulationState`; or the nested dicts that `flax.serialization` and orbax
             return if they restore without a target; or flax nnx's
             ``optimizer.opt_state``, as in the recipes.
-        params: the parameters, or their `jax.ShapeDtypeStruct`.
+        params: the parameters, or a `jax.ShapeDtypeStruct` for each parameter.
 
     Raises:
         CheckpointError: the state does not fit the optimizer or the parameters; the
-            message says where. Nothing was changed.
+            message says where. `state` and `tx` are unchanged.
         ArgumentTypeError: `tx` is not wrapped.
     """
     accumulation = accumulation_of(tx)
@@ -143,9 +143,9 @@ def _copy(leaf: Array) -> Array:
 
 
 def by_path(tree: Tree) -> dict[str, Array]:
-    """Return a dict with the leaves of `tree` by path. A path consists of names joined
-    with dots, so it is the same for a tuple and for the dict that a library made from
-    it.
+    """Return a dict from paths to the leaves of `tree`. A path consists of names joined
+    with dots, so a tuple and the dict that a library made from the tuple have the same
+    paths.
     """
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
     name_of = partial(jax.tree_util.keystr, simple=True, separator=".")

@@ -1,10 +1,10 @@
-"""Helpers for the types that show along which mesh axes a value differs between
-devices. They hide JAX's private names and the differences between its versions.
+"""Helpers for JAX's types, which show along which mesh axes a value may differ between
+devices. The helpers hide JAX's private names and the differences between JAX versions.
 
 Inside `jax.shard_map`, the type of a value contains the mesh axes along which the value
 may differ between devices. A loop or a conditional must return values of the same types
-as its inputs. If the results would have additional axes, for example because of the
-predicate, these axes are added to the types of the inputs first.
+as its inputs. If the results would have additional axes, for example because the
+predicate varies along them, these axes are added to the types of the inputs first.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ def vary(tree: T, axes: Axes) -> T:
 def with_axes_of_results(
     predicate: Scalar, function: Callable[[T], T], operand: T
 ) -> tuple[Callable[[T], T], T]:
-    """Make the types of the inputs and results of a conditional agree. Return
-    `function` and `operand`, in which each array is marked as varying along every mesh
-    axis along which the array, its result or `predicate` varies.
+    """Make the types of the inputs and results of a conditional agree. Return versions
+    of `function` and `operand` in which each array is marked as varying along every
+    mesh axis along which the array, its result or `predicate` varies.
     """
     leaves, structure = jax.tree.flatten(operand)
     while True:
@@ -182,8 +182,8 @@ def _is_automatic(mesh: Any) -> bool:
 
 
 def divide_axis(array: Array, axis: int, blocks: int) -> Array:
-    """Divide `axis` of `array` into two axes. The first axis numbers the blocks and
-    keeps the sharding; the second is the axis within a block.
+    """Divide `axis` of `array` into two axes. The first axis is the index of a block
+    and keeps the sharding. The second axis is the index within a block.
     """
     length = array.shape[axis] // blocks
     shape = (*array.shape[:axis], blocks, length, *array.shape[axis + 1 :])
@@ -193,9 +193,7 @@ def divide_axis(array: Array, axis: int, blocks: int) -> Array:
 
 
 def merge_axis(array: Array, axis: int) -> Array:
-    """Merge `axis` of `array` and the axis after it into one axis, which reverses
-    `divide_axis`.
-    """
+    """Undo `divide_axis`: merge `axis` of `array` and the next axis into one axis."""
     shape = (
         *array.shape[:axis],
         array.shape[axis] * array.shape[axis + 1],
@@ -231,7 +229,7 @@ replicated_p: Any = core.Primitive("replicated")
 
 def replicated(tree: T, axes: tuple[str, ...]) -> T:
     """Mark the arrays in `tree` as the same on all devices along the mesh axes `axes`.
-    The caller must be sure that they are.
+    The caller must make sure that the arrays really are the same.
     """
 
     def retype(leaf: Array) -> Array:

@@ -40,7 +40,7 @@ class AccumulationState(NamedTuple):
     accumulator contains float64.
     """
     overflow: Scalar
-    """bool: True if a micro-batch of the open window is known to have had a gradient
+    """bool: True if one of the open window's micro-batches is known to have a gradient
     that is not finite.
     """
     loss_scale: Scalar
@@ -49,9 +49,9 @@ class AccumulationState(NamedTuple):
     """int32: the number of windows without overflow since the loss scale last changed.
     """
     accumulator: Tree
-    """The sum of the open window's gradients, which still contains the loss scale and
-    is not divided yet. It has the tree structure of the parameters. Between two windows
-    it contains leftover values from the last update.
+    """The sum of the open window's gradients, which is still multiplied by the loss
+    scale and not yet divided by a weight. It has the tree structure of the parameters.
+    Between two windows it contains leftover values from the last update.
     """
     inner_state: InnerState
     """The inner optimizer's own state. With master weights, this is the inner
@@ -63,7 +63,7 @@ class AccumulationState(NamedTuple):
     """bool: True if the last call closed a window without an update."""
     last_overflow: Scalar
     """bool: True if the last call closed a window that had overflowed, or dropped the
-    call's own micro-batch.
+    micro-batch that was passed to it.
     """
     last_grad_norm: Scalar
     """The global 2-norm of the last closed window's gradient before clipping, in the
@@ -196,12 +196,12 @@ def result(state: Tree) -> StepResult:
             such state, for example the state of an `optax.chain`.
 
     Returns:
-        A `StepResult` of `jax.Array` scalars, shape ``()``: bools; `grad_norm` and
-        `loss` float32 (float64 with float64 accumulators); `loss_scale` float32;
-        counters int32.
+        A `StepResult` whose fields are `jax.Array` scalars of shape ``()``. The flags
+        are bools and the counters int32. `loss_scale` is a float32. `grad_norm` and
+        `loss` are float32, or float64 if the accumulator contains float64.
 
     Raises:
-        ArgumentTypeError: `state` contains no such state, or several.
+        ArgumentTypeError: `state` does not contain exactly one such state.
     """
     window_state = the_state(state)
     overflow = jnp.asarray(window_state.last_overflow)
@@ -230,7 +230,7 @@ def describe(state: Tree) -> str:
         state: as in `result`.
 
     Raises:
-        ArgumentTypeError: `state` contains no wrapped optimizer's state, or several.
+        ArgumentTypeError: as in `result`.
     """
     window_state = the_state(state)
     code = int(window_state.terms[STEPS])
@@ -241,14 +241,15 @@ def describe(state: Tree) -> str:
 
 
 def scale_loss(loss: Scalar, state: Tree) -> Scalar:
-    """Multiply `loss` by the loss scale, inside the function that is differentiated.
+    """Return `loss` times the loss scale. Call this function inside the function that
+    you differentiate.
 
     Args:
         loss: a scalar. A half-precision loss becomes float32.
         state: as in `result`.
 
     Raises:
-        ArgumentTypeError: `state` contains no wrapped optimizer's state, or several.
+        ArgumentTypeError: as in `result`.
     """
     return loss * jnp.asarray(the_state(state).loss_scale)
 
@@ -263,8 +264,8 @@ def scale_loss(loss: Scalar, state: Tree) -> Scalar:
 
 
 UNKNOWN = float(jnp.finfo(jnp.float32).min)
-"""The number that the state stores instead of NaN: the lowest float32, which is exact
-in float64 too.
+"""The number that the state stores instead of NaN: the lowest float32. A float64 can
+represent it exactly too.
 """
 
 

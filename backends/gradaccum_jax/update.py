@@ -106,8 +106,8 @@ class Update(NamedTuple):
     def _update_types(
         self, accumulator: Tree, inner_state: InnerState, divisor: Scalar
     ) -> Updates:
-        """Return the shapes and dtypes of the updates. They are found by
-        `jax.eval_shape`, which adds nothing to the compiled program.
+        """Return the shapes and dtypes of the updates. `jax.eval_shape` computes them
+        without adding anything to the compiled program.
         """
 
         def updates_of(accumulator: Tree, inner_state: InnerState) -> Updates:
@@ -145,9 +145,10 @@ def _wide_enough(total: Array, update: Array) -> Array:
 
 
 def _updates_that_move(updates: Updates, accumulator: Tree) -> Updates:
-    """Return `updates`, but replace the updates of parameters that never change. An
-    integer or bool parameter gets its sum, which is an exact 0 in the parameter's
-    dtype. A frozen parameter gets an array without elements.
+    """Return `updates`, but replace the updates of parameters that never change. The
+    update of an integer or bool parameter is replaced with the parameter's sum, which
+    is exactly 0 in the parameter's dtype. The update of a frozen parameter is replaced
+    with an array without elements.
     """
 
     def update_that_moves(total: Array, update: Array) -> Array:
@@ -164,8 +165,8 @@ def without_frozen(
     inner_state: InnerState,
     params: Params,
 ) -> Tree:
-    """Return `accumulator` with placeholders without elements instead of the sums of
-    frozen parameters. A parameter is frozen if `optimizer` does not read its gradient,
+    """Return `accumulator` with the sum of each frozen parameter replaced with an array
+    without elements. A parameter is frozen if `optimizer` does not read its gradient,
     for example because of `optax.set_to_zero`.
 
     All sums are kept if an update could still change a frozen parameter, for example
@@ -199,7 +200,7 @@ def without_frozen(
 
 
 def no_update(leaf: Array) -> Array:
-    """Return an update of zeros in the shape and dtype of `leaf`. The zeros are -0.0,
+    """Return an update of zeros with the shape and dtype of `leaf`. The zeros are -0.0,
     because adding -0.0 leaves every parameter unchanged, bit for bit. Adding 0.0 would
     change -0.0 to 0.0.
     """

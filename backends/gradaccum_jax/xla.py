@@ -22,11 +22,10 @@ TRACEABLE = (jax.Array, np.ndarray, np.generic, float)
 
 def call_jitted(jitted_function: Any, *arguments: Tree) -> Any:
     """Call a function that `jax.jit` returned. If a leaf of the arguments is a
-    function, a flag or another static value, call the Python function inside it
-    instead.
+    function, a flag or another static value, call the original Python function instead.
 
-    Outside `jax.jit` this avoids compiling the conditionals of a step again in every
-    micro-batch. Under `jax.jit` the jitted function is inlined.
+    Outside `jax.jit`, the jitted function saves compiling the conditionals of a step
+    again for every micro-batch. Under `jax.jit`, the jitted function is inlined.
     """
     is_traceable = all(
         isinstance(leaf, TRACEABLE) for leaf in jax.tree.leaves(arguments)
@@ -40,8 +39,8 @@ def call_jitted(jitted_function: Any, *arguments: Tree) -> Any:
 
 
 def run_if(predicate: Scalar, function: Callable[[T], T], operand: T) -> T:
-    """Return ``function(operand)`` if `predicate` is true, else `operand`. Both have
-    the same shapes and dtypes.
+    """Return ``function(operand)`` if `predicate` is true, else `operand`. The results
+    of `function` must have the shapes and dtypes of `operand`.
 
     Under `jax.vmap` this becomes a select: both results are computed.
     """

@@ -1,5 +1,5 @@
-"""Gradient accumulation for MindSpore. `gradaccum.wrap` calls this package when it is
-given a MindSpore optimizer.
+"""Gradient accumulation for MindSpore. `gradaccum.wrap` uses this package to wrap a
+MindSpore optimizer.
 """
 
 from gradaccum_mindspore.backend import backend, wrap

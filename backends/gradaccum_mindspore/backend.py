@@ -72,7 +72,7 @@ class MindSporeBackend:
         Args:
             optimizer: the optimizer to run once per window.
             options: the validated options.
-            name: becomes part of the names of the Parameters that hold the state.
+            name: becomes part of the names of the Parameters that store the state.
             data_parallel: True means that all workers share each window, and the
                 gradient sums are all-reduced once, when the window ends. This call, the
                 end of a window and ``flush`` are then collective operations. A
@@ -85,7 +85,7 @@ class MindSporeBackend:
         Raises:
             ArgumentTypeError: `optimizer` is not a MindSpore optimizer, or is already
                 wrapped.
-            ArgumentValueError: `optimizer` has a loss scale of its own; with
+            ArgumentValueError: `optimizer` has its own loss scale; with
                 ``data_parallel=True``, another worker has different options or
                 parameters; or there are ``layerwise_parallel`` Parameters, and the
                 reduction is "mean" or ``on_overflow`` is "drop_micro_batch".

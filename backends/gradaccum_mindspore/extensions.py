@@ -77,7 +77,7 @@ class WindowLoss(nn.Cell):  # type: ignore[misc]
 
     MindSpore compiles the methods whose names begin with ``compiled_``. They return
     values for the window to write, because the compiler drops an ``if`` whose condition
-    comes from a function that writes.
+    comes from a function that writes Parameters.
     """
 
     def __init__(self, prefix: str, options: Options, float_dtype: DType) -> None:
@@ -115,7 +115,7 @@ class WindowLoss(nn.Cell):  # type: ignore[misc]
 
     def after_window(self, state: State, ending: State, options: Options) -> Losses:
         """Return the losses to store after a window that ended with `state`. `ending`
-        and `options` determine what the sum of the losses is divided by.
+        and `options` determine the divisor of the sum of the losses.
         """
         total, weight_with_loss, _ = self.read()
         if weight_with_loss != state.weight:
@@ -128,7 +128,7 @@ class WindowLoss(nn.Cell):  # type: ignore[misc]
     def compiled_parts(
         self, loss: Tensor, weight: Tensor, is_added: Tensor | None
     ) -> Tensor:
-        """Return the numbers to add to the stored losses for one micro-batch, which are
+        """Return the numbers that one micro-batch adds to the stored losses. They are
         zeros unless its gradient is added to the window. `is_added=None` means True.
         """
         part = kit.contribution(weight, self.options) * loss
@@ -196,9 +196,9 @@ class ListenerCalls(Extension):
             )
 
     def note_compiled(self, micro_batches: float = math.nan) -> None:
-        """Record for the listeners the window, if any, that compiled code has closed
-        since the last check. `micro_batches` is the number of micro-batches since the
-        last check.
+        """If compiled code has closed a window since the last check, record this window
+        for the listeners. `micro_batches` is the number of micro-batches since the last
+        check.
         """
         if not self.listeners.added:
             return

@@ -315,7 +315,7 @@ def clear(sums: Sums) -> None:
 
 
 def norm_of(sums: Sums, dtype: DType) -> float:
-    """Return the 2-norm of all sums together. It is not finite if an element is not."""
+    """Return the 2-norm of all sums together. It is inf or NaN if an element is."""
     # In float64 the square of a float32 number neither overflows nor underflows.
     squares = 0.0
     for total in sums:

@@ -4,8 +4,8 @@ the master weights, and the model contains their rounded copies.
 A MindSpore optimizer clones its moments from the model's Parameters when it is built.
 So `put_masters_into` changes the optimizer in place: it replaces each half-precision
 Parameter with its master weight, wherever the optimizer and its cells refer to it. The
-optimizer's own half-precision state is converted to float32. It keeps its names, and
-its values stay rounded to half precision.
+optimizer's own half-precision state is converted to float32. The state's Parameters
+keep their names, and their values stay rounded to half precision.
 """
 
 from __future__ import annotations

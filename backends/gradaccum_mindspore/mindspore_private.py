@@ -1,5 +1,5 @@
-"""Functions that use MindSpore's private API to read its mode, end traces, clear
-recorded operators, observe saving and set the counters of random operators.
+"""Functions that use MindSpore's private API to read the execution mode, end traces,
+clear recorded operators, observe saving and set the counters of random operators.
 
 After a function has raised an error inside `mindspore.value_and_grad`, MindSpore keeps
 recording operators, unless the error came from a Cell. `forget_recorded` stops the
@@ -21,7 +21,7 @@ from gradaccum import UsageError
 
 try:
     from mindspore.graph import api, jit_trace
-except ImportError:  # Before MindSpore 2.9, these modules were here.
+except ImportError:  # Before MindSpore 2.9, mindspore.common contained these modules.
     from mindspore.common import api, jit_trace
 
 pynative_executor = api._pynative_executor

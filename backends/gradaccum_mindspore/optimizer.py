@@ -5,7 +5,7 @@ MindSpore compiles ``construct`` but never ``__call__``, so ``__call__`` contain
 code for PyNative mode. `Flush` and `Discard` are Cells because they need both methods.
 The wrapped optimizer runs the constructor of `mindspore.nn.Cell`, not of
 `mindspore.nn.Optimizer`, and looks up its other attributes on the inner optimizer. So
-there is one learning rate, and one ``global_step``, which counts updates.
+both optimizers share one learning rate and one ``global_step``, which counts updates.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
         options: the validated options. With ``master_weights``, `inner` updates float32
             master weights from now on, so differentiate with respect to this object's
             ``parameters``. If you load weights into the model before the first update,
-            the master weights take their values.
-        name: becomes part of the names of the Parameters that hold the state. Two
+            they are copied into the master weights.
+        name: becomes part of the names of the Parameters that store the state. Two
             wrapped optimizers in one program need different names.
         data_parallel: True if all workers share each window. The constructor, the end
             of each window and ``flush`` are then collective operations, in which every
@@ -260,9 +260,9 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
         Return whether it closed a window.
 
         Args:
-            gradients: a tuple or list in the order of ``self.parameters``; None for a
-                parameter without a gradient. If there is a loss scale, the gradients
-                must be multiplied by it.
+            gradients: a tuple or list in the order of ``self.parameters``, with None
+                for a parameter without a gradient. If there is a loss scale, the
+                gradients must be multiplied by the scale.
             positional_weight: `weight`, passed by position. If no loss is passed, a
                 floating-point Tensor or array must be passed as ``weight=``, because it
                 could be the loss.
@@ -344,8 +344,8 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
         Python numbers. It can be read only from Python, and reading it calls the
         listeners.
 
-        Training with a loss scale requires that you read the scale. Reading ``result``
-        does not count as reading it.
+        If the optimizer has a loss scale, the training step must read ``loss_scale`` or
+        call ``scale``. Reading ``result`` is not enough.
 
         Raises:
             UsageError: compiled code skipped a window, because the workers had
@@ -364,12 +364,13 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
 
         If you leave the loop early, its window stays open. With several workers, each
         worker flushes once, when its own loader ends. A `GradAccumWarning` is issued
-        once if micro-batches differ in size but have no weight; in compiled code, this
-        is noticed only if the program is compiled for each size. Another warning is
+        once if micro-batches differ in size but have no weight. In compiled code, this
+        is detected only if the program is compiled for each size. Another warning is
         issued once if an earlier loop was left early and its window is still open.
 
         Args:
-            loader: yields the micro-batches, such as a `mindspore.dataset` dataset.
+            loader: an iterable over the micro-batches, such as a `mindspore.dataset`
+                dataset.
             carry: True leaves the last window open for the next epoch.
             progress: True shows a progress bar, which requires the package rich.
 

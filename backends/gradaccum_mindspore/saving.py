@@ -83,7 +83,7 @@ def kind_of(tensor: Tensor) -> str:
 
 def resumed_values(storage: Storage, parameter_dict: Checkpoint) -> dict[str, object]:
     """Return a dict from the names of Parameters to the values that are loaded instead
-    of the checkpoint's values. Raise unless the saved window can be resumed here.
+    of the checkpoint's values. Raise unless this optimizer can resume the window.
     """
     fields = {field: getattr(storage, field).name for field in FIELD_DTYPES}
     saved_state = State(
@@ -94,7 +94,7 @@ def resumed_values(storage: Storage, parameter_dict: Checkpoint) -> dict[str, ob
     if saved_state.micro_step:
         options = with_known_size(options, saved_state.optimizer_step)
     elif storage.size_varies:
-        # A schedule may not be defined after the last update of a run. So it is called
+        # A schedule may be undefined after the last update of a run. So it is called
         # only when the next micro-batch is added, which also stores the window's size.
         options = options._replace(steps=terms.steps)
     state = kit.resumed(saved_state, terms, options)

@@ -44,7 +44,7 @@ class GatedScheduler:
 
     def follow(self) -> None:
         """Step the scheduler as `step` does, unless it is a `ReduceLROnPlateau`, which
-        needs a loss that only the caller has.
+        needs a loss that only the caller knows.
         """
         if not isinstance(self._scheduler, ReduceLROnPlateau):
             self.step()

@@ -91,13 +91,13 @@ def with_known_size(options: Options, optimizer_step: int) -> Options:
 
 PACKAGE = "gradaccum"
 WORKERS = "workers"
-"""The last part of the name of the Parameter that holds the worker's rank and the
+"""The last part of the name of the Parameter that stores the worker's rank and the
 number of workers.
 """
 
 
 def state_prefix(name: str) -> str:
-    """Return the name prefix of the Parameters that hold the state. No layer's name
+    """Return the name prefix of the Parameters that store the state. No layer's name
     starts with this prefix.
     """
     return name if name == PACKAGE else f"{name}.{PACKAGE}"
@@ -132,8 +132,8 @@ INVALID = -1
 
 
 class Storage(nn.Cell):  # type: ignore[misc]
-    """The Parameters that hold the state of one wrapped optimizer, and the objects that
-    observe its windows.
+    """The Parameters that store the state of one wrapped optimizer, and the objects
+    that observe its windows.
     """
 
     def __init__(
@@ -195,15 +195,15 @@ class Storage(nn.Cell):  # type: ignore[misc]
             ms.float32 if options.master_weights and dtype in HALF else dtype
             for _, _, dtype in self.specs
         )
-        """The dtype of the gradient that the inner optimizer gets, for each parameter.
+        """For each parameter, the dtype of the gradient that the inner optimizer gets.
         """
         self.narrow_places = tuple(
             position
             for position, dtype in enumerate(sum_dtypes)
             if narrows(dtype, self.gradient_dtypes[position])
         )
-        """The indices of the gradient sums that can be finite although the gradient
-        becomes infinite in the dtype that the inner optimizer gets.
+        """The indices of the gradient sums that may be finite, but overflow when they
+        are cast to the inner optimizer's dtype.
         """
         self.sums = ParameterTuple(
             [
@@ -242,8 +242,9 @@ class Storage(nn.Cell):  # type: ignore[misc]
         """
         self.last_event = self.entry("last_event", [0.0] * 4, self.float_dtype)
         """The outcome of the last call, as in a `StepResult`: (applied, skipped,
-        overflow, grad_norm). A flag is true only while it equals ``micro_step + 1``, so
-        it becomes false at the next micro-batch without being written.
+        overflow, grad_norm). A flag counts as true only while it equals
+        ``micro_step + 1``, so it becomes false at the next micro-batch without being
+        written.
         """
 
     def entry(self, name: str, value: object, dtype: DType) -> Parameter:

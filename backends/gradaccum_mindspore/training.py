@@ -1,8 +1,8 @@
 """A training step for one micro-batch, and a callback for
 `mindspore.train.Model.train`.
 
-`mindspore.nn.TrainOneStepCell` can neither use a loss scale that changes nor weight a
-micro-batch. The `TrainOneStepCell` of this module does both.
+`mindspore.nn.TrainOneStepCell` supports neither a loss scale that changes nor weights
+of micro-batches. The `TrainOneStepCell` of this module supports both.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
     """A training step for one micro-batch: it computes the loss and its gradients, and
     calls the wrapped optimizer. The last micro-batch of a window makes the update.
 
-    It works in PyNative, in `mindspore.jit`, in graph mode, and as the network of
+    It works in PyNative mode, in `mindspore.jit`, in graph mode, and as the network of
     `mindspore.train.Model`: ``Model(TrainOneStepCell(nn.WithLossCell(net, loss_fn),
     optimizer))``. A checkpoint of this cell also contains the statistics of
     normalization layers. If the optimizer was wrapped without ``data_parallel=True``
@@ -59,7 +59,7 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
     Args:
         network: a Cell that returns the unscaled loss.
         optimizer: the wrapped optimizer. If it has a loss scale, this cell multiplies
-            the loss by it.
+            the loss by the scale.
         weight: a function of the network's inputs that returns the number of items in
             the micro-batch, as a number or a one-element Tensor. By default, this is
             the length of the first input's first axis. None means that every

@@ -71,7 +71,7 @@ class Update(nn.Cell):  # type: ignore[misc]
         return True
 
     def require_effect(self) -> None:
-        """Raise unless the inner optimizer changes parameters in PyNative mode."""
+        """Raise if the inner optimizer would change no parameter in PyNative mode."""
         kind = type(self.inner)
         if kind.__module__ in IN_PLACE and ms.get_context("device_target") == "CPU":
             raise UsageError(

@@ -4,10 +4,9 @@ all devices share the window.
 The user's step gets the parameters as per-device copies, so that `jax.grad` returns
 each device's own gradient without a reduction. Outside `jax.shard_map`, the gradient
 sums of the devices have a leading axis with one entry per device. All other results
-must be the same on all devices, but the types of values computed from copies cannot
-show whether they are. So the step is first traced with parameters that are typed as the
-same on all devices. In this trace, JAX's types show which results differ between
-devices.
+must be the same on all devices, but the types of values that are computed from copies
+cannot show this. So the step is first traced with parameters that are typed as the same
+on all devices. In this trace, JAX's types show which results differ between devices.
 """
 
 from __future__ import annotations
@@ -55,10 +54,10 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
 
     Args:
         step: ``step(params, state, *batch)`` returns ``(params, state, *rest)``. A step
-            may also be ``step(params)``, which returns a state, as ``tx.init`` does. To
-            flush or discard, write ``step(params, state)``. `state` is the state of an
-            optimizer wrapped with this `axis_name`, or a tree that contains such a
-            state.
+            may also be ``step(params)``, which returns a state, as ``tx.init`` does. A
+            step that flushes or discards is ``step(params, state)``, without a batch.
+            `state` is the state of an optimizer wrapped with this `axis_name`, or a
+            tree that contains such a state.
         mesh: a mesh that contains `axis_name`. Along the other axes of the mesh, the
             compiler partitions the step as under `jax.jit`.
         axis_name: the mesh axis, or a tuple of several axes.
@@ -66,11 +65,12 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
     Returns:
         A jitted function of the same arguments, which can also be used under `jax.jit`.
         Every array of the batch is split along its first axis, whose length must be a
-        multiple of the number of devices. A single bool, such as `last`, is the same on
+        multiple of the number of devices. A single bool, such as `last`, is passed to
         all devices. The gradient sums, the loss, the weight and the overflow flag of
         the open window are returned with a leading axis that has one entry per device.
-        So is each array in ``rest`` that differs between devices: for example, a loss
-        has shape (devices,), or () if the step averages it with `jax.lax.pmean`.
+        Each array in ``rest`` that differs between devices gets this axis too. For
+        example, a loss has shape (devices,), or () if the step averages it with
+        `jax.lax.pmean`.
 
     Raises:
         UsageError: `step` does not return the state of an optimizer with this
@@ -121,8 +121,8 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
             results.append(results_of(step_results, args, axes))
             return results[-1].leaves
 
-        # This trace only finds the types of the results, because `jax.shard_map` needs
-        # a `PartitionSpec` for each result.
+        # This trace only determines the types of the results, because `jax.shard_map`
+        # needs a `PartitionSpec` for each result.
         jax.eval_shape(
             on_each_device(lambda *args: step_with_copies(*args)[:0], []), *leaves
         )
@@ -199,7 +199,7 @@ def _typed_by(leaf: Array, spec: Spec, mesh: Mesh) -> Array:
 
 def _without_device_axis(arg: Tree) -> Tree:
     """Remove the leading device axis from the fields of a state that differ between
-    devices, because the step of one device gets these fields without this axis.
+    devices, because the step on one device expects these fields without this axis.
     """
     return map_by_kind(arg, own=lambda leaf: jnp.squeeze(leaf, 0))
 
@@ -239,7 +239,7 @@ def results_of(results: Any, args: tuple[Tree, ...], axes: tuple[str, ...]) -> R
 
 def split_results(results: Any, args: tuple[Tree, ...]) -> tuple[Tree, Tree]:
     """Split the results of a step into ``(params, state)`` and the rest. If the step
-    has only one argument, as ``tx.init`` has, its result is a state, and the rest is
+    has only one argument, like ``tx.init``, its result is a state, and the rest is
     empty.
     """
     if len(args) == 1:

@@ -50,8 +50,8 @@ devices.
 
 
 class ParamsType(Enum):
-    """How the parameters are typed while `data_parallel` traces a step. It traces each
-    step with both types.
+    """How the parameters are typed while `data_parallel` traces a step. Each step is
+    traced twice, once with each type.
     """
 
     SAME = "same on all devices"
@@ -144,8 +144,8 @@ def spread_axes(axes: tuple[str, ...]) -> Axes:
 def require_own(name: str, tree: Tree, axes: tuple[str, ...]) -> None:
     """Raise unless the gradients or the loss in `tree` come only from this device.
 
-    Inside `jax.shard_map`, `jax.grad` adds up the gradients of replicated parameters
-    over the devices automatically.
+    Inside `jax.shard_map`, `jax.grad` automatically adds up the gradients of replicated
+    parameters over the devices, so such gradients are rejected.
     """
     if not axes or _params_type.get() is ParamsType.SAME:
         return
@@ -201,14 +201,14 @@ def map_by_kind(
 # Parameters may be sharded by hand inside `jax.shard_map`: each device along
 # ``shard_axes`` stores a part of the model.
 #
-# Then no device knows the whole gradient. It can compute only the norm of its own
+# Then no device knows the whole gradient. A device can compute only the norm of its own
 # shards, and does not notice an inf in another device's shards. So the squares are
 # added up over all shards. Each element is counted once, because JAX's types show which
-# arrays are sharded and which are replicated. All devices make the same decision at the
-# end of a window.
+# arrays are sharded and which are replicated. All devices then make the same decision
+# at the end of a window.
 #
-# The type of a shard does not differ from the type of a device's own model, as in an
-# ensemble. So if ``shard_axes`` is not passed, an error is raised.
+# In an ensemble, each device has its own model. JAX's types do not distinguish such a
+# model from a shard. So if ``shard_axes`` is not passed, an error is raised.
 
 
 def require_known_axes(
@@ -227,8 +227,8 @@ def require_known_axes(
 def like_params(
     inner: optax.GradientTransformation, inner_state: InnerState, params: Params
 ) -> Any:
-    """Return the inner optimizer's state, in which the arrays that belong to a
-    parameter are typed as sharded in the same way as the parameter.
+    """Return the inner optimizer's state with each array that belongs to a parameter
+    typed as sharded in the same way as the parameter.
     """
 
     def vary_like(leaf: Array, parameter: Array) -> Array:
@@ -285,7 +285,7 @@ class ReducedWindow(NamedTuple):
 
 def all_reduce(window: ReducedWindow, axes: tuple[str, ...]) -> ReducedWindow:
     """Add up the windows of all devices along the mesh axes `axes`. Return the window
-    that they share.
+    that the devices share.
     """
     # The gradient sum of an integer parameter is 0 on every device, so it is not
     # reduced.

@@ -159,11 +159,11 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
     share the window, and otherwise None.
     """
 
-    # These Parameters hold the decision about a window that ends, during one call only.
+    # During a call that ends a window, these Parameters store the decision about it.
     # MindSpore's runtime copies a value that one branch computes and another branch
-    # uses. If ``steps`` is even, it never frees the copy, which costs 12 KiB of host
-    # memory per window. So at the end of a window, no computed value is passed into a
-    # branch or out of a branch.
+    # uses. If ``steps`` is even, the runtime never frees the copy, which costs 12 KiB
+    # of host memory per window. So at the end of a window, no computed value is passed
+    # into a branch or out of a branch.
     divisor: Parameter
     grad_norm: Parameter
     overflow: Parameter
@@ -287,7 +287,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
     def is_full(self, state: Fields) -> Tensor:
         if self.has_size_function:
             # `kit.ends` is not called here, because the compiler would mistake a Tensor
-            # for a function in it.
+            # in it for a function.
             place = WEIGHT if self.ends_by_weight else MICRO_STEP
             return state[place] >= self.size(state[OPTIMIZER_STEP])
         return kit.ends(state, self.steps, where)
@@ -344,7 +344,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         or None if the micro-batch is certain to be added; and the numbers to add to
         `WindowLoss.loss`, or None if no loss was passed. The caller then calls
         `is_full` and `write_added`. These methods are separate, because the compiler
-        drops an ``if`` whose condition comes from a function that writes.
+        drops an ``if`` whose condition comes from a function that writes Parameters.
         """
         state = self.read()
         weight_number = self.weight_number(weight)

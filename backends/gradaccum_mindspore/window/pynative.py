@@ -82,8 +82,8 @@ class PyNativeWindow:
         return after
 
     def is_finite(self, gradients: Gradients, weight: float, factor: float) -> bool:
-        """True if the micro-batch does not have to be dropped because of gradients that
-        are not finite.
+        """False if the micro-batch must be dropped, because its gradients are not
+        finite.
         """
         if self.options.on_overflow != "drop_micro_batch" or weight == 0:
             return True
@@ -132,8 +132,8 @@ class PyNativeWindow:
         )
 
     def fits(self, ending: State, options: Options, norm: float) -> bool:
-        """True if the window's gradients, before clipping, are finite in the dtypes
-        that the inner optimizer gets. `norm` is the 2-norm of the gradient sums.
+        """True if the window's gradients, before clipping, are finite after they are
+        cast to the inner optimizer's dtypes. `norm` is the 2-norm of the gradient sums.
         """
         divisor = kit.divisor(ending, options, kit.select)
         # No element exceeds the norm, so the elements rarely have to be checked one by

@@ -1,5 +1,5 @@
 """Checks that run before several workers share their first window: whether this worker
-shares its windows, and whether all workers wrap the same optimizer over the same
+shares its windows, and whether all workers have the same options and the same
 parameters. The parameters must be the same, because the workers exchange only
 gradients.
 

@@ -55,7 +55,7 @@ LARGE_ELEMENTS = 2**18
 
 
 class Bucket(nn.Cell):  # type: ignore[misc]
-    """Gradient sums that workers exchange as one vector, in the same dtype."""
+    """Gradient sums of one dtype, which workers exchange as one vector."""
 
     def __init__(self, sums: Sequence[Parameter], workers: int) -> None:
         super().__init__(auto_prefix=False)

@@ -2,12 +2,14 @@
 
 The code that ends a window is compiled, even in PyNative mode, so that all workers
 round in the same way. It adds up a few numbers over the workers, and then all-reduces
-the gradient sums once. A worker that runs out of data calls ``flush`` from Python. It
-then takes part in the windows of the other workers, without micro-batches, until every
-worker has called ``flush``. The numbers include the learning rates of each worker. If
-the learning rates differ, a worker that ends its window from Python raises an error.
-Compiled code cannot raise errors, so all workers skip the window as an overflow, and
-the error is raised later, from Python.
+the gradient sums once. A worker that runs out of data calls ``flush`` from Python. This
+worker then takes part in the windows of the other workers, without micro-batches, until
+every worker has called ``flush``.
+
+The numbers that are added up include the learning rates of each worker. If the learning
+rates differ, a worker that ends its window from Python raises an error. If a window
+ends in compiled code, which cannot raise errors, all workers skip the window as an
+overflow, and the error is raised later, from Python.
 
 The gradient sum of a sharded parameter is not sent. After the all-reduce, each worker
 sends the gradient norm of its own shards, or an inf if the gradients are not finite. So
@@ -49,8 +51,8 @@ float32 represents the sum of their squares over thousands of workers exactly.
 """
 
 
-# Before the gradient sums, the workers add up a vector of numbers. These are the
-# indices of the numbers in the vector. The learning rates are at its end.
+# Before the workers add up the gradient sums, they add up a vector of numbers. These
+# are the indices of the numbers in the vector. The learning rates are at its end.
 WEIGHT = 0
 OVERFLOWS = 1
 MICRO_BATCHES = 2
@@ -79,8 +81,8 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         )
         self.loss_holders = self.workers if storage.sharded_places else 1
         """The number of workers that compute the same loss. If some parameters are
-        sharded, every worker computes the loss of all items, and otherwise only of its
-        own items.
+        sharded, every worker computes the loss of all items. Otherwise, each worker
+        computes the loss of its own items.
         """
         # With plain assignments, the Cell would list these objects as its own. `always`
         # is a Parameter, because the compiler would not create a branch for a constant
@@ -161,8 +163,8 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
 
     def add_up_sums(self, totals: Tensor) -> bool:
         """Add up the gradient sums over all workers, and write the result. Write the
-        weight, the overflow flag and the loss from `totals`, which are added up
-        already.
+        weight, the overflow flag and the loss from `totals`, which are already added
+        up.
         """
         storage = self.storage
         differ = self.workers_differ(totals)
@@ -304,9 +306,9 @@ class SharedWindow(PyNativeWindow):
 
     def make_programs(self) -> None:
         """Create the programs that end a window, and create them again if a Parameter
-        has moved in memory, as after ``set_data`` or `mindspore.load_param_into_net`.
-        MindSpore 2.10 binds a compiled Cell to the memory that the Parameters had when
-        it was compiled.
+        has a new memory address, as after ``set_data`` or
+        `mindspore.load_param_into_net`. MindSpore 2.10 binds a compiled Cell to the
+        memory that the Parameters had when the Cell was compiled.
         """
         parameters = self.compiled_window.get_parameters()
         addresses = [parameter.data_ptr() for parameter in parameters]

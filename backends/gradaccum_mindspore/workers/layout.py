@@ -49,10 +49,12 @@ def redistributed(states: Sequence[Checkpoint], workers: int) -> list[dict[str, 
         `states`.
 
     Raises:
-        CheckpointError: a worker's state is missing; the states were not saved at the
-            same moment; or a parameter's value differs between the states. Values of
-            sharded parameters differ, so these can be resumed only on the same number
+        CheckpointError: a worker's state is missing; the states are not in rank order;
+            the workers did not save between the same two updates; or a parameter's
+            value differs between the states. The values of a sharded parameter differ,
+            so a window with sharded parameters can be resumed only on the same number
             of workers.
+        UsageError: an exception left a saved window partially written.
     """
     new_states: list[dict[str, Entry]] = [dict(states[0]) for _ in range(workers)]
     for prefix in prefixes_in(states[0]):
