@@ -51,7 +51,7 @@ def check(arguments: list[str]) -> int | str:
     """Print the report that a function returns; return the exit status."""
     module, _, name = "".join(arguments[:1]).partition(":")
     if not name:
-        return "gradaccum: write gradaccum check module:function"
+        return "gradaccum: name the function to call: gradaccum check module:function"
     sys.path.insert(0, "")
     report = getattr(import_module(module), name)()
     if not isinstance(report, LoopReport):

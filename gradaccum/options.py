@@ -376,10 +376,10 @@ def require_denominator_allowed(options: Options, *, several: bool = False) -> N
     """
     if several or options.steps is not None:
         raise UsageError(
-            "denominator: expected no denominator with steps=, which closes windows by"
-            " itself, or when several workers share the window; got a denominator."
-            " Write steps=None, and call flush(denominator=n) where a window ends. With"
-            " several workers pass each micro-batch's weight instead."
+            "denominator: expected no denominator if steps= closes the windows or"
+            " several workers share them; got a denominator. Write steps=None, and call"
+            " flush(denominator=n) at the end of each window. With several workers,"
+            " pass the weight of each micro-batch instead."
         )
 
 

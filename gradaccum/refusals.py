@@ -30,8 +30,8 @@ def wrapped_twice_error(got: object) -> GradAccumError:
     """Return the error for an optimizer that is already wrapped."""
     return ArgumentTypeError(
         "optimizer: expected an optimizer that is not wrapped yet; got a wrapped"
-        f" optimizer: {type(got).__name__}. Wrap it only once: nested steps multiply,"
-        " so a single wrap with their product does the same."
+        f" optimizer: {type(got).__name__}. Wrap the optimizer only once. Nested"
+        " wrappers multiply their steps, so pass the product as steps= instead."
     )
 
 
@@ -49,9 +49,9 @@ def half_made_error() -> UsageError:
     addition of a gradient to the sum.
     """
     return UsageError(
-        "optimizer: expected the last update to be either complete or not begun; got an"
-        " update that an exception interrupted, so that some of the parameters, of the"
-        " optimizer's state or of the sum may have changed. Load the last checkpoint."
+        "optimizer: expected the last update to be complete or not started; got an"
+        " update that an exception interrupted, so the parameters, the optimizer's"
+        " state or the gradient sum may be partially changed. Load the last checkpoint."
         " To continue with the partial update, call discard()."
     )
 
@@ -61,16 +61,17 @@ def missing_worker_error(state: State, rank: int, more_time: str = "") -> UsageE
     to wait for slow workers.
     """
     fix = (
-        "Call flush() on every worker when it has no more data: flush() takes part in"
-        " the other workers' windows until they flush too."
+        "When a worker has no more data, call flush() on it. flush() takes part in the"
+        " other workers' windows until all workers have called flush()."
     )
     if more_time:
         fix = f"{fix} {more_time}"
     return UsageError(
         f"the end of a window on rank {rank}: expected every worker to end its window"
-        " too, with a micro-batch or with flush(); got a reduction that failed or timed"
-        f" out. This worker had accumulated {state.micro_step} micro-batches for update"
-        f" {state.optimizer_step + 1}. {fix}"
+        " at the same point, either with its last micro-batch or by calling flush();"
+        " got a reduction that failed or timed out. This worker had accumulated"
+        f" {state.micro_step} micro-batches for update {state.optimizer_step + 1}."
+        f" {fix}"
     )
 
 
@@ -79,9 +80,10 @@ def update_due_error(call: str) -> UsageError:
     of all workers were already added up and the update then raised an error.
     """
     return UsageError(
-        f"{call}: expected a call before the window's end; got a call after the sums of"
-        " all workers were added up and the update raised an error. Call flush() on"
-        " every worker to make the update, or discard() on every worker to drop it."
+        f"{call}: expected a call before the window's end; got a call after the"
+        " workers' sums had been added up and the update had raised an error. Call"
+        " flush() on every worker to make the update, or discard() on every worker to"
+        " drop it."
     )
 
 
@@ -112,8 +114,8 @@ def moving_weight_error(fix: str) -> ArgumentValueError:
 RATE_MOVED = (
     "gradaccum: a learning rate changed inside a window, most likely because a"
     " scheduler steps after each micro-batch. Build the scheduler on the wrapped"
-    " optimizer and write scheduler = gradaccum.wrap(scheduler), which then steps once"
-    " per update. The schedule has opt.updates_in(loader) steps."
+    " optimizer, and write scheduler = gradaccum.wrap(scheduler), so that it steps once"
+    " per update. Set the length of the schedule to opt.updates_in(loader)."
 )
 """The text of the `GradAccumWarning` about a scheduler that is not wrapped."""
 
@@ -145,10 +147,10 @@ def require_same_rates(
     if not {0, workers}.issuperset(added):
         raise UsageError(
             f"learning rates on rank {rank}: expected the same rates, parameters and"
-            f" optimizer on every worker; got {list(rates)} on this worker, and other"
-            " rates or another window on another worker. Step the schedule in a"
-            " listener, because one flush() may close several windows. If two"
-            " optimizers share a process group, run the same number of micro-batches on"
-            " every worker, or give each optimizer its own group. Add parameters in the"
-            " same order on every worker."
+            f" optimizer on every worker; got {list(rates)} on this worker, and"
+            " different rates or a different window on another worker. Step the"
+            " scheduler in a listener, because one flush() may close several windows."
+            " If two optimizers share a process group, run the same number of"
+            " micro-batches on every worker, or give each optimizer its own group. Add"
+            " parameters in the same order on every worker."
         )

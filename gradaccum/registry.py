@@ -166,7 +166,7 @@ def backend_of(optimizer: object) -> Backend:
 
 def _not_an_optimizer(candidate: object) -> ArgumentTypeError:
     kind = f"an object of type {type(candidate).__name__}"
-    fix = "Build an optimizer from parameters first. Wrap each optimizer separately."
+    fix = "Create an optimizer from the parameters, and wrap each optimizer separately."
     if isinstance(candidate, type) or isroutine(candidate):
         kind = f"{candidate.__name__}, which was not called"
         fix = f"Call it: gradaccum.wrap({candidate.__name__}(...), steps=4)."

@@ -187,8 +187,9 @@ def _require_same_window(fields: State, saved: Terms, options: Options) -> None:
             raise CheckpointError(
                 f"{argument}: expected an open window that was saved with"
                 f" {name}={value!r}; got a window that was saved with"
-                f" {name}={saved_values[name]!r}. Wrap with the options it was saved"
-                " with, or save between two windows, where the options may change."
+                f" {name}={saved_values[name]!r}. Wrap with the options that this"
+                " window was saved with. To change the options, save between two"
+                " windows."
             )
 
 

@@ -161,7 +161,7 @@ class Listeners:
         except BaseException as error:
             self.tell()
             for failure in self._taken_failures():
-                error.add_note(f"gradaccum: a listener raised as well: {failure!r}")
+                error.add_note(f"gradaccum: a listener also raised {failure!r}")
             raise
         self.tell()
         failures = self._taken_failures()
@@ -169,7 +169,7 @@ class Listeners:
             first, *others = failures
             first.add_note(_AFTER)
             for failure in others:
-                first.add_note(f"gradaccum: another listener raised {failure!r}")
+                first.add_note(f"gradaccum: another listener also raised {failure!r}")
             raise first
 
     def tell(self) -> None:

@@ -47,9 +47,9 @@ float32. A mean over the workers would differ by more.
 
 
 _UNEQUAL = (
-    "gradaccum: micro-batches of {} and {} items count the same, because they have no"
+    "gradaccum: micro-batches of {} and {} items count equally, because they have no"
     " weight. If the loss is a mean over the items, {}. If the micro-batches should"
-    " count the same, pass weight=1."
+    " count equally, pass weight=1."
 )
 
 
@@ -100,7 +100,7 @@ class Sizes:
     """
 
     def __init__(
-        self, reduction: str, fix: str = "pass their number as weight= each time"
+        self, reduction: str, fix: str = "pass the number of items as weight="
     ) -> None:
         self.weighed = True
         """bool: True if the last micro-batch had a weight, or if its number of items
@@ -351,9 +351,9 @@ class Windows(Generic[M]):
         if len(totals) != len(values) or any(is_below) or math.inf in totals:
             raise ArgumentValueError(
                 f"reduce: expected a function that returns {len(values)} finite"
-                f" numbers, none below this worker's own {values}; got {totals!r}"
-                f" ({type(totals).__name__}). Return the sums over all workers, in the"
-                " same order, as floats."
+                f" numbers, each at least as large as this worker's own value {values};"
+                f" got {totals!r} ({type(totals).__name__}). Return the sums over all"
+                " workers, in the same order, as floats."
             )
         return totals
 

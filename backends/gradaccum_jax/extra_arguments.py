@@ -52,9 +52,9 @@ def require_none_of_a_batch(extra: Extra) -> None:
     for name in OF_A_BATCH:
         if extra.get(name) is not None:
             raise UsageError(
-                f"{name}: expected no such argument in a window of several"
-                " micro-batches; got an argument that describes one micro-batch. Wrap"
-                " the optimizer with steps=None, and close the window with an argument"
-                " that describes the whole window:"
+                f"{name}: expected an argument that describes the whole window, because"
+                " the window has several micro-batches; got an argument that describes"
+                " one micro-batch. Wrap the optimizer with steps=None, and pass the"
+                " argument when you close the window:"
                 f" gradaccum_jax.flush(tx, state, params, {name}=...)."
             )

@@ -446,6 +446,7 @@ def require_separable(
 def inseparable_error(found: str) -> UsageError:
     return UsageError(
         "tx: expected an optimizer that can update each layer independently; got"
-        f' {found}. Write gradaccum.wrap(..., steps=None, on_overflow="ignore") without'
-        " clipping or skipping by a norm, or call gradaccum_jax.value_and_update."
+        f' {found}. Write gradaccum.wrap(..., steps=None, on_overflow="ignore") with'
+        " no option that clips or skips based on the norm, or call"
+        " gradaccum_jax.value_and_update."
     )

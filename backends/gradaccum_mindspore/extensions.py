@@ -254,8 +254,8 @@ def closed_windows(state: State) -> int:
 def missed_windows_error(windows: int) -> UsageError:
     return UsageError(
         "listeners: expected optimizer.result to be read after each compiled step; got"
-        f" {windows} windows that closed since it was last read. Read it after each"
-        " step, train with gradaccum_mindspore.TrainOneStepCell, or pass"
+        f" {windows} windows that closed since the last read. Read optimizer.result"
+        " after each step, train with gradaccum_mindspore.TrainOneStepCell, or pass"
         " callbacks=[FlushAtEpochEnd(optimizer)] to Model.train."
     )
 

@@ -40,10 +40,11 @@ def require_read(key: int) -> bool:
     if key == NEVER or key in _read:
         return True
     raise UsageError(
-        "gradients: expected the gradients of the loss times the loss scale; got a"
-        " micro-batch, but the loss scale has never been read. Train with"
+        "gradients: expected the gradients of the loss times the loss scale; got the"
+        " gradients of a loss that cannot have been scaled, because the loss scale was"
+        " never read. Train with"
         " gradaccum_mindspore.TrainOneStepCell(network, optimizer), which you can also"
         " pass to mindspore.train.Model. In your own training step, return"
         " optimizer.scale(loss) from the function that you differentiate, or pass"
-        " optimizer.loss_scale as sens. Reading optimizer.result does not count."
+        " optimizer.loss_scale as sens. Reading optimizer.result is not enough."
     )

@@ -123,7 +123,7 @@ GRAD_NORM = 3
 STEPS = 1 + Terms._fields.index("steps")  # The format is at index 0.
 """The index of the open window's size in the encoded options, `Storage.terms`."""
 WEIGHT_FIX = (
-    "pass their number as weight= with each micro-batch, as"
+    "pass the number of items as weight= with each micro-batch, as"
     " gradaccum_mindspore.TrainOneStepCell does"
 )
 INVALID = -1

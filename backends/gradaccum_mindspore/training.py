@@ -38,9 +38,9 @@ def refuse_losses(shape: tuple[int, ...]) -> None:
     MindSpore would differentiate their sum instead of their mean.
     """
     raise ArgumentValueError(
-        'network: expected one loss, because reduction="mean" needs the mean over each'
-        f" micro-batch; got losses of shape {shape}, whose sum MindSpore would"
-        " differentiate. Let the network return their mean, as nn.MSELoss() does, or"
+        'network: expected a scalar loss, because reduction="mean" needs the mean over'
+        f" each micro-batch; got losses of shape {shape}, whose sum MindSpore would"
+        " differentiate. Return the mean of the losses, as nn.MSELoss() does, or"
         ' pass reduction="sum" or "sum_per_item" to gradaccum.wrap.'
     )
 

@@ -76,7 +76,7 @@ class Update(nn.Cell):  # type: ignore[misc]
         if kind.__module__ in IN_PLACE and ms.get_context("device_target") == "CPU":
             raise UsageError(
                 "optimizer: expected an optimizer that changes parameters in PyNative"
-                f" on a CPU; got mint.optim.{kind.__name__}, which changes nothing"
+                f" mode on a CPU; got mint.optim.{kind.__name__}, which changes nothing"
                 " there. Compile the training step with @mindspore.jit, or use an"
                 " optimizer from mindspore.nn."
             )
@@ -93,8 +93,8 @@ def guarded_construct(self: Optimizer, *gradients: Any, **keywords: Any) -> bool
 @constexpr  # type: ignore[untyped-decorator]
 def refuse_call(name: str) -> None:
     raise UsageError(
-        "optimizer(gradients): expected a call of the wrapped optimizer, because only"
-        " the wrapped optimizer knows when a window ends; got a call of the inner"
+        "optimizer(gradients): expected a call to the wrapped optimizer, because only"
+        " the wrapped optimizer knows when a window ends; got a call to the inner"
         f" {name}. Write optimizer = gradaccum.wrap(nn.{name}(...), ...), so that no"
         " variable refers to the inner optimizer, and call optimizer(gradients)."
     )
@@ -125,7 +125,7 @@ def require_no_scale(inner: Optimizer) -> None:
     scale = float(getattr(inner, "loss_scale", 1.0))
     if scale != 1:
         raise ArgumentValueError(
-            "optimizer: expected an optimizer without a loss scale of its own; got"
+            "optimizer: expected an optimizer without its own loss scale; got"
             f" loss_scale={scale:g}. Leave loss_scale out of the optimizer, and pass it"
             " to wrap: gradaccum.wrap(nn.SGD(parameters, 0.1), steps=4,"
             " loss_scale=1024.0)."

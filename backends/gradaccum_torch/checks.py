@@ -62,11 +62,11 @@ def changed_gradients_error() -> UsageError:
         ".grad: expected the gradients that backward() has accumulated since the"
         " window began; got gradients that something overwrote, reassigned or cleared,"
         " most likely clip_grad_norm_ or model.zero_grad(). This window cannot be"
-        " recovered, so call opt.discard(). Then use clip_norm= to clip"
-        " (opt.result.grad_norm is the norm), opt.zero_grad() to clear,"
-        " module=parallel for DistributedDataParallel, scale_grads=False for a"
-        " pipeline schedule, or separate_sums=True if your loop needs .grad for"
-        f" itself.{CUDA_GRAPH}"
+        " recovered, so call opt.discard(). To clip, pass clip_norm= to"
+        " gradaccum.wrap (opt.result.grad_norm is the norm). To clear the gradients,"
+        " call opt.zero_grad(). With DistributedDataParallel, pass module=parallel. In"
+        " a pipeline schedule, set scale_grads=False. If your own loop has to change"
+        f" .grad, pass separate_sums=True.{CUDA_GRAPH}"
     )
 
 
@@ -93,10 +93,10 @@ def unfinished_error(call: str) -> UsageError:
 
 def interrupted_error() -> UsageError:
     return UsageError(
-        "backward(): expected all of a micro-batch's gradients or none; got a backward"
-        " pass that raised after it had accumulated some of them. Call opt.discard()."
-        " In the first micro-batch of a window, or with separate_sums=True,"
-        " opt.zero_grad() is enough."
+        "backward(): expected all gradients of a micro-batch, or none; got a backward"
+        " pass that raised after accumulating some of the gradients. Call"
+        " opt.discard(). In the first micro-batch of a window, or with"
+        " separate_sums=True, opt.zero_grad() is enough."
     )
 
 

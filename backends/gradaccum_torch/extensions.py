@@ -33,16 +33,16 @@ LEFTOVER_LOOP = (
 )
 DIVIDED_LOSS = (
     "gradaccum: the loss is divided by {steps}, but gradaccum already divides by the"
-    " window's {steps} micro-batches. Most likely `loss / {steps}` is left from the"
-    " old loop. Each update is {steps} times too small: delete the division."
+    " window's {steps} micro-batches. Each update is therefore {steps} times too small."
+    " Most likely `loss / {steps}` is left from the old loop. Delete the division."
 )
 NON_FINITE_LOSS = (
     "gradaccum: a loss was not finite on rank {} of {}. Check the data and the loss"
-    " there. opt.result.overflow tells whether all workers skipped the window."
+    " there. opt.result.overflow shows whether all workers skipped the window."
 )
 WEIGHED_TWICE = (
     "gradaccum: a second loss with a weight was passed before step(), so both losses"
-    " count as one micro-batch of that weight. Each micro-batch needs its own step()."
+    " count as one micro-batch with that weight. Each micro-batch needs its own step()."
     " If one micro-batch has several losses, call opt.weigh(n) once, and then"
     " opt.backward(loss) for each loss."
 )

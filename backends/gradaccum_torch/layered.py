@@ -228,11 +228,11 @@ class Border:
         if versions != self._versions:
             raise UsageError(
                 f"layers[{index}]: expected an input that is not modified; got an input"
-                " that something wrote into. Set inplace=False in the layer's first"
+                " that was modified in place. Set inplace=False in the layer's first"
                 " operation, or combine the layer with the previous layer:"
                 " nn.Sequential(nn.Conv2d(...), nn.ReLU(inplace=True)). If another"
-                " layer or loss_fn writes into the same memory, for example into a"
-                " buffer that a layer returned, return a clone()."
+                " layer or loss_fn modifies the same memory, for example a buffer that"
+                " a layer returned, let that layer return buffer.clone()."
             )
 
 
@@ -407,9 +407,9 @@ def require_plain_layers(layers: object, modules: Sequence[nn.Module]) -> None:
     problem = ""
     forward = nn.Sequential.forward
     if isinstance(layers, nn.Sequential) and type(layers).forward is not forward:
-        problem = f"a {type(layers).__name__} with a forward of its own"
+        problem = f"a {type(layers).__name__} with its own forward method"
     if any(is_sharded(p) for module in modules for p in module.parameters()):
-        problem = "a layer of FSDP2"
+        problem = "a layer that FSDP2 has sharded"
     if problem:
         raise ArgumentTypeError(
             "layers: expected layers that run one after the other in this process; got"
@@ -433,5 +433,5 @@ def require_layered_optimizer(optimizer: AccumulatingOptimizer) -> None:
         raise UsageError(
             "optimizer: expected an optimizer that can be used when each layer"
             f" processes all micro-batches at once; got an optimizer with {problem}."
-            " Leave it out, or call gradaccum_torch.backward."
+            " Leave this out, or call gradaccum_torch.backward."
         )

@@ -252,8 +252,8 @@ def require_all_ranks(places: Sequence[list[int]]) -> None:
     if sorted(places) != [[rank, len(places)] for rank in range(len(places))]:
         raise checkpoint_error(
             "state_dicts",
-            f"the states of all {places[0][1]} ranks, each once",
-            f"the states of ranks {[rank for rank, _ in places]}",
+            f"one state from each of the {places[0][1]} ranks",
+            f"states from the ranks {[rank for rank, _ in places]}",
             "Wrap with module=, and save opt.state_dict() on every worker, in a"
             " separate file for each worker.",
         )

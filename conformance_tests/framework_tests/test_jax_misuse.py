@@ -83,7 +83,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
             wrap(optax.lbfgs(), steps=None), value_fn=lambda p: 0.0, last=True
         ),
         USAGE,
-        "value_fn: expected no such argument in a window of several micro-batches",
+        "value_fn: expected an argument that describes the whole window",
     ),
     "wrapped": (lambda: wrap(wrap()), TYPE, INNER),
     "wrapped in a chain": (lambda: update(wrap(optax.chain(wrap()))), TYPE, INNER),

@@ -61,7 +61,7 @@ def test_inner_optimizer_is_not_called(kind, mode):
         opt(g)
         return inner(g)
 
-    words = r"optimizer\(gradients\): expected a call of the wrapped optimizer.*SGD"
+    words = r"optimizer\(gradients\): expected a call to the wrapped optimizer.*SGD"
     for number, held in ((1.0, (10.0, 1)), (3.0, (8.0, 0))):
         (of_wrapper if mode == "jit" else opt)(gradient(number))
         with pytest.raises(gradaccum.UsageError, match=words):

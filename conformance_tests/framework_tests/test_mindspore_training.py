@@ -45,7 +45,7 @@ def test_losses_of_items_are_no_mean(mode):
     each, rows = nn.MSELoss(reduction="none"), (ops.ones((4, 3)), ops.zeros((4, 1)))
     with pytest.raises(
         gradaccum.ArgumentValueError,
-        match=r"network: expected one loss.*losses of shape \(4, 1\)",
+        match=r"network: expected a scalar loss.*losses of shape \(4, 1\)",
     ):
         cell_of(line(), each)(*rows)
     net = line()

@@ -307,7 +307,7 @@ def hooked(kind: str, **options: Any) -> Any:
 
 
 REFUSED = {
-    "own forward": (lambda: layered(Reversed(ONE)), "with a forward of its own"),
+    "own forward": (lambda: layered(Reversed(ONE)), "with its own forward method"),
     "step hook": (lambda: hooked("pre", on_overflow="ignore"), "with a step hook"),
     "later step hook": (
         lambda: hooked("post", on_overflow="ignore"),
@@ -315,7 +315,7 @@ REFUSED = {
     ),
     "written input": (
         lambda: layered([ONE, nn.ReLU(inplace=True)]),
-        r"layers\[1\]: .* wrote into",
+        r"layers\[1\]: .* modified in place",
     ),
     **{
         str(options): (lambda o=options: by_an_optimizer(**o), "optimizer: expected")

@@ -21,7 +21,7 @@ def test_unknown_name_raises() -> None:
 
 
 def test_list_of_parameters_is_no_optimizer() -> None:
-    expected = r"got an object of type list\. Build an optimizer from parameters first"
+    expected = r"got an object of type list\. Create an optimizer from the parameters"
     with pytest.raises(gradaccum.ArgumentTypeError, match=expected):
         gradaccum.wrap([1.0, 2.0], steps=4)
 

@@ -154,9 +154,10 @@ def require_own(name: str, tree: Tree, axes: tuple[str, ...]) -> None:
             raise UsageError(
                 f"{name}{jax.tree_util.keystr(path)}: expected the value from this"
                 " device's own micro-batch; got a value whose type shows that it was"
-                f" already reduced over {axes}. Pass the loss before jax.lax.pmean, and"
-                " differentiate with respect to per-device copies of the parameters,"
-                " made by gradaccum_jax.data_parallel(step, mesh, axis_name) or"
+                f" already reduced over {axes}. Pass the local loss, without"
+                " jax.lax.pmean, and differentiate with respect to per-device copies of"
+                " the parameters, made by"
+                " gradaccum_jax.data_parallel(step, mesh, axis_name) or"
                 " jax.lax.pcast(params, axis_name, to='varying')."
             )
 
@@ -220,7 +221,7 @@ def require_known_axes(
             "shard_axes: expected the axes along which parameters are sharded; got"
             f" None, although parameters differ between devices along {names}. Write"
             f" gradaccum.wrap(..., shard_axes={names!r}) if the devices store shards of"
-            " one model, or shard_axes=() if each device has a model of its own."
+            " one model, or shard_axes=() if each device has its own model."
         )
 
 

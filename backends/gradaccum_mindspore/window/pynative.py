@@ -60,7 +60,7 @@ class PyNativeWindow:
         state = self.storage.pull()
         if state.micro_step and kit.ends(state, size, kit.select):
             raise UsageError(
-                "gradients: expected a call of flush() or discard() first, because the"
+                "gradients: expected a call to flush() or discard() first, because the"
                 " open window is full and its update raised an error; got another"
                 " micro-batch. Call optimizer.flush() to make the update."
             )

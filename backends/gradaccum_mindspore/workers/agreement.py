@@ -121,12 +121,12 @@ def places_of_shards(
         raise ArgumentValueError(
             'reduction: expected "sum_per_item" or "sum" for parameters marked as'
             " layerwise_parallel, because the loss covers the items of all workers;"
-            f" got {'mean'!r} ({str.__name__}). Let the loss be a sum, and write"
+            f" got {'mean'!r} ({str.__name__}). Make the loss a sum, and write"
             ' reduction="sum_per_item".'
         )
     if places and options.on_overflow == "drop_micro_batch":
         raise ArgumentValueError(
-            "on_overflow: expected another policy for parameters marked as"
+            "on_overflow: expected a different policy for parameters marked as"
             " layerwise_parallel, because one worker could drop its part of a"
             " micro-batch while the other workers keep their parts; got"
             " 'drop_micro_batch'. Leave on_overflow out."

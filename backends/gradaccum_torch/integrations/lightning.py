@@ -157,8 +157,8 @@ def _require_untouched_micro_batches(trainer: Trainer) -> None:
         if value and value != usual:
             raise UsageError(
                 f"{name}: expected the Trainer's default, because the wrapped optimizer"
-                f" clips and accumulates; got {value!r} ({type(value).__name__}). Do not"
-                " pass it to the Trainer. In configure_optimizers, return"
+                f" clips and accumulates; got {value!r} ({type(value).__name__}). Leave"
+                f" {name} out of the Trainer. In configure_optimizers, return"
                 f" gradaccum.wrap(optimizer, {option.format(value)}"
             )
 

@@ -35,10 +35,10 @@ FIX = (
     " or module=fully_shard(model)."
 )
 UNEQUAL_PARAMETERS = (
-    "gradaccum: the workers of process_group= have different parameters, which equal"
-    " updates do not make equal. Before the first step, send one worker's parameters"
-    " to all workers with torch.distributed.broadcast, or load the same checkpoint on"
-    " all workers."
+    "gradaccum: the workers in process_group= have different parameters. The parameters"
+    " will stay different, because every worker applies the same updates. Before the"
+    " first step, send one worker's parameters to all workers with"
+    " torch.distributed.broadcast, or load the same checkpoint on all workers."
 )
 CLOSE = 1e-3
 """The relative difference up to which two workers' sums of a parameter's elements count
@@ -85,9 +85,9 @@ def require_reduced(optimizer: torch.optim.Optimizer, *_: object) -> None:
     if unreduced:
         kind = type(optimizer).__name__
         raise UsageError(
-            "module: expected module= for each optimizer of one"
-            f" DistributedDataParallel; got a {kind} without module=, which updates"
-            f" {len(unreduced)} of the module's parameters. Write"
+            "module: expected module= for every optimizer that updates parameters of"
+            f" the DistributedDataParallel; got a {kind} without module=, which updates"
+            f" {len(unreduced)} of these parameters. Write"
             f" gradaccum.wrap({kind}(...), steps=..., module=parallel)."
         )
     CHECKED_OPTIMIZERS.add(optimizer)
@@ -266,8 +266,8 @@ def require_deferrable(units: Sequence[Unit], options: kit.Options) -> None:
             " FSDP2's reduction and accumulate_dtype, and no option that inspects"
             f" individual micro-batches; got {found}. For bfloat16, keep the parameters"
             " in float32 and use MixedPrecisionPolicy(param_dtype=torch.bfloat16,"
-            ' reduce_dtype=torch.float32). Or write gradient_sync="micro_batch", with'
-            " which FSDP2 reduces gradients in each micro-batch."
+            ' reduce_dtype=torch.float32). Or write gradient_sync="micro_batch", so'
+            " that FSDP2 reduces the gradients of each micro-batch."
         )
 
 

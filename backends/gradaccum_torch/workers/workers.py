@@ -42,7 +42,7 @@ UNNAMED_WORKERS = (
     " module=DistributedDataParallel(model), or process_group= with the workers that"
     ' share the windows. Write process_group="alone" if this process trains by itself,'
     " or if something else averages the gradients of each micro-batch; such an average"
-    " is right only if all processes have the same weights."
+    " is correct only if all processes have the same weights."
 )
 
 

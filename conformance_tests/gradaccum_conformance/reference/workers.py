@@ -76,8 +76,8 @@ def _receive(link: Connection, rank: int) -> Any:
     except (EOFError, OSError):
         found = "a worker that is gone"
     expected, fix = (
-        "every worker to end its window too",
-        "Call flush() on every worker when it has no more data.",
+        "every worker to end its window at the same point",
+        "When a worker has no more data, call flush() on it.",
     )
     raise UsageError(
         f"the end of a window on rank {rank}: expected {expected}; got {found}. {fix}"
