@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import final
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -35,8 +36,10 @@ from gradaccum_torch.workers.interface import (
 )
 from gradaccum_torch.workers.overlap import BucketReduction
 
-OPTIMIZERS: dict[str, int] = {}
-"""How many optimizers were wrapped for each process group, by the group's name."""
+OPTIMIZERS: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+"""How many optimizers were wrapped for each process group. The groups themselves are the
+keys, because torch gives a group the name of an earlier group that was destroyed.
+"""
 
 
 @final
@@ -62,11 +65,11 @@ class WorkerGroup(Workers):
         self.is_flushing = False
         self.all_flush = False
         """Whether all workers have run out of micro-batches."""
-        self.number = OPTIMIZERS.get(group.group_name, 0)
+        self.number = OPTIMIZERS.get(group, 0)
         """How many optimizers were wrapped for this process group before this
         optimizer.
         """
-        OPTIMIZERS[group.group_name] = self.number + 1
+        OPTIMIZERS[group] = self.number + 1
         self.reduction: BucketReduction | None = None
         """The reduction of the open window's gradients, or None before it begins."""
         self.trainable_ids: set[int] = set()

@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import gradaccum
+
 from .common import WORLD
 
 Check = Callable[[int], None]
@@ -34,6 +36,8 @@ def run_checks(checks: Mapping[str, Check], rank: int, folder: Path) -> None:
     ``folder / f"{rank}.json"``.
     """
     torch.set_num_threads(1)
+    if rank == 0:
+        wrap_in_an_earlier_group(folder)
     store, timeout = f"file://{folder / 'store'}", datetime.timedelta(seconds=60)
     dist.init_process_group(
         "gloo", init_method=store, rank=rank, world_size=WORLD, timeout=timeout
@@ -52,6 +56,18 @@ def run_checks(checks: Mapping[str, Check], rank: int, folder: Path) -> None:
             # The workers may be at different calls now, and each further check would
             # wait for the other.
             break
+
+
+def wrap_in_an_earlier_group(folder: Path) -> None:
+    """Wrap an optimizer for a process group that is destroyed before the job's own group
+    is made. Only one worker does this, so the windows of the job close alike only if
+    the earlier group does not count, although torch gives both groups one name.
+    """
+    store = f"file://{folder / 'earlier_store'}"
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    inner = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    gradaccum.wrap(inner, steps=2, process_group=dist.group.WORLD)
+    dist.destroy_process_group()
 
 
 ROOT = Path(__file__).parents[3]

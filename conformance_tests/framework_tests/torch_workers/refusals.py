@@ -157,7 +157,7 @@ def each_optimizer_of_a_module_names_it(rank: int) -> None:
     before = numbers(model)
     for opt in (bare, early):
         parallel(x).square().mean().backward()
-        with refused(UsageError, "module=parallel", "2 of the module's parameters"):
+        with refused(UsageError, "module=parallel", "2 of these parameters"):
             opt.step()
         model.zero_grad()
     assert numbers(model) == before
