@@ -502,12 +502,15 @@ class Window:
         sums of several processes reduced.
         """
         sums = self.gradient_sum.gradients()
-        complete_sums = {
-            parameter: complete(total) for parameter, total in sums.items()
-        }
-        if any(complete_sums[key] is not total for key, total in sums.items()):
-            self.gradient_sum.replace(complete_sums)
-        return complete_sums
+        is_changed = False
+        for parameter, total in sums.items():
+            complete_total = complete(total)
+            if complete_total is not total:
+                sums[parameter] = complete_total
+                is_changed = True
+        if is_changed:
+            self.gradient_sum.replace(sums)
+        return sums
 
     def _reduce(self, parameters: list[Tensor] | None = None) -> bool:
         """Add up the windows of all workers, or only the gradient sums of `parameters`.
