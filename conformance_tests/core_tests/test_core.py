@@ -131,7 +131,9 @@ def test_bad_denominator_in_compiled_code_makes_no_update(denominator: float) ->
 def test_denominator_is_for_windows_that_one_worker_closes() -> None:
     kit.require_denominator_allowed(kit.make_options(None))
     for steps, several in ((4, False), (None, True)):
-        with pytest.raises(gradaccum.UsageError, match=r"^denominator: .* steps= closes the windows"):
+        with pytest.raises(
+            gradaccum.UsageError, match=r"^denominator: .* steps= closes the windows"
+        ):
             kit.require_denominator(3.0, kit.make_options(steps), several=several)
 
 
