@@ -96,3 +96,31 @@ def test_only_window_ends_wait(
     end = int("on_overflow" not in options)
     assert measured[3:] == [each, each, each + end] * 2
     assert opt.result.optimizer_step == 3
+
+
+@pytest.mark.skipif(
+    not hasattr(Tensor, "grad_dtype"), reason="this torch has one dtype per gradient"
+)
+def test_gradient_dtype_that_the_user_has_set_is_the_sums_dtype() -> None:
+    """In bfloat16 each small gradient would vanish beside the first one."""
+    weight = torch.zeros(2, dtype=torch.bfloat16, requires_grad=True)
+    weight.grad_dtype = torch.float32
+    dtypes = []
+    inner = torch.optim.SGD([weight], lr=1.0)
+    inner.register_step_pre_hook(lambda *_: dtypes.append(weight.grad.dtype))
+    opt = gradaccum.wrap(inner, steps=5, reduction="sum")
+    for factor in [1.0, *[2.0**-9] * 4]:
+        opt.backward((weight * factor).sum())
+        opt.step()
+    assert dtypes == [torch.float32]
+    assert weight.tolist() == [-1 - 2**-7] * 2
+
+
+def test_empty_parameter_fits_into_any_dtype() -> None:
+    """The window's norm is larger than any float16."""
+    wide = torch.zeros(2, requires_grad=True)
+    empty = torch.zeros(0, dtype=torch.float16, requires_grad=True)
+    opt = gradaccum.wrap(torch.optim.SGD([wide, empty], lr=1.0), steps=1)
+    opt.backward(wide.sum() * 1e6 + empty.sum())
+    opt.step()
+    assert opt.result.applied

@@ -115,6 +115,18 @@ def test_half_precision_added_in_mid_window_is_summed_in_float32(
     assert late.tolist() == [-1 - 2**-7] * 2
 
 
+def test_window_that_a_half_precision_group_has_joined_can_be_flushed() -> None:
+    """The group moves the sum out of ``.grad``; no micro-batch comes after it."""
+    early = torch.zeros(2, requires_grad=True)
+    late = torch.zeros(2, dtype=torch.bfloat16, requires_grad=True)
+    opt = gradaccum.wrap(torch.optim.SGD([early], lr=1.0), steps=6)
+    opt.backward(early.sum() * 3)
+    opt.step()
+    opt.add_param_group({"params": [late]})
+    opt.flush()
+    assert early.tolist() == [-3.0] * 2
+
+
 # Closures.
 
 

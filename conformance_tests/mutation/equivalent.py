@@ -54,6 +54,11 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     "backends/gradaccum_jax/state.py": {
         "return [vary(new, axes_of(old)) for new, old in zip(arrays, olds, strict=False)]": "each old value has a new one",
     },
+    "backends/gradaccum_torch/gradient_watch.py": {
+        "PASSES = [1]": "only its changes are read",
+        "self.version = (1)": "without a gradient the version is not read",
+        "pass  # self.new_gradients.clear()": "a gradient that owns its memory is not copied again",
+    },
     "backends/gradaccum_mindspore/gradient_sum.py": {
         "HALF = (ms.bfloat16, ms.float16)": KINDS,
         "CHUNK = 2**21": "chunks of any length have one norm",
