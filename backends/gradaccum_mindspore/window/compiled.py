@@ -38,6 +38,7 @@ from gradaccum_mindspore.gradient_sum import (
     map_over,
     where,
 )
+from gradaccum_mindspore.mindspore_private import CellOfOnePhase
 from gradaccum_mindspore.state import (
     GRAD_NORM,
     STEPS,
@@ -153,7 +154,7 @@ def first(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return a
 
 
-class CompiledWindow(nn.Cell):  # type: ignore[misc]
+class CompiledWindow(CellOfOnePhase):
     """A window that MindSpore compiles, with its state in Tensors. `PyNativeWindow` has
     the same methods for PyNative mode. `workers` is a `WorkerGroup` if several workers
     share the window, and otherwise None.
@@ -165,15 +166,9 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
     # memory per window. So at the end of a window, no computed value is passed into a
     # branch or out of a branch.
     divisor: Parameter
-    grad_norm: Parameter
-    overflow: Parameter
-    applied: Parameter
     is_applied: Parameter
-    """The same value as `applied`. It is used as the condition of a branch."""
-    always: Parameter
-    """Always true. It is used as a condition, because the compiler would not create a
-    branch for a constant condition.
-    """
+    nothing: Parameter
+    """Always 0. The zeros of a constant would be a constant as large as the model."""
 
     def __init__(
         self,
@@ -214,11 +209,8 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         # With plain assignments, the Cell would list these Parameters as its own.
         for name, value in (
             ("divisor", self.one),
-            ("grad_norm", self.nan),
-            ("overflow", self.false),
-            ("applied", self.false),
             ("is_applied", self.false),
-            ("always", self.true),
+            ("nothing", self.zero),
         ):
             object.__setattr__(self, name, note(name, value))
 
@@ -406,15 +398,12 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         return self.close_reduced()
 
     def close_reduced(self) -> bool:
-        # `decide` runs in a branch of its own, so that `finish` reads the state again.
-        if self.always:
-            self.decide()
-        self.apply()
+        self.decide()
         return self.finish()
 
     def decide(self) -> bool:
-        """Decide whether the update of the window is applied or skipped, and store the
-        decision.
+        """Decide whether the update of the window is applied or skipped. Write the
+        decision, and the outcome and the state after the window.
         """
         storage = self.storage
         state = self.read()
@@ -439,12 +428,20 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
             where,
             storage.largest_number,
         )
+        losses = storage.window_loss.compiled_after_window(state)
+        after = kit.close(state, apply, overflow, self.options, where)
+        skipped = apply == False  # noqa: E712
+        event = self.event(apply, skipped, overflow, grad_norm)
         ops.assign(self.divisor, divisor.astype(self.float_dtype))
-        ops.assign(self.grad_norm, grad_norm.astype(self.float_dtype))
-        ops.assign(self.overflow, overflow)
-        ops.assign(self.applied, apply)
         ops.assign(self.is_applied, apply)
-        return True
+        ops.assign(storage.window_loss.loss, losses)
+        # `after` contains the same zeros, but computing them would take extra
+        # operators.
+        ops.assign(storage.micro_step, self.no_step)
+        ops.assign(storage.weight, self.zero)
+        ops.assign(storage.overflow, self.false)
+        self.write_event(event)
+        return self.write_counters(after)
 
     def with_checked_size(self, state: Fields) -> Fields:
         """Return `state`. If the user's function returned a window size below 1, set
@@ -466,41 +463,21 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
             )
         return is_finite
 
-    def apply(self) -> bool:
-        if self.is_applied:
-            self.update(self.gradients(self.divisor.value()))
-        return True
-
     def gradients(self, divisor: Tensor) -> tuple[Tensor, ...]:
         return gradient_sum.compiled_divided(
             self.storage.sums, divisor, self.storage.gradient_dtypes
         )
 
     def finish(self) -> bool:
-        """Clear the gradient sums, and write the outcome and the state after the
-        window.
+        """Update the parameters if the decision says so, and clear the gradient sums.
+
+        The compiler copies the clearing into both branches, so that the runtime runs
+        one graph fewer.
         """
-        storage = self.storage
-        apply = self.applied & self.true
-        overflow = self.overflow & self.true
-        state = self.read()
-        losses = storage.window_loss.compiled_after_window(state)
-        after = kit.close(state, apply, overflow, self.options, where)
-        event = self.event(
-            apply,
-            apply == False,  # noqa: E712
-            overflow,
-            self.grad_norm.value(),
-        )
-        gradient_sum.compiled_clear(storage.sums, after[WEIGHT])
-        ops.assign(storage.window_loss.loss, losses)
-        # `after` contains the same zeros, but computing them would take extra
-        # operators.
-        ops.assign(storage.micro_step, self.no_step)
-        ops.assign(storage.weight, self.zero)
-        ops.assign(storage.overflow, self.false)
-        self.write_event(event)
-        return self.write_counters(after)
+        if self.is_applied:
+            self.update(self.gradients(self.divisor.value()))
+        gradient_sum.compiled_clear(self.storage.sums, self.nothing.value())
+        return True
 
     def flush(self) -> Tensor:
         """Close the open window; return whether a window was open, as a bool Tensor of
