@@ -4,11 +4,11 @@ consists of Tensors.
 The compiler drops operations that it believes to have no effect. So this code computes
 every new value from values that it read before its first write, and reads nothing that
 it has written. The only exception is the end of a window, which begins by reading the
-state. No branch returns a value that it computed. Each function returns a value,
-because MindSpore would pass a None to the Python interpreter.
+state, and reads the decision and the gradient sums after it has written the state. No
+branch returns a value that it computed. Each function returns a value, because
+MindSpore would pass a None to the Python interpreter.
 
-The update is a separate method, because the compiler copies the rest of a function
-after an ``if`` into both branches.
+The compiler copies the rest of a function after an ``if`` into both branches.
 
 If a method calls a global function of the same name, the compiler confuses the two. So
 the methods call ``kit.close`` and ``kit.discard`` through their module. The structure,
@@ -23,7 +23,7 @@ from itertools import count
 from typing import Any
 
 import mindspore as ms
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Parameter, Tensor, ops
 from mindspore.ops import constexpr
 
 from gradaccum import kit
@@ -34,8 +34,8 @@ from gradaccum_mindspore.gradient_sum import (
     DType,
     Gradients,
     Number,
-    Shape,
     map_over,
+    shape_of,
     where,
 )
 from gradaccum_mindspore.mindspore_private import CellOfOnePhase
@@ -100,10 +100,6 @@ def number_of(weight: Number) -> Number:
     return weight
 
 
-def shape_of(gradient: Tensor | None) -> Shape:
-    return () if gradient is None else gradient.shape
-
-
 def dtype_of(gradient: Tensor | None) -> DType | None:
     return None if gradient is None else gradient.dtype
 
@@ -160,7 +156,7 @@ class CompiledWindow(CellOfOnePhase):
     share the window, and otherwise None.
     """
 
-    # These Parameters hold the decision about a window that ends, during one call only.
+    # These Parameters pass the decision about a window that ends to the update.
     # MindSpore's runtime copies a value that one branch computes and another branch
     # uses. If ``steps`` is even, it never frees the copy, which costs 12 KiB of host
     # memory per window. So at the end of a window, no computed value is passed into a
@@ -168,7 +164,8 @@ class CompiledWindow(CellOfOnePhase):
     divisor: Parameter
     is_applied: Parameter
     nothing: Parameter
-    """Always 0. The zeros of a constant would be a constant as large as the model."""
+    """Always 0. From a constant, the compiler would make zeros as large as the model.
+    """
 
     def __init__(
         self,
@@ -469,10 +466,11 @@ class CompiledWindow(CellOfOnePhase):
         )
 
     def finish(self) -> bool:
-        """Update the parameters if the decision says so, and clear the gradient sums.
+        """Update the parameters, unless the update is skipped, and clear the gradient
+        sums.
 
-        The compiler copies the clearing into both branches, so that the runtime runs
-        one graph fewer.
+        These are one method, because a graph that only clears the sums would take
+        longer than a copy of the clearing in both branches.
         """
         if self.is_applied:
             self.update(self.gradients(self.divisor.value()))
