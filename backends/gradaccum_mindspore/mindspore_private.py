@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import Any
 
 import mindspore as ms
-from mindspore import Parameter, Tensor
+from mindspore import Parameter, Tensor, nn
 
 from gradaccum import UsageError
 
@@ -84,6 +84,24 @@ def call_when_saved(parameter: Parameter, function: Callable[[], None]) -> None:
         return init_data(*args, **keywords)
 
     parameter.init_data = init_data_with_note
+
+
+class CellOfOnePhase(nn.Cell):  # type: ignore[misc]
+    """A Cell that keeps the name of the program that is called to itself.
+
+    At each call of a compiled program, MindSpore 2.10 writes the name into every Cell
+    below the called one, through every path that leads to it. For a window's Cells,
+    that would take as long as a few operators.
+    """
+
+    @property
+    def compile_phase(self) -> str | None:
+        phase: str | None = self._compile_phase
+        return phase
+
+    @compile_phase.setter
+    def compile_phase(self, phase: str) -> None:
+        object.__setattr__(self, "_compile_phase", phase)
 
 
 SEEDS: Any = import_module("mindspore.common.seed")

@@ -30,7 +30,11 @@ from gradaccum_mindspore.extensions import ChangedRateWarning
 from gradaccum_mindspore.gradient_sum import Gradients
 from gradaccum_mindspore.loss_scale import note_read, require_read
 from gradaccum_mindspore.master_weights import Optimizer, put_masters_into
-from gradaccum_mindspore.mindspore_private import is_graph_mode, refuse_trace
+from gradaccum_mindspore.mindspore_private import (
+    CellOfOnePhase,
+    is_graph_mode,
+    refuse_trace,
+)
 from gradaccum_mindspore.state import Storage
 from gradaccum_mindspore.update import (
     Update,
@@ -151,7 +155,7 @@ class MicroBatch(nn.Cell):  # type: ignore[misc]
         return is_full
 
 
-class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
+class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
     """The optimizer that `gradaccum.wrap` returns for a `mindspore.nn.Optimizer`.
 
     ``optimizer(gradients, weight, loss)`` adds one micro-batch, and returns whether it

@@ -68,7 +68,8 @@ def test_window_end_measures_and_divides_once(graphs):
         "one compiled update, and one division of each sum"
     )
     (decided,) = with_operator(graphs, "Square")
-    assert decided["Square"] == decided["Abs"] == len(SHAPES), "one norm of each sum"
+    assert decided["Square"] == decided["Abs"] == 1, "one norm of all small sums"
+    assert decided["Assign"] == 9, "the state is written where it is decided"
 
 
 def test_graphs_grow_slowly_with_parameters():

@@ -4,11 +4,11 @@ consists of Tensors.
 The compiler drops operations that it believes to have no effect. So this code computes
 every new value from values that it read before its first write, and reads nothing that
 it has written. The only exception is the end of a window, which begins by reading the
-state. No branch returns a value that it computed. Each function returns a value,
-because MindSpore would pass a None to the Python interpreter.
+state, and reads the decision and the gradient sums after it has written the state. No
+branch returns a value that it computed. Each function returns a value, because
+MindSpore would pass a None to the Python interpreter.
 
-The update is a separate method, because the compiler copies the rest of a function
-after an ``if`` into both branches.
+The compiler copies the rest of a function after an ``if`` into both branches.
 
 If a method calls a global function of the same name, the compiler confuses the two. So
 the methods call ``kit.close`` and ``kit.discard`` through their module. The structure,
@@ -23,7 +23,7 @@ from itertools import count
 from typing import Any
 
 import mindspore as ms
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Parameter, Tensor, ops
 from mindspore.ops import constexpr
 
 from gradaccum import kit
@@ -34,10 +34,11 @@ from gradaccum_mindspore.gradient_sum import (
     DType,
     Gradients,
     Number,
-    Shape,
     map_over,
+    shape_of,
     where,
 )
+from gradaccum_mindspore.mindspore_private import CellOfOnePhase
 from gradaccum_mindspore.state import (
     GRAD_NORM,
     STEPS,
@@ -99,10 +100,6 @@ def number_of(weight: Number) -> Number:
     return weight
 
 
-def shape_of(gradient: Tensor | None) -> Shape:
-    return () if gradient is None else gradient.shape
-
-
 def dtype_of(gradient: Tensor | None) -> DType | None:
     return None if gradient is None else gradient.dtype
 
@@ -153,26 +150,21 @@ def first(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return a
 
 
-class CompiledWindow(nn.Cell):  # type: ignore[misc]
+class CompiledWindow(CellOfOnePhase):
     """A window that MindSpore compiles, with its state in Tensors. `PyNativeWindow` has
     the same methods for PyNative mode. `workers` is a `WorkerGroup` if several workers
     share the window, and otherwise None.
     """
 
-    # During a call that ends a window, these Parameters store the decision about it.
+    # These Parameters pass the decision about a window that ends to the update.
     # MindSpore's runtime copies a value that one branch computes and another branch
     # uses. If ``steps`` is even, the runtime never frees the copy, which costs 12 KiB
     # of host memory per window. So at the end of a window, no computed value is passed
     # into a branch or out of a branch.
     divisor: Parameter
-    grad_norm: Parameter
-    overflow: Parameter
-    applied: Parameter
     is_applied: Parameter
-    """The same value as `applied`. It is used as the condition of a branch."""
-    always: Parameter
-    """Always true. It is used as a condition, because the compiler would not create a
-    branch for a constant condition.
+    nothing: Parameter
+    """Always 0. From a constant, the compiler would make zeros as large as the model.
     """
 
     def __init__(
@@ -214,11 +206,8 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         # With plain assignments, the Cell would list these Parameters as its own.
         for name, value in (
             ("divisor", self.one),
-            ("grad_norm", self.nan),
-            ("overflow", self.false),
-            ("applied", self.false),
             ("is_applied", self.false),
-            ("always", self.true),
+            ("nothing", self.zero),
         ):
             object.__setattr__(self, name, note(name, value))
 
@@ -406,15 +395,12 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         return self.close_reduced()
 
     def close_reduced(self) -> bool:
-        # `decide` runs in a branch of its own, so that `finish` reads the state again.
-        if self.always:
-            self.decide()
-        self.apply()
+        self.decide()
         return self.finish()
 
     def decide(self) -> bool:
-        """Decide whether the update of the window is applied or skipped, and store the
-        decision.
+        """Decide whether the update of the window is applied or skipped. Write the
+        decision, and the outcome and the state after the window.
         """
         storage = self.storage
         state = self.read()
@@ -439,12 +425,20 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
             where,
             storage.largest_number,
         )
+        losses = storage.window_loss.compiled_after_window(state)
+        after = kit.close(state, apply, overflow, self.options, where)
+        skipped = apply == False  # noqa: E712
+        event = self.event(apply, skipped, overflow, grad_norm)
         ops.assign(self.divisor, divisor.astype(self.float_dtype))
-        ops.assign(self.grad_norm, grad_norm.astype(self.float_dtype))
-        ops.assign(self.overflow, overflow)
-        ops.assign(self.applied, apply)
         ops.assign(self.is_applied, apply)
-        return True
+        ops.assign(storage.window_loss.loss, losses)
+        # `after` contains the same zeros, but computing them would take extra
+        # operators.
+        ops.assign(storage.micro_step, self.no_step)
+        ops.assign(storage.weight, self.zero)
+        ops.assign(storage.overflow, self.false)
+        self.write_event(event)
+        return self.write_counters(after)
 
     def with_checked_size(self, state: Fields) -> Fields:
         """Return `state`. If the user's function returned a window size below 1, set
@@ -466,41 +460,22 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
             )
         return is_finite
 
-    def apply(self) -> bool:
-        if self.is_applied:
-            self.update(self.gradients(self.divisor.value()))
-        return True
-
     def gradients(self, divisor: Tensor) -> tuple[Tensor, ...]:
         return gradient_sum.compiled_divided(
             self.storage.sums, divisor, self.storage.gradient_dtypes
         )
 
     def finish(self) -> bool:
-        """Clear the gradient sums, and write the outcome and the state after the
-        window.
+        """Update the parameters, unless the update is skipped, and clear the gradient
+        sums.
+
+        These are one method, because a graph that only clears the sums would take
+        longer than a copy of the clearing in both branches.
         """
-        storage = self.storage
-        apply = self.applied & self.true
-        overflow = self.overflow & self.true
-        state = self.read()
-        losses = storage.window_loss.compiled_after_window(state)
-        after = kit.close(state, apply, overflow, self.options, where)
-        event = self.event(
-            apply,
-            apply == False,  # noqa: E712
-            overflow,
-            self.grad_norm.value(),
-        )
-        gradient_sum.compiled_clear(storage.sums, after[WEIGHT])
-        ops.assign(storage.window_loss.loss, losses)
-        # `after` contains the same zeros, but computing them would take extra
-        # operators.
-        ops.assign(storage.micro_step, self.no_step)
-        ops.assign(storage.weight, self.zero)
-        ops.assign(storage.overflow, self.false)
-        self.write_event(event)
-        return self.write_counters(after)
+        if self.is_applied:
+            self.update(self.gradients(self.divisor.value()))
+        gradient_sum.compiled_clear(self.storage.sums, self.nothing.value())
+        return True
 
     def flush(self) -> Tensor:
         """Close the open window; return whether a window was open, as a bool Tensor of

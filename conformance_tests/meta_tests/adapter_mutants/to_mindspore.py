@@ -124,7 +124,7 @@ MUTANTS = (
     ),
     Mutant(
         "compiled_window_leaves_its_sums",
-        "        gradient_sum.compiled_clear(storage.sums, after[WEIGHT])\n",
+        "        gradient_sum.compiled_clear(self.storage.sums, self.nothing.value())\n",
         "",
         SUITE + "test_overflow.py::test_overflow_skips_this_window_only",
         "jit",
