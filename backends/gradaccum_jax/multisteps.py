@@ -1,5 +1,5 @@
 """A drop-in replacement for `optax.MultiSteps`, for existing code. New code should use
-`gradaccum.wrap`, which offers more.
+`gradaccum.wrap`, which has more options.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class MultiSteps:
 
     @property
     def inner_opt(self) -> optax.GradientTransformationExtraArgs:
-        """The optimizer `opt`, which also accepts extra arguments here."""
+        """The optimizer `opt`, extended to accept extra arguments."""
         return self._opt
 
     def init(self, params: Params) -> optax.MultiStepsState:
