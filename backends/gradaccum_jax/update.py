@@ -2,9 +2,9 @@
 of the parameters.
 
 If the inner optimizer runs, its updates replace the sum of the gradients, and the first
-micro-batch of the next window overwrites them. The conditional reads the parameters
-from its closure and does not return them. So XLA works in place, and a micro-batch in
-the middle of a window costs only an addition and a select.
+micro-batch of the next window overwrites the updates. The conditional reads the
+parameters from its closure and does not return them. So XLA works in place, and a
+micro-batch in the middle of a window costs only an addition and a select.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Update(NamedTuple):
         apply: Scalar,
     ) -> tuple[Updates, Tree, InnerState]:
         """Run the inner optimizer on the sum of the gradients if `apply` is true.
-        ``divisor=None`` means that the sum is already divided.
+        ``divisor=None`` means that the sum has already been divided.
 
         Returns:
             If `apply` is true: the updates, the accumulator overwritten with the

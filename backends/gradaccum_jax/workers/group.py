@@ -51,7 +51,7 @@ devices.
 
 class ParamsType(Enum):
     """How the parameters are typed while `data_parallel` traces a step. Each step is
-    traced twice, once with each type.
+    traced twice, once in each of these ways.
     """
 
     SAME = "same on all devices"
