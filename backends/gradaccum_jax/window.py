@@ -143,8 +143,9 @@ def close(
     the second divides the sum in place, and the third runs the inner optimizer. The
     division has its own conditional because XLA:CPU runs the operations of a branch
     breadth first. If the optimizer's branch divided the sum, all divided gradients
-    would be in memory at once, because AdamW reads each gradient twice (JAX 0.7.1:
-    temporary memory of 1.0 times the size of the parameters instead of 0.25 times).
+    would be in memory at once, because AdamW reads each gradient twice. In JAX 0.7.1
+    the temporary memory would then be 1.0 instead of 0.25 times the size of the
+    parameters.
     """
     require_known_axes(state.accumulator, update.axes, update.shard_axes)
     bare_state = with_event(

@@ -13,7 +13,7 @@ The update is a separate method, because the compiler copies everything that fol
 If a method calls a global function of the same name, the compiler confuses the two. So
 the methods call ``kit.close`` and ``kit.discard`` through their module. The structure,
 shapes, dtypes and Python numbers of arguments are constants of the program, so a wrong
-argument raises an error while MindSpore compiles.
+argument raises an error while MindSpore compiles the program.
 """
 
 from __future__ import annotations
