@@ -1,8 +1,8 @@
 """Train a model of stacked layers layer by layer: in both the forward and the backward
 pass, all micro-batches pass through one layer before the next layer runs.
 
-The gradient sum of a layer is complete when the last micro-batch has run its backward
-pass through this layer. The layer is then updated, and its gradient is freed.
+The gradient sum of a layer is complete after the last micro-batch's backward pass
+through this layer. The layer is then updated, and its gradient is freed.
 """
 
 from __future__ import annotations

@@ -55,14 +55,14 @@ class ParamsType(Enum):
     """
 
     SAME = "same on all devices"
-    """The parameters are typed as the same on all devices. JAX's types then show which
-    values depend on a device's own batch, but `jax.grad` adds up the gradients over the
-    devices.
+    """According to their types, the parameters are the same on all devices. JAX's types
+    then show which values depend on a device's own batch, but `jax.grad` adds up the
+    gradients over the devices.
     """
     COPY = "a copy for each device"
-    """The parameters are typed as per-device copies. `jax.grad` then returns each
-    device's own gradient, but the type of every value that depends on the parameters
-    says that the value may differ between devices.
+    """According to their types, the parameters are per-device copies. `jax.grad` then
+    returns each device's own gradient, but the type of every value that depends on the
+    parameters says that the value may differ between devices.
     """
 
 

@@ -224,7 +224,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
 
 def rates_of(inner: Optimizer) -> list[Any]:
     """Return the learning rate of each parameter group, or an empty list if the
-    optimizer computes its learning rate from its own number of updates.
+    optimizer computes its learning rate from its own update counter.
     """
     if hasattr(inner, "lrs"):
         return list(inner.lrs)
