@@ -20,7 +20,7 @@ from jax import lax
 from gradaccum import ArgumentValueError
 
 Array = Any
-"""A `jax.Array`, concrete or traced, or a value that JAX accepts as an array: a NumPy
+"""A value that JAX accepts as an array: a `jax.Array` (concrete or traced), a NumPy
 array or a Python number.
 """
 
@@ -37,16 +37,16 @@ Updates = Any
 """A pytree of the optimizer's updates, or of their shapes and dtypes."""
 
 InnerState = Any
-"""The pytree of the inner optimizer's state. `master_weights.on_masters` makes it a
-pair: the inner optimizer's own state and the master weights.
+"""The pytree of the inner optimizer's state. With master weights it is a pair: the
+inner optimizer's own state and the master weights (see `master_weights.on_masters`).
 """
 
 Leaves = list[Array]
 """The leaves of a pytree, in the order of `jax.tree.leaves`."""
 
 Gradients = list[Array]
-"""A micro-batch's gradients, with one entry for each leaf of the accumulator, in the
-same order. An entry is None if nothing is added to that leaf (see `checks.align`).
+"""A micro-batch's gradients, with one entry per leaf of the accumulator, in the order
+of these leaves. An entry is None if nothing is added to that leaf (see `checks.align`).
 """
 
 Axes = frozenset[str]
@@ -99,10 +99,10 @@ class GradientTypes(NamedTuple):
     them.
     """
     update_dtypes: list[DType]
-    """The gradient dtypes that determine the dtypes of the updates: an update has the
-    dtype that the inner optimizer returns for a gradient of this dtype. An entry
-    differs from `dtypes` only if no gradient was passed, as in a flush. It is then the
-    dtype of the parameter.
+    """The gradient dtypes that determine the dtypes of the updates: each update has the
+    dtype that the inner optimizer would return for a gradient of this dtype. The list
+    equals `dtypes`, except in a flush, where no gradients are passed. It then contains
+    the dtypes of the parameters.
     """
 
 
@@ -111,10 +111,10 @@ def gradient_types(
 ) -> GradientTypes:
     """Return the dtypes of the gradients that the inner optimizer receives: for each
     leaf, the wider of the parameter's dtype and the gradient's dtype. So a caller who
-    passes gradients in a wider dtype gets the same update as in plain optax.
+    passes gradients in a wider dtype gets the same update as from plain optax.
 
-    In a flush the dtypes of the gradients are unknown, so the inner optimizer receives
-    the sum without rounding.
+    In a flush the dtypes of the gradients are unknown, so the sum is passed to the
+    inner optimizer without rounding.
     """
     totals = jax.tree.leaves(accumulator, is_leaf=is_none)
     parameters: Leaves = [None] * len(totals)
@@ -150,10 +150,9 @@ def takes_part(leaf: Array) -> bool:
 
 
 def moving_of(tree: Tree) -> tuple[Leaves, Callable[..., Tree]]:
-    """Return the floating-point leaves of `tree`, and a function
-    ``put(leaves, still)``. The function returns `tree` with its floating-point leaves
-    replaced by `leaves`, and every other leaf replaced by ``still(leaf)``, which is the
-    same leaf by default.
+    """Return the floating-point leaves of `tree`, and a function ``put(leaves, still)``
+    that rebuilds the tree. It replaces the floating-point leaves with `leaves`, and
+    every other leaf with ``still(leaf)``, which by default is the leaf itself.
     """
     all_leaves, structure = jax.tree.flatten(tree)
 
@@ -218,18 +217,19 @@ def is_half(leaf: Array) -> bool:
 
 
 KEY = "key"
-"""A marker for random keys, which have no batch axis. Each micro-batch gets the key
-folded with the micro-batch's number (`jax.random.fold_in`).
+"""Stands for the batch axis of a random key, which has no such axis. Each micro-batch
+gets its own key: `jax.random.fold_in` folds the micro-batch's index into the given key.
 """
 Axis = int | str | None
-"""How an array is split into micro-batches: along a batch axis >= 0; or None, if every
-micro-batch gets the whole array; or `KEY`, if the array is a random key.
+"""How an array is split into micro-batches: the index of its batch axis (>= 0), or None
+if every micro-batch gets the whole array, or `KEY` if the array is a random key.
 """
 
 
 def spread_over(prefix: Tree, tree: Tree, argument: str) -> list[Any]:
     """Expand `prefix`, a tree prefix of `tree`, to a list with one value for each leaf
-    of `tree`, like `gradaccum.kit.spread`. The error message names `argument`.
+    of `tree`, like `gradaccum.kit.spread`. `argument` is the name of the prefix in
+    error messages.
     """
     if type(prefix) is list and isinstance(tree, tuple):
         prefix = tuple(prefix)
@@ -251,7 +251,7 @@ def spread_over(prefix: Tree, tree: Tree, argument: str) -> list[Any]:
 
 def is_constant(leaf: object) -> bool:
     """True if `leaf` becomes a constant of the compiled program. Arrays and floats do
-    not, because they may change from call to call.
+    not become constants, because they may change from call to call.
     """
     may_change: Any = jax.Array | np.ndarray | np.generic | float | complex
     return not (isinstance(leaf, may_change) or hasattr(leaf, "__jax_array__"))

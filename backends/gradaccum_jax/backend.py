@@ -1,5 +1,5 @@
-"""The object `backend`, through which the gradaccum core uses JAX, and `wrap`. The core
-imports `backend` by name, and `gradaccum.wrap` selects it for optax optimizers.
+"""Define `wrap`, and `backend`, the object through which the gradaccum core uses JAX.
+The core imports `backend` by name, and `gradaccum.wrap` uses it for optax optimizers.
 """
 
 from __future__ import annotations
@@ -63,23 +63,23 @@ class JaxBackend:
         Args:
             optimizer: an `optax.GradientTransformation`.
             options: the checked options.
-            axis_name: the mesh axis, or a tuple of several axes, over whose devices the
-                large batch is split. Use this option inside `jax.shard_map`, most
-                easily through `gradaccum_jax.data_parallel`. All devices must make the
+            axis_name: the mesh axis, or a tuple of several axes, over which the large
+                batch is split. The option works inside `jax.shard_map`, and is easiest
+                to use through `gradaccum_jax.data_parallel`. All devices must make the
                 same calls. Their gradient sums are reduced once, at the end of the
                 window. On a device without items, pass weight 0.
             shard_axes: the mesh axis, or a tuple of several axes, along which
                 parameters are sharded inside `jax.shard_map`. The gradient norm is then
                 computed over all shards, and all devices make the same decision whether
-                to apply the update. Pass ``()`` if each device has its own model. Leave
-                the option out if you use only `jax.jit`.
+                to apply the update. Pass ``()`` if each device has its own model. Omit
+                this option if you use only `jax.jit`.
             mesh: the `jax.sharding.Mesh` that contains `axis_name`. Outside
-                `gradaccum_jax.data_parallel`, ``tx.init(params)`` uses this mesh, or by
-                default the mesh of the surrounding context.
+                `gradaccum_jax.data_parallel`, ``tx.init(params)`` uses this mesh. The
+                default is the mesh of the surrounding context.
 
         Raises:
-            ArgumentTypeError: `optimizer` is already wrapped. `init` raises this error
-                if the inner optimizer itself accumulates gradients.
+            ArgumentTypeError: `optimizer` is already wrapped. `init` also raises this
+                error if the inner optimizer itself accumulates gradients.
             ArgumentValueError: ``steps`` is a callable that does not return an int >= 1
                 for step 0, or the size of a window does not fit into an int32.
             UsageError: ``steps=until_weight(...)`` is combined with `axis_name`. This

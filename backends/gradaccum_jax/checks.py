@@ -1,5 +1,5 @@
-"""Checks of arguments. They run while JAX traces a call, so a wrong call raises before
-it changes anything.
+"""Argument checks. They run while JAX traces a call, so a wrong call raises an error
+before anything has changed.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def require_dtype(accumulate_dtype: DType) -> DType:
         return None
     dtype = accumulate_dtype
     if isinstance(dtype, str):
-        # Look the name up in jnp to get JAX's own bfloat16, because another package may
-        # have registered another bfloat16 with NumPy under this name.
+        # Look the name up in jnp to get JAX's own bfloat16, because some other package
+        # may have registered its own bfloat16 with NumPy under the same name.
         dtype = getattr(jnp, dtype, dtype)
     with suppress(TypeError):
         dtype = jnp.dtype(dtype)
@@ -57,9 +57,9 @@ def require_dtype(accumulate_dtype: DType) -> DType:
 
 
 def require_params_alone(params: Params) -> None:
-    """Raise if `params` contains a random stream of flax nnx, or if it contains
-    parameters together with other nnx variables. With a random stream, every
-    micro-batch would draw the same dropout mask.
+    """Raise if `params` contains a flax nnx random stream, or mixes parameters with
+    other nnx variables. With a random stream, every micro-batch would draw the same
+    dropout mask.
     """
     flat = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_variable)[0]
     kinds_by_path = {
@@ -147,11 +147,11 @@ NamedLeaves = list[tuple[str, Array]]
 
 def align(gradients: Tree, accumulator: Tree) -> Gradients:
     """Check that `gradients` match `accumulator` in structure and shapes. Return them
-    in the order of the accumulator's leaves, with None for a leaf to which nothing is
-    added.
+    in the order of the accumulator's leaves, with None for each leaf to which nothing
+    is added.
 
-    NumPy arrays are copied, because JAX reads their memory later, when the caller may
-    already have overwritten them with the gradients of the next micro-batch.
+    NumPy arrays are copied, because JAX may read their memory only after the caller has
+    overwritten it with the gradients of the next micro-batch.
     """
     totals, structure = _named_leaves(accumulator)
     named_gradients, gradient_structure = _named_leaves(gradients)

@@ -1,10 +1,10 @@
 """Find the wrapped optimizer inside a transformation that was built with optax's
 combinators.
 
-`optax.chain`, `optax.partition` and `optax.masked` keep the transformations that they
-combine in closures, but pass extra arguments on to them. So a `Question` is passed to
-``update`` as an extra argument, and the wrapped optimizer answers it instead of adding
-a micro-batch.
+`optax.chain`, `optax.partition` and `optax.masked` hide their transformations in
+closures, but pass extra arguments on to them. So a `Question` is passed to ``update``
+as an extra argument, and the wrapped optimizer answers the question instead of adding a
+micro-batch.
 """
 
 from __future__ import annotations
@@ -39,13 +39,15 @@ the updates and the new state of a wrapped optimizer.
 
 @jax.tree_util.register_static
 class Question:
-    """A call to make inside a combined transformation: the wrapped optimizer passes its
-    `Accumulation` and its state to the function `answer`. This object stores the
-    results.
+    """An extra argument that makes the wrapped optimizer inside a combined
+    transformation call the function `answer` with its `Accumulation` and its state. The
+    results are stored in this object.
     """
 
     accumulation: Any = None
-    """The `Accumulation` of the wrapped optimizer; None before the call was made."""
+    """The `Accumulation` of the wrapped optimizer; None until the question has been
+    answered.
+    """
     updates: Updates = None
 
     def __init__(self, answer: Answer) -> None:
@@ -83,8 +85,8 @@ def close_part(
     the updates for all parameters, and the new state of `tx`.
 
     The other transformations in `tx` do not process a micro-batch, so neither their
-    states nor their parameters change. But a transformation that follows the wrapped
-    optimizer in an `optax.chain` does change the updates, so it must not have a state.
+    states nor their parameters change. However, a transformation after the wrapped
+    optimizer in an `optax.chain` is applied to the updates, so it must be stateless.
     """
     question = Question(close)
     updates, new_state = _ask_part(tx, state, params, extra, question)

@@ -1,7 +1,7 @@
 """Add up the losses of a window, in the fields ``loss`` and ``last_loss`` of an
 `AccumulationState`. Recording the losses does not affect the rest of the window.
 
-If the loss of a micro-batch was not passed, the window's loss is NaN, which is stored
+If the loss of any micro-batch was not passed, the window's loss is NaN, which is stored
 as `state.UNKNOWN`.
 """
 

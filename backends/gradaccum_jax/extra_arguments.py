@@ -3,10 +3,10 @@ inner optimizer.
 
 Some of them describe one batch: optax has `grad` and `value_fn` for line searches,
 `grad_fn` for SAM, and `obj_fn` for Sophia. The inner optimizer runs at the end of the
-window. A function that describes only the last micro-batch would not match the gradient
-of the whole window, so the caller has to pass such arguments to `flush`, for the whole
-window. `value` is different: losses can be added up, so the inner optimizer gets the
-window's loss (see `extensions`).
+window. An argument that describes only the last micro-batch would not match the
+gradient of the whole window, so the caller has to pass such an argument to `flush`, and
+it has to describe the whole window. `value` is an exception: losses can be added up, so
+the inner optimizer gets the window's loss (see `extensions`).
 """
 
 from __future__ import annotations

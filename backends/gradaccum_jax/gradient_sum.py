@@ -62,9 +62,9 @@ def zeros(params: Params, accumulate_dtype: DType) -> Tree:
     return jax.tree.map(empty_sum, params)
 
 
-# For a frozen parameter no gradients are added up. Instead of a sum, the accumulator
-# contains an array without elements, of shape (0, 0, *parameter.shape). No parameter of
-# an ordinary model has such a shape.
+# The gradients of a frozen parameter are not added up. Instead of a sum, the
+# accumulator contains an array without elements, of shape (0, 0, *parameter.shape). No
+# parameter of an ordinary model has such a shape.
 
 
 def without_sum(total: Array) -> Array:
@@ -97,8 +97,8 @@ def add(accumulator: Tree, gradients: Gradients, factor: Scalar, adds: Scalar) -
     means 1.
 
     If `adds` is false, for example because the weight is 0, the sum must not change
-    even if the gradient is NaN. So the old sum is selected: adding 0 times the gradient
-    would add a NaN.
+    even if the gradient is NaN. So the old sum is selected. Adding 0 times the gradient
+    would be wrong, because 0 times a NaN is a NaN.
     """
 
     def add_leaf(total: Array, gradient: Array) -> Array:
@@ -164,9 +164,9 @@ def select(predicate: Scalar, a: Array, b: Array) -> Array:
 
 # The global norm of the gradient sum is finite if and only if every element is finite.
 #
-# Squares of large finite elements may overflow, and squares of tiny elements may
-# underflow. Only then is the norm computed again, from the sum multiplied by a power of
-# two that brings the squares into range.
+# But the squares of large finite elements may overflow, and the squares of tiny
+# elements may underflow. In these cases the norm is computed again, after the sum has
+# been multiplied by a power of two that brings the squares into range.
 
 
 SMALL_SIZE = 2**14
@@ -203,9 +203,9 @@ def measure(accumulator: Tree, dtype: DType, shard_axes: ShardAxes = None) -> Sc
 
 
 def _square_root(squares: Scalar) -> Scalar:
-    """Return the square root of `squares`, with derivative 0 at 0. With the derivative
-    of `jnp.sqrt`, the derivative of the norm would be 0 x inf, which is NaN, if all
-    gradients are 0.
+    """Return the square root of `squares`, with derivative 0 at 0. If all gradients are
+    0, the derivative of `jnp.sqrt` would make the norm's derivative 0 x inf, which is
+    NaN.
     """
     is_zero = squares == 0
     return jnp.where(is_zero, 0, jnp.sqrt(jnp.where(is_zero, 1, squares)))
@@ -220,9 +220,9 @@ def _sum_of_squares(arrays: Leaves, factor: Scalar, shard_axes: ShardAxes) -> Sc
         axes = shards_of(group[0], shard_axes)
         total = sums.get(axes, jnp.zeros_like(factor))
         # Before JAX 0.10, XLA:CPU writes the squares to memory. `total` is never
-        # negative, so this select always returns `factor`, but it makes XLA process one
-        # group after the other. AdamW on four arrays then needs temporary memory of
-        # 0.25 times the size of the parameters instead of 1.0 times (JAX 0.7.1).
+        # negative, so this select always returns `factor`. But it makes XLA process the
+        # groups one after the other. This reduces the temporary memory of AdamW on four
+        # arrays from 1.0 to 0.25 times the size of the parameters (JAX 0.7.1).
         group_factor = jnp.where(total < 0, total, factor)
         squares = [jnp.square(array * group_factor) for array in group]
         sums[axes] = total + jnp.sum(functools.reduce(operator.add, squares))
@@ -234,7 +234,7 @@ def _sum_of_squares(arrays: Leaves, factor: Scalar, shard_axes: ShardAxes) -> Sc
 
 def _groups_of_one_type(arrays: Leaves) -> list[Leaves]:
     """Group small arrays of the same type into lists of at most `GROUP_SIZE`. Each
-    large array has its own list.
+    large array gets a list of its own.
     """
     by_type: dict[Any, Leaves] = {}
     for place, array in enumerate(arrays):
@@ -275,8 +275,8 @@ def fits(accumulator: Tree, divisor: Scalar, dtypes: list[DType]) -> Scalar:
 
 def _is_narrower(dtype: DType, total_dtype: DType) -> bool:
     """True if `dtype` has a smaller range than the quotient of a sum of dtype
-    `total_dtype` and a float32 divisor. Even for a half-precision sum, the quotient is
-    a float32.
+    `total_dtype` and a float32 divisor. The quotient is a float32 even if the sum is in
+    half precision.
     """
     if not jnp.issubdtype(total_dtype, jnp.inexact):
         return False

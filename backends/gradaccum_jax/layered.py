@@ -1,8 +1,8 @@
-"""Train a model of stacked layers layer by layer: all micro-batches pass through one
-layer before the next layer runs, in the forward and in the backward pass.
+"""Train a model of stacked layers layer by layer: in both the forward and the backward
+pass, all micro-batches pass through one layer before the next layer runs.
 
-The sum of a layer's gradients is complete after the backward pass of the last
-micro-batch through this layer. Then the layer is updated, and its gradient is freed.
+The gradient sum of a layer is complete after the last micro-batch's backward pass
+through this layer. The layer is then updated, and its gradient is freed.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ def layered_value_and_update(
     The activations between the layers are kept for the whole batch, and each layer runs
     a second time in the backward pass. In exchange, only one layer's gradient is in
     memory at a time. The inner optimizer has a separate state for the outer parameters
-    and for each layer, and is called separately for each of them. It gets the
-    parameters of a layer without the leading axis. So an optimizer that combines
-    several layers, such as `optax.clip_by_global_norm`, is rejected. An optimizer that
-    draws random numbers is rejected too, because it would draw the same numbers for
-    each layer.
+    and for each layer, and is called separately for each of them. The parameters of a
+    layer are passed to the inner optimizer without their leading axis. So an optimizer
+    that combines several layers, such as `optax.clip_by_global_norm`, is rejected. An
+    optimizer that draws random numbers is rejected too, because it would draw the same
+    numbers for each layer.
 
     Args:
         prelude: ``prelude(outer, *micro_batch)`` returns the first layer's input
@@ -113,8 +113,8 @@ def layered_value_and_update(
     Raises:
         ArgumentTypeError: `tx` is not wrapped.
         ArgumentValueError: `tx` was not wrapped with ``steps=None``, or an option is
-            invalid. A call of the returned function raises this error in the same cases
-            as with `value_and_grad`.
+            invalid. The returned function raises this error in the same cases as a
+            function from `value_and_grad`.
         UsageError: `tx` or its inner optimizer cannot update the layers separately.
     """
     accumulation = require_open(tx)
@@ -188,8 +188,8 @@ class LayeredValueAndUpdate(LargeBatchFunction):
         ) -> tuple[tuple[Part, Stacks], None]:
             layer_parts, upstream = carry
             number, border = number_and_border
-            # The layers are read from the carry, to which they are also written. If
-            # they were read from a separate array, XLA would keep a copy of all layers.
+            # The layers are read from the same carry to which they are written. If they
+            # were read from a separate array, XLA would keep a copy of all layers.
             layer_part = entry_at(layer_parts, number)
             sums, upstream = passes.pull_back(
                 self.layer,
@@ -223,7 +223,9 @@ class LayeredValueAndUpdate(LargeBatchFunction):
         return value, params, state
 
     def first_layer(self, outer: Tree, _: Tree, *batch: Tree) -> Tree:
-        """Call `prelude` with the signature of `layer`, ignoring the activations."""
+        """Call `prelude`. This method has the signature of `layer`, but ignores the
+        activations.
+        """
         return self.prelude(outer, *batch)
 
 
@@ -239,8 +241,8 @@ class LayeredPasses:
     outer: Tree
 
     def copy(self, tree: Tree) -> Any:
-        """Return the device's own copy of arrays that are the same on all devices, so
-        that their gradients are not reduced over the devices.
+        """Return per-device copies of arrays that are the same on all devices, so that
+        their gradients are not reduced over the devices.
         """
         return vary(tree, frozenset(self.function.spec.axis_names))
 
@@ -300,9 +302,9 @@ class LayeredPasses:
 
     def head(self, activations: Stacks, numbers: Array) -> Any:
         """Apply the loss function to the last layer's activations. Return the window's
-        state with empty trees, the sums of the outer parameters' gradients, the
+        state (without its trees), the sums of the outer parameters' gradients, the
         gradients with respect to the activations, the weights of the micro-batches, and
-        the loss (with aux, if there is any).
+        the loss (and aux, if the loss function returns it).
         """
         spec = self.function.spec
         dtype = jnp.result_type(self.state.weight)
@@ -324,7 +326,7 @@ class LayeredPasses:
             window = self.function.accumulation.add(
                 window, (), weight, loss.astype(dtype)
             )
-            # If a weight is invalid, the window is closed as if it had overflowed.
+            # A window with an invalid weight is closed as if it had overflowed.
             weight = jnp.where(weight > 0, weight, 0)
             outer_gradients = gradients[:outer_count]
             sums = add_gradients(sums, outer_gradients, weight, spec.options)
@@ -354,9 +356,9 @@ class LayeredPasses:
         weights: Stacks,
         key_number: Scalar,
     ) -> tuple[Leaves, Stacks]:
-        """Run the backward pass of `function` on all micro-batches. Return `sums` with
-        the gradients with respect to `params` added, and the gradients with respect to
-        the inputs.
+        """Run the backward pass of `function` on all micro-batches. Add the gradients
+        with respect to `params` to `sums`. Return the new sums, and the gradients with
+        respect to the inputs.
         """
         moving, put = moving_of(self.copy(params))
         options = self.function.spec.options
@@ -415,8 +417,8 @@ def require_separable(
     inner: optax.GradientTransformationExtraArgs, outer: Tree, layers: Tree
 ) -> None:
     """Raise if the inner optimizer draws random numbers, or if its update of one layer
-    (or of the outer parameters) depends on another layer. To find this out, two
-    successive updates are traced.
+    (or of the outer parameters) depends on another layer. The check traces two
+    successive updates.
     """
 
     def second_updates(params: Tree, first: Tree, second: Tree) -> Tree:

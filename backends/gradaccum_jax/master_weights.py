@@ -32,7 +32,7 @@ from gradaccum_jax.state import the_state
 
 SMALLEST_NORMAL_FLOAT16 = 2.0**-14
 FLOAT16_SUBNORMALS = 2.0**24
-"""The reciprocal of the distance between float16 subnormals."""
+"""The reciprocal of the distance between adjacent float16 subnormals."""
 
 
 def masters_of(params: Params) -> Tree:
@@ -56,9 +56,9 @@ def in_place_of(params: Params, masters: Tree) -> Params:
 def on_masters(
     inner: optax.GradientTransformationExtraArgs, has_masters: bool
 ) -> optax.GradientTransformationExtraArgs:
-    """Return a transformation that runs `inner`, and whose state is the pair (the state
-    of `inner`, masters). If `has_masters` is true, `inner` updates the masters instead
-    of the half-precision parameters; otherwise the masters are None.
+    """Return a transformation that runs `inner`. Its state is a pair: the state of
+    `inner`, and the masters. If `has_masters` is true, `inner` updates the masters
+    instead of the half-precision parameters; otherwise the masters are None.
     """
 
     def init(params: Params) -> InnerState:
@@ -114,8 +114,8 @@ def distance(p: Array, master: Array) -> Array:
     """
     parameter = jnp.asarray(p).astype(jnp.float32)
     target = round_master(master, jnp.result_type(p))
-    # If the master rounds to 0, it is used unrounded, so that p + u becomes a zero with
-    # the master's sign.
+    # If the master rounds to 0, the unrounded master is used, so that p + u becomes a
+    # zero with the master's sign.
     u = jnp.where(target == 0, master, target) - parameter
     return jnp.where(u == 0, 0 * target, u)  # -0.0 - -0.0 is 0.0, and -0.0 + 0.0 too
 
@@ -125,7 +125,7 @@ def round_master(master: Array, dtype: DType) -> Array:
     return it as float32.
 
     Converting to `dtype` and back would not be reliable, because XLA may remove such a
-    pair of conversions (its ``xla_allow_excess_precision``).
+    pair of conversions (see its option ``xla_allow_excess_precision``).
     """
     if dtype == jnp.bfloat16:
         return lax.reduce_precision(master, exponent_bits=8, mantissa_bits=7)

@@ -1,5 +1,5 @@
 """A drop-in replacement for `optax.MultiSteps`, for existing code. New code should use
-`gradaccum.wrap`, which offers more.
+`gradaccum.wrap`, which has more options.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class MultiSteps:
     from `optax.MultiSteps` as follows:
 
     - The inner optimizer runs once per window, not in every mini-step.
-    - An inf or NaN does not remain in the sum, and does not reach the parameters in the
-      middle of a window through an update of ``0 * NaN``.
+    - An inf or NaN does not remain in the sum, and the updates in the middle of a
+      window are zeros, never ``0 * NaN``.
     - `accumulator_dtype` defaults to float32 for half precision and to the parameter's
       own dtype otherwise, not to float32 for all parameters.
     - A gradient that is None counts as zero.
@@ -93,7 +93,7 @@ class MultiSteps:
 
     @property
     def inner_opt(self) -> optax.GradientTransformationExtraArgs:
-        """The optimizer `opt`, which also accepts extra arguments here."""
+        """The optimizer `opt`, extended to accept extra arguments."""
         return self._opt
 
     def init(self, params: Params) -> optax.MultiStepsState:

@@ -2,7 +2,7 @@
 the functions `flush`, `discard` and `epoch`.
 
 `wrap` returns a plain `optax.GradientTransformationExtraArgs`. Its functions `init` and
-`update` are methods of an `Accumulation`, from which `flush` gets the options. The
+`update` are methods of an `Accumulation`, from which `flush` reads the options. The
 update is jitted, so a loop outside `jax.jit` compiles it only once.
 """
 
@@ -95,13 +95,13 @@ class Accumulation:
     """The optimizer that was passed to `wrap`."""
     options: Options
     axes: tuple[str, ...] = ()
-    """The mesh axes whose devices share the window."""
+    """The mesh axes along which devices share the window."""
     shard_axes: ShardAxes = None
 
     @cached_property
     def inner(self) -> optax.GradientTransformationExtraArgs:
-        """The optimizer that was passed to `wrap`, as `master_weights.on_masters`
-        extends it.
+        """The optimizer that was passed to `wrap`, extended by
+        `master_weights.on_masters`.
         """
         inner = optax.with_extra_args_support(self.transformation)
         return on_masters(inner, self.options.master_weights)
@@ -206,7 +206,7 @@ class Accumulation:
     def add(
         self, state: AccumulationState, grads: Tree, weight: Scalar, loss: Scalar
     ) -> AccumulationState:
-        """Add one micro-batch to an open window that the caller closes itself."""
+        """Add one micro-batch to the open window, which only the caller closes."""
         micro_batch = MicroBatch(self._align(grads, state), weight, loss)
         return window.add(state, micro_batch, None, self.options, self.shard_axes)[0]
 
@@ -293,13 +293,14 @@ def flush(
     denominator: Scalar = None,
     **extra: Any,
 ) -> tuple[Updates, S]:
-    """Close the open window: make an update from the micro-batches that it contains.
+    """Close the open window, and make an update from the micro-batches that it
+    contains.
 
     If the window is empty, nothing changes, and both `applied` and `skipped` are False
     in `result`.
 
-    The inner optimizer gets the window's loss as ``value`` if the losses were passed
-    with the micro-batches, unless `extra` contains a ``value``.
+    If the losses were passed with the micro-batches, the inner optimizer gets the
+    window's loss as ``value``, unless `extra` contains a ``value``.
 
     Args:
         tx: an optimizer from `gradaccum.wrap`; or an `optax.chain`, `optax.partition`
@@ -307,7 +308,7 @@ def flush(
             transformations before or next to the wrapped optimizer do not change.
             Transformations after the wrapped optimizer in a chain are applied to the
             updates.
-        state: the state of `tx`, or flax nnx's ``optimizer.opt_state``, as in the
+        state: the state of `tx`, or flax nnx's ``optimizer.opt_state``, as shown in the
             recipes.
         params: the parameters. They are required with master weights, or if the inner
             optimizer needs them. The updates have the dtypes of the parameters.
@@ -379,8 +380,8 @@ def _one_ahead(batches: Iterator[M]) -> Iterator[tuple[M, bool]]:
 
 
 def discard(tx: optax.GradientTransformation, state: S) -> S:
-    """Discard the open window: make no update, do not count the window, and leave the
-    loss scale unchanged.
+    """Discard the open window. No update is made, the window is not counted, and the
+    loss scale stays unchanged.
 
     Args:
         tx: as in `flush`.

@@ -1,8 +1,7 @@
-"""Check a state that was restored from a checkpoint against the optimizer that resumes
-with it.
+"""Check whether a state that was restored from a checkpoint fits the optimizer.
 
 Libraries that restore without a target return plain dicts and lists. Their leaves have
-the same paths as the leaves of the state, so the leaves are compared by path.
+the same paths as the leaves of the state, so leaves are compared by path.
 """
 
 from __future__ import annotations
@@ -44,12 +43,13 @@ def check_state(tx: optax.GradientTransformation, state: Tree, params: Params) -
 
     All paths, shapes and dtypes are checked. An open window can be resumed only with
     the options that it was saved with: `reduction`, `on_overflow`, `steps`, and the
-    kind of loss scale (if the scale is constant, also its value). Between two windows
-    all of these may change, and the saved loss scale is kept only if it is dynamic in
-    both runs. Do not call this function under `jax.jit`, because it reads values.
+    kind of loss scale (if the scale is constant, also its value). If no window is open,
+    all of these options may change, and the saved loss scale is kept only if it is
+    dynamic in both runs. Do not call this function under `jax.jit`, because it reads
+    values.
 
-    With ``axis_name``, the returned state is for the number of devices that it was
-    saved on. `gradaccum_jax.redistributed` converts it to another number of devices.
+    With ``axis_name``, the returned state fits only the number of devices on which it
+    was saved. `gradaccum_jax.redistributed` converts it to another number of devices.
 
     Args:
         tx: an optimizer from `gradaccum.wrap`; or an `optax.chain`, `optax.partition`
@@ -57,7 +57,7 @@ def check_state(tx: optax.GradientTransformation, state: Tree, params: Params) -
         state: the state from the checkpoint, with NumPy or JAX arrays: an
             `AccumulationState`; or the nested dicts that `flax.serialization` and orbax
             return if they restore without a target; or flax nnx's
-            ``optimizer.opt_state``, as in the recipes.
+            ``optimizer.opt_state``, as shown in the recipes.
         params: the parameters, or a `jax.ShapeDtypeStruct` for each parameter.
 
     Raises:
@@ -91,8 +91,9 @@ def _on_devices(like: AccumulationState, restored_state: Tree) -> AccumulationSt
 
 def _resume(state: AccumulationState, options: Options) -> AccumulationState:
     options = options._replace(steps=_on_the_host(options.steps))
-    # The weight and the overflow flag differ between devices, and other processes may
-    # store them. Nothing here depends on their values, so zeros are used instead.
+    # The weight and the overflow flag differ between devices, and some of their values
+    # may be stored by other processes. Nothing here depends on these values, so zeros
+    # are used instead.
     shared_state = state._replace(weight=np.zeros(()), overflow=np.zeros((), bool))
     saved_fields = State(
         *(np.asarray(field).item() for field in fields_of(shared_state))

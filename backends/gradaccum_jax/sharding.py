@@ -1,5 +1,5 @@
-"""Helpers for JAX's types, which show along which mesh axes a value may differ between
-devices. The helpers hide JAX's private names and the differences between JAX versions.
+"""Helpers for the sharding information in JAX's types. They hide JAX's private names
+and the differences between JAX versions.
 
 Inside `jax.shard_map`, the type of a value contains the mesh axes along which the value
 may differ between devices. A loop or a conditional must return values of the same types
@@ -76,9 +76,9 @@ def vary(tree: T, axes: Axes) -> T:
 def with_axes_of_results(
     predicate: Scalar, function: Callable[[T], T], operand: T
 ) -> tuple[Callable[[T], T], T]:
-    """Make the types of the inputs and results of a conditional agree. Return versions
-    of `function` and `operand` in which each array is marked as varying along every
-    mesh axis along which the array, its result or `predicate` varies.
+    """Make the types of the inputs and results of a conditional agree. In the returned
+    `function` and `operand`, each array is marked as varying along the mesh axes of the
+    array itself, of the corresponding result and of `predicate`.
     """
     leaves, structure = jax.tree.flatten(operand)
     while True:
@@ -113,7 +113,7 @@ def everywhere(flag: Scalar, shard_axes: ShardAxes) -> Scalar:
 
 
 def explicitly_sharded(leaf: Array) -> bool:
-    """True if the type of `leaf` says how it is sharded (``AxisType.Explicit``)."""
+    """True if the type of `leaf` contains its sharding (``AxisType.Explicit``)."""
     return any(axis is not None for axis in typeof(leaf).sharding.spec)
 
 
@@ -128,7 +128,7 @@ class AxisShards(NamedTuple):
     """The number of equal shards into which one axis of an array is divided."""
 
     known: int
-    """The number of shards that is known from the array or its type."""
+    """The number of shards according to the array or its type."""
     possible: int
     """The largest possible number of shards, a multiple of `known`."""
 
@@ -182,8 +182,8 @@ def _is_automatic(mesh: Any) -> bool:
 
 
 def divide_axis(array: Array, axis: int, blocks: int) -> Array:
-    """Divide `axis` of `array` into two axes. The first axis is the index of a block
-    and keeps the sharding. The second axis is the index within a block.
+    """Divide `axis` of `array` into two axes. The first new axis indexes the blocks,
+    and keeps the sharding. The second new axis indexes the items within a block.
     """
     length = array.shape[axis] // blocks
     shape = (*array.shape[:axis], blocks, length, *array.shape[axis + 1 :])
@@ -215,10 +215,10 @@ def _reshaped(
 # Some values are the same on all devices although their types say that they may differ.
 #
 # At the end of a window the reduced sum replaces each device's own sum in the same
-# buffer. The conditional that does this has one type for both sums: the type of values
-# that may differ. Values computed from the reduced sum are the same on all devices, but
-# JAX's types do not show this. With these types, the updates would need a second buffer
-# of the size of the model, or another all-reduce.
+# buffer. The conditional that does this gives both sums the same type: the type of
+# values that may differ. Values computed from the reduced sum are the same on all
+# devices, but JAX's types do not show this. With types that are too general, the
+# updates would need a second buffer of the size of the model, or another all-reduce.
 #
 # JAX has no operation that corrects the types, so this primitive changes the type of a
 # value and nothing else.
@@ -229,7 +229,7 @@ replicated_p: Any = core.Primitive("replicated")
 
 def replicated(tree: T, axes: tuple[str, ...]) -> T:
     """Mark the arrays in `tree` as the same on all devices along the mesh axes `axes`.
-    The caller must make sure that the arrays really are the same.
+    The caller must ensure that the arrays are in fact the same.
     """
 
     def retype(leaf: Array) -> Array:

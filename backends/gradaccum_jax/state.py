@@ -40,8 +40,8 @@ class AccumulationState(NamedTuple):
     accumulator contains float64.
     """
     overflow: Scalar
-    """bool: True if one of the open window's micro-batches is known to have a gradient
-    that is not finite.
+    """bool: True if a micro-batch of the open window is known to have a gradient that
+    is not finite.
     """
     loss_scale: Scalar
     """float32: the factor by which the loss is multiplied before differentiation."""
@@ -54,8 +54,8 @@ class AccumulationState(NamedTuple):
     Between two windows it contains leftover values from the last update.
     """
     inner_state: InnerState
-    """The inner optimizer's own state. With master weights, this is the inner
-    optimizer's state for the master weights.
+    """The inner optimizer's own state. With master weights, it is the state for the
+    master weights, not for the parameters.
     """
     last_applied: Scalar
     """bool: True if the last call closed a window with an update."""
@@ -109,8 +109,8 @@ def fresh(start: State, weight_dtype: DType, **trees: Tree) -> AccumulationState
 
 
 def first_terms(options: Options) -> Array:
-    """Return the encoded settings of the first window. If ``steps`` is a callable, it
-    is not called.
+    """Return the encoded settings of the first window, without calling ``steps`` if it
+    is a callable.
     """
     if not kit.is_known(options.steps):
         return current_terms(options, None)
@@ -118,8 +118,8 @@ def first_terms(options: Options) -> Array:
 
 
 def current_terms(options: Options, steps: Scalar) -> Array:
-    """Return the encoded settings of the open window, whose size is `steps`. Every
-    micro-batch writes them to the state.
+    """Return the encoded settings of the open window, whose size is `steps`. They are
+    written to the state with every micro-batch.
     """
     codes = kit.encode_terms(kit.terms_of(options._replace(steps=None), 0))
     terms = jnp.asarray(codes, jnp.int32)
@@ -254,12 +254,12 @@ def scale_loss(loss: Scalar, state: Tree) -> Scalar:
     return loss * jnp.asarray(the_state(state).loss_scale)
 
 
-# The loss of a window is unknown if its losses were not passed, and the norm is unknown
-# if it was not computed.
+# The loss of a window is unknown if the losses of its micro-batches were not passed,
+# and the norm is unknown if it was not computed.
 #
 # Computations treat an unknown number as NaN. But with ``jax_debug_nans``, JAX raises
 # an error when a jitted function returns a NaN, and every micro-batch returns a state
-# from a jitted function. So the state stores the lowest float32 instead of NaN; no sum
+# from a jitted function. So the state stores the lowest float32 instead of NaN. No sum
 # of losses has this value.
 
 

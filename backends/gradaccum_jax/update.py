@@ -2,9 +2,9 @@
 of the parameters.
 
 If the inner optimizer runs, its updates replace the sum of the gradients, and the first
-micro-batch of the next window overwrites them. The conditional reads the parameters
-from its closure and does not return them. So XLA works in place, and a micro-batch in
-the middle of a window costs only an addition and a select.
+micro-batch of the next window overwrites the updates. The conditional reads the
+parameters from its closure and does not return them. So XLA works in place, and a
+micro-batch in the middle of a window costs only an addition and a select.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from gradaccum_jax.xla import run_if
 
 
 class Update(NamedTuple):
-    """The inner optimizer with its arguments, for a call that is made only if a window
-    ends with an update.
+    """The inner optimizer and its arguments. It is called only if a window ends with an
+    update.
     """
 
     optimizer: Callable[..., tuple[Any, Any]]
@@ -57,7 +57,7 @@ class Update(NamedTuple):
     params: Params
     extra: Extra
     axes: tuple[str, ...] = ()
-    """The mesh axes whose devices share the window."""
+    """The mesh axes along which devices share the window."""
     shard_axes: ShardAxes = None
 
     def with_loss(self, loss: Scalar) -> Update:
@@ -74,7 +74,7 @@ class Update(NamedTuple):
         apply: Scalar,
     ) -> tuple[Updates, Tree, InnerState]:
         """Run the inner optimizer on the sum of the gradients if `apply` is true.
-        ``divisor=None`` means that the sum is already divided.
+        ``divisor=None`` means that the sum has already been divided.
 
         Returns:
             If `apply` is true: the updates, the accumulator overwritten with the
@@ -126,8 +126,8 @@ class Update(NamedTuple):
         return jax.tree.unflatten(structure, gradients)
 
     def _optimize(self, gradients: Tree, inner_state: InnerState) -> tuple[Any, Any]:
-        """Call the inner optimizer. If it does not accept the argument ``value``, as
-        optax's SAM does not, call it again without this argument.
+        """Call the inner optimizer. If it does not accept the argument ``value``
+        (optax's SAM does not), call it again without this argument.
         """
         extra = self.extra
         try:
@@ -146,9 +146,9 @@ def _wide_enough(total: Array, update: Array) -> Array:
 
 def _updates_that_move(updates: Updates, accumulator: Tree) -> Updates:
     """Return `updates`, but replace the updates of parameters that never change. The
-    update of an integer or bool parameter is replaced with the parameter's sum, which
-    is exactly 0 in the parameter's dtype. The update of a frozen parameter is replaced
-    with an array without elements.
+    update of an integer or bool parameter is replaced with its gradient sum, which is
+    exactly 0 and has the parameter's dtype. The update of a frozen parameter is
+    replaced with an array without elements.
     """
 
     def update_that_moves(total: Array, update: Array) -> Array:
@@ -184,7 +184,7 @@ def without_frozen(
         program = jax.make_jaxpr(results)(totals, params).jaxpr
     except Exception:
         # The optimizer needs arguments that are passed only with a micro-batch, so the
-        # frozen parameters cannot be found.
+        # frozen parameters cannot be determined.
         return accumulator
     uses_state = [True] * len(program.outvars[count:])
     is_read = partial_eval.dce_jaxpr(program, [True] * count + uses_state)[1]

@@ -136,14 +136,16 @@ def close(
     denominator: Scalar = None,
 ) -> tuple[Updates, AccumulationState]:
     """Close the window if `at_end` is true: apply or skip its update, and count the
-    window. Otherwise return updates of zeros, and a state with the flags in `event`.
+    window. Otherwise return updates of zeros, and a state that contains the flags of
+    `event`.
 
     The program has three conditionals: the first decides whether to apply the update,
     the second divides the sum in place, and the third runs the inner optimizer. The
     division has its own conditional because XLA:CPU runs the operations of a branch
     breadth first. If the optimizer's branch divided the sum, all divided gradients
-    would be in memory at once, because AdamW reads each gradient twice (JAX 0.7.1:
-    temporary memory of 1.0 times the size of the parameters instead of 0.25 times).
+    would be in memory at once, because AdamW reads each gradient twice. In JAX 0.7.1
+    the temporary memory would then be 1.0 instead of 0.25 times the size of the
+    parameters.
     """
     require_known_axes(state.accumulator, update.axes, update.shard_axes)
     bare_state = with_event(
@@ -213,7 +215,7 @@ def discard(state: AccumulationState) -> AccumulationState:
     return with_event(state, False, False, False)
 
 
-# At the end of a window, the norm of its gradient decides whether the update is
+# At the end of a window, the norm of its gradient determines whether the update is
 # applied.
 #
 # With ``on_overflow="ignore"`` and no option that needs the norm, the norm is not
@@ -223,7 +225,7 @@ def discard(state: AccumulationState) -> AccumulationState:
 def decide_on(
     fields: Fields, total: Tree, update: Update, divides: Options
 ) -> Decision:
-    """Decide whether to apply the update of a window that ends. `divides` contains the
+    """Decide whether to apply the update at the end of a window. `divides` contains the
     options that determine the divisor of the gradient sum.
     """
     dtype = jnp.result_type(fields[3])
@@ -242,8 +244,8 @@ def decide_on(
 # If ``steps`` is a callable, it determines the size of each window.
 #
 # A concrete size is checked as in every backend, but the value of a traced size is
-# unknown. If it turns out to be below 1, each micro-batch is treated as not finite, so
-# no update is made, and `result` shows this.
+# unknown. If it turns out to be below 1, the gradient of each micro-batch is treated as
+# not finite. Then no update is made, which can be seen in `result`.
 
 
 def number_of(size: Scalar) -> Scalar:
@@ -254,7 +256,7 @@ def check_known(schedule: kit.Schedule, optimizer_step: Scalar = 0) -> None:
     """Check the size that a callable ``steps`` returns for the window after
     `optimizer_step` updates, by default for the first window. Nothing is checked under
     `jax.jit`, where the size is unknown. In a loop outside `jax.jit`, the check waits
-    until the last update has been computed.
+    until the previous update has been computed.
     """
     if kit.is_known(schedule) or isinstance(optimizer_step, jax.core.Tracer):
         return

@@ -24,14 +24,14 @@ def call_jitted(jitted_function: Any, *arguments: Tree) -> Any:
     """Call a function that `jax.jit` returned. If a leaf of the arguments is a
     function, a flag or another static value, call the original Python function instead.
 
-    Outside `jax.jit`, the jitted function saves compiling the conditionals of a step
-    again for every micro-batch. Under `jax.jit`, the jitted function is inlined.
+    Outside `jax.jit`, the jitted function avoids recompiling the step's conditionals
+    for every micro-batch. Under `jax.jit`, the jitted function is inlined.
     """
     is_traceable = all(
         isinstance(leaf, TRACEABLE) for leaf in jax.tree.leaves(arguments)
     )
-    # Sums have wider dtypes than gradients by design. If the user has set JAX's dtype
-    # promotion to "strict", JAX would refuse to add them.
+    # Sums have wider dtypes than gradients by design. JAX would refuse to add gradients
+    # to such sums if the user has set its dtype promotion to "strict".
     with jax.numpy_dtype_promotion("standard"):
         if is_traceable:
             return jitted_function(*arguments)

@@ -72,7 +72,8 @@ class MindSporeBackend:
         Args:
             optimizer: the optimizer to run once per window.
             options: the validated options.
-            name: becomes part of the names of the Parameters that store the state.
+            name: a string that becomes part of the names of the Parameters that store
+                the state.
             data_parallel: True means that all workers share each window, and the
                 gradient sums are all-reduced once, when the window ends. This call, the
                 end of a window and ``flush`` are then collective operations. A
@@ -80,7 +81,7 @@ class MindSporeBackend:
                 worker, so its gradient sum is not all-reduced. This call marks all
                 other Parameters as ``layerwise_parallel`` too, because MindSpore's own
                 reducer then skips them. False means that this worker does not share its
-                windows. None is allowed only if there is no other worker.
+                windows. None is allowed only if there is a single worker.
 
         Raises:
             ArgumentTypeError: `optimizer` is not a MindSpore optimizer, or is already
@@ -127,7 +128,7 @@ def wrap(
     steps: Steps,
     **options: Unpack[MindSporeOptions],
 ) -> AccumulatingOptimizer:
-    """Wrap a MindSpore optimizer, as `gradaccum.wrap` does, but with type annotations
-    for MindSpore.
+    """Wrap a MindSpore optimizer, like `gradaccum.wrap` but with precise type
+    annotations for the options and the return value.
     """
     return cast(AccumulatingOptimizer, wrap_with(backend, optimizer, steps, **options))

@@ -1,5 +1,5 @@
-"""Checks of the gradients, weight and loss of a micro-batch. Each check raises an error
-before anything is changed.
+"""Checks of the gradients, weight and loss of a micro-batch. If a check fails, it
+raises an error before anything has changed.
 
 In a compiled program, the structure, shapes and dtypes of arguments are constants, so
 they are checked while MindSpore compiles the program.
@@ -68,7 +68,7 @@ def require_gradients(
 
 
 def without_none(gradients: Gradients, specs: Specs) -> Gradients:
-    """Return the gradients with zeros instead of None, because the compiler treats a
+    """Replace each gradient that is None with zeros, because the compiler treats a
     tuple that contains None as a constant.
     """
     pairs = zip(gradients, specs, strict=True)
@@ -88,8 +88,8 @@ def gradient_error(argument: str, expected: str, found: str) -> GradientError:
 
 @constexpr  # type: ignore[untyped-decorator]
 def require_certain_weight(dtype: object) -> None:
-    """Raise if `dtype`, the dtype of an argument that was passed by position, is a
-    floating-point dtype, because the argument may be the loss.
+    """Raise if `dtype`, the dtype of a positional argument, is a floating-point dtype,
+    because such an argument may be the loss instead of the weight.
     """
     if "float" in str(dtype).lower():
         raise ArgumentTypeError(

@@ -1,6 +1,6 @@
 """Objects that observe a window without changing it: they record its loss, call its
-listeners and warn about common mistakes. Any of these objects can be removed without
-changing the window.
+listeners and warn about common mistakes. Removing any of these objects would not change
+how the window is computed.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Extension:
         """Handle a new micro-batch, before it changes the window."""
 
     def window_closed(self, state: State) -> None:
-        """Handle a window that was closed from Python. `state` is the state before the
-        window closed, and its weight includes all workers.
+        """Handle a window that was closed from Python. `state` is the state just before
+        the window was closed. Its weight is the total over all workers.
         """
 
     def state_loaded(self) -> None:
@@ -57,17 +57,17 @@ class Extension:
 
 
 # A window's loss is computed from the weighted sum of its micro-batches' losses. A
-# micro-batch without a loss writes nothing. The weight of the micro-batches that had a
-# loss is stored next to the sum. If this weight differs from the window's weight at the
-# end, the window's loss is NaN.
+# micro-batch without a loss writes nothing. The total weight of the micro-batches that
+# had a loss is stored together with the sum. If it differs from the window's weight at
+# the end, the window's loss is NaN.
 
 
 LOSS = "loss"
 """The last part of the name of the Parameter that stores the losses."""
 NO_LOSS = (0.0, 0.0, math.nan)
 Losses: TypeAlias = Sequence[float]
-"""Three numbers: the sum of the open window's losses, the weight of the micro-batches
-that had a loss, and the loss of the last closed window.
+"""Three numbers: the sum of the open window's losses, the total weight of the
+micro-batches that had a loss, and the loss of the last closed window.
 """
 
 
@@ -128,8 +128,9 @@ class WindowLoss(nn.Cell):  # type: ignore[misc]
     def compiled_parts(
         self, loss: Tensor, weight: Tensor, is_added: Tensor | None
     ) -> Tensor:
-        """Return the numbers that one micro-batch adds to the stored losses. They are
-        zeros unless its gradient is added to the window. `is_added=None` means True.
+        """Return the numbers that one micro-batch adds to the stored losses. The
+        numbers are 0 unless the gradient of the micro-batch is added to the window.
+        `is_added=None` means True.
         """
         part = kit.contribution(weight, self.options) * loss
         parts = ops.stack((part, weight, self.zero))
@@ -149,15 +150,16 @@ class WindowLoss(nn.Cell):  # type: ignore[misc]
         return ops.stack((self.zero, self.zero, loss.astype(self.float_dtype)))
 
     def compiled_with_total(self, total: Tensor, weight: Tensor) -> Tensor:
-        """Return the losses to store for an open window. `total` is the sum of its
-        losses, and `weight` is the weight of its micro-batches that had a loss.
+        """Return the losses to store for an open window. `total` is the sum of the
+        window's losses, and `weight` is the total weight of the micro-batches that had
+        a loss.
         """
         return ops.stack((total, weight, self.loss.value()[2]))
 
 
 # Compiled code cannot call listeners. So Python compares the number of closed windows
-# before and after each call of compiled code. At most one window may close between two
-# comparisons.
+# before and after each call of compiled code. This works only if at most one window
+# closes between two comparisons.
 
 
 class ListenerCalls(Extension):
@@ -169,7 +171,9 @@ class ListenerCalls(Extension):
         self.windows = windows
         self.listeners = Listeners()
         self.last_state = windows.read()
-        """The state at the last check for windows that compiled code has closed."""
+        """The state when this object last checked whether compiled code had closed a
+        window.
+        """
 
     def add(self, listener: Listener) -> Handle:
         self.begin()
@@ -196,9 +200,9 @@ class ListenerCalls(Extension):
             )
 
     def note_compiled(self, micro_batches: float = math.nan) -> None:
-        """If compiled code has closed a window since the last check, record this window
-        for the listeners. `micro_batches` is the number of micro-batches since the last
-        check.
+        """Check whether compiled code has closed a window since the last check. If so,
+        record the window for the listeners. `micro_batches` is the number of
+        micro-batches since the last check.
         """
         if not self.listeners.added:
             return
@@ -229,7 +233,7 @@ class ListenerCalls(Extension):
 
     def around(self, micro_batches: int, call: Callable[[], Any]) -> Any:
         """Run `call`, which adds `micro_batches` micro-batches, and call the listeners
-        with each window that it closes. Return the result of `call`.
+        for each window that `call` closes. Return the result of `call`.
         """
         if not self.listeners.added:
             return call()
@@ -276,7 +280,7 @@ class OpenWindowWarning(Extension):
         self.known_state = windows.read()
         """The state that was last saved in, or loaded from, a checkpoint."""
         self.in_epoch = False
-        """True if the loop over an epoch has begun but has not reached the end of its
+        """True if a loop over an epoch has begun and has not reached the end of its
         loader.
         """
         self.is_silent = False

@@ -3,16 +3,16 @@ dividing, clearing, and the global 2-norm.
 
 Functions whose names begin with ``compiled_`` run in compiled code (`mindspore.jit` or
 graph mode). `scaled`, `all_finite`, `divided`, `clear` and `norm_of` run in PyNative
-mode. There a MindSpore operator takes tenths of a millisecond, because MindSpore passes
-it to another thread. NumPy takes microseconds, because it reads a CPU tensor's memory
-without a copy. On other devices, and for bfloat16, these functions use MindSpore's
-operators.
+mode. In PyNative mode, a MindSpore operator takes a few tenths of a millisecond,
+because MindSpore passes it to another thread. NumPy takes only microseconds, because it
+reads a CPU tensor's memory without a copy. On other devices, and for bfloat16, these
+functions use MindSpore's operators.
 
 Only `write` and `add_into` change a sum, because in PyNative mode ``Tensor.add_`` and
 similar methods leave a Parameter unchanged, and a compiled function does not see the
 effect of ``set_data``. The end of a window sets the sums to zero, so adding a
 micro-batch is a single addition. `compiled_clear` computes the zeros, because
-``zeros_like`` would be a constant of the graph that is as large as the model.
+``zeros_like`` would add a constant as large as the model to the graph.
 
 Arithmetic on a half-precision sum runs in float32, and the result is rounded when it is
 written. MindSpore has few bfloat16 operators on a CPU, and float16 cannot represent a
@@ -44,8 +44,8 @@ Number: TypeAlias = float | Tensor
 Sums = Sequence[Parameter]
 """One gradient sum for each parameter of the model, in the order of the parameters."""
 Gradients = Sequence[Tensor | None]
-"""One gradient for each parameter of the model, in the order of the parameters. A
-parameter without a gradient has None.
+"""One gradient for each parameter of the model, in the order of the parameters. The
+entry of a parameter without a gradient is None.
 """
 
 
@@ -63,8 +63,8 @@ LIMITS = {
     ms.float32: (2.0**-23, 2.0**-149),
     ms.float64: (2.0**-52, 5e-324),
 }
-"""For each dtype, the distance from 1 to the next larger number, and the smallest
-positive number.
+"""For each dtype, the distance from 1 to the next larger number, followed by the
+smallest positive number.
 """
 
 map_over: Callable[..., tuple[Any, ...]] = ops.HyperMap()
@@ -108,8 +108,8 @@ def working_dtype(dtype: DType) -> DType:
 
 
 def write(parameter: Parameter, value: Tensor) -> None:
-    """Assign `value`, which has the parameter's dtype, in PyNative mode or in compiled
-    code.
+    """Assign `value`, whose dtype is the parameter's dtype. This works in PyNative mode
+    and in compiled code.
     """
     # Assign has no bfloat16 kernel on a CPU. Tensor.copy_ is not used, because the
     # compiler can overlook its effect.
@@ -317,7 +317,9 @@ def clear(sums: Sums) -> None:
 
 
 def norm_of(sums: Sums, dtype: DType) -> float:
-    """Return the 2-norm of all sums together. It is inf or NaN if an element is."""
+    """Return the 2-norm of all sums together. It is inf or NaN if any element is inf or
+    NaN.
+    """
     # In float64 the square of a float32 number neither overflows nor underflows.
     squares = 0.0
     for total in sums:
@@ -353,8 +355,8 @@ on a small tensor takes longer to start than to compute.
 
 
 def compiled_norm(sums: Sums, dtype: DType) -> Tensor:
-    """Return the 2-norm of all sums together, in `dtype`; inf or NaN if an element is
-    not finite.
+    """Return the 2-norm of all sums together, in `dtype`. It is inf or NaN if any
+    element is not finite.
     """
     if number_of_elements(map_over(shape_of, sums)) <= PACKED:
         sums = (packed_rows(sums, dtype),)

@@ -2,8 +2,8 @@
 
 The end of a window divides the gradients by the loss scale, so the training step must
 multiply the loss by it. MindSpore's own cells, such as `mindspore.nn.TrainOneStepCell`,
-cannot do that. So `note_read` is called where the scale is read, and `require_read` is
-called where gradients are passed to the optimizer. For compiled code, both run in
+cannot do this. So `note_read` is called wherever the scale is read, and `require_read`
+is called wherever gradients are passed to the optimizer. For compiled code, both run in
 Python while MindSpore compiles the program. In PyNative mode, they run at each call.
 """
 

@@ -3,9 +3,10 @@ the master weights, and the model contains their rounded copies.
 
 A MindSpore optimizer clones its moments from the model's Parameters when it is built.
 So `put_masters_into` changes the optimizer in place: it replaces each half-precision
-Parameter with its master weight, wherever the optimizer and its cells refer to it. The
-optimizer's own half-precision state is converted to float32. The state's Parameters
-keep their names, and their values stay rounded to half precision.
+Parameter with its master weight, wherever the optimizer and its cells refer to the
+Parameter. The optimizer's own half-precision state is converted to float32. The
+Parameters of this state keep their names, and their current values stay rounded to half
+precision.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ Replacements = Mapping[int, Parameter]
 
 
 class MasterWeights(nn.Cell):  # type: ignore[misc]
-    """The float32 master weights of the half-precision parameters among `parameters`. A
-    call writes the rounded master weights into the model.
+    """The float32 master weights of the half-precision parameters among `parameters`.
+    Calling this object writes the rounded master weights into the model.
     """
 
     def __init__(self, parameters: Sequence[Parameter], suffix: str) -> None:
@@ -63,9 +64,10 @@ class MasterWeights(nn.Cell):  # type: ignore[misc]
     def copy_model_into_masters(self) -> bool:
         """Update the master weights if weights were loaded into the model.
 
-        Weights count as loaded if their memory address has changed. MindSpore 2.10 puts
-        loaded weights at a new address, but MindSpore 2.7 does not. If the loaded
-        weights equal the rounded master weights, the master weights stay unchanged.
+        Weights count as loaded if their memory address has changed. MindSpore 2.10
+        stores loaded weights at a new address, but MindSpore 2.7 does not. If the
+        loaded weights equal the rounded master weights, the master weights stay
+        unchanged.
         """
         for place, half in enumerate(self.halves):
             pointer = half.data_ptr()
@@ -102,8 +104,8 @@ def put_masters_into(inner: Optimizer, masters: MasterWeights) -> None:
 
 def _with_masters(value: Any, replacements: Replacements) -> Any:
     """Return a copy of the container `value` in which each half-precision Parameter is
-    replaced with its master weight. If `value` contains no such Parameter, return
-    `value` itself.
+    replaced with its master weight. If `value` contains no half-precision Parameter,
+    return `value` itself.
     """
     if isinstance(value, MutableMapping):
         entries = {

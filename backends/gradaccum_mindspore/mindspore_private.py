@@ -54,13 +54,13 @@ def is_graph_mode() -> bool:
 
 def refuse_trace() -> None:
     """Raise an error if ``mindspore.jit(capture_mode="trace")`` is recording this call.
-    A trace repeats the operators of its first call, so no later micro-batch would end a
-    window.
+    Each later call would only repeat the operators of the recorded call, so no later
+    micro-batch would end a window.
     """
     if not jit_trace._using_trace:
         return
-    # MindSpore 2.10 keeps recording if the recorded function raises, and then the next
-    # operator crashes.
+    # MindSpore 2.10 keeps recording if the recorded function raises an error, and then
+    # the next operator crashes.
     phase = jit_trace._trace_jit_context.phase
     jit_trace._jit_trace_end(Tensor(0.0))
     jit_trace._trace_compile_cache.discard(phase)
@@ -74,8 +74,8 @@ def call_when_saved(parameter: Parameter, function: Callable[[], None]) -> None:
     """Call `function` whenever `parameter` is saved, and also before its Cell runs for
     the first time.
 
-    MindSpore has no hook for saving, but it calls ``init_data`` of every Parameter on
-    these occasions.
+    MindSpore has no hook for saving, but it calls the method ``init_data`` of every
+    Parameter in both cases.
     """
     init_data = parameter.init_data
 

@@ -3,9 +3,10 @@ per window.
 
 MindSpore compiles ``construct`` but never ``__call__``, so ``__call__`` contains the
 code for PyNative mode. `Flush` and `Discard` are Cells because they need both methods.
-The wrapped optimizer runs the constructor of `mindspore.nn.Cell`, not of
-`mindspore.nn.Optimizer`, and looks up its other attributes on the inner optimizer. So
-both optimizers share one learning rate and one ``global_step``, which counts updates.
+The wrapped optimizer calls the constructor of `mindspore.nn.Cell` instead of the
+constructor of `mindspore.nn.Optimizer`, and looks up all other attributes on the inner
+optimizer. So both optimizers share one learning rate and one ``global_step``, which
+counts updates.
 """
 
 from __future__ import annotations
@@ -79,10 +80,10 @@ class WindowCall(nn.Cell):  # type: ignore[misc]
 
 class Flush(WindowCall):
     """``optimizer.flush()``: close the open window, even if it is not full. If no
-    window is open, leave the parameters unchanged.
+    window is open, the parameters stay unchanged.
 
     ``optimizer.flush(denominator=n)`` divides the window's gradient sum by n instead of
-    the window's weight. It requires ``steps=None`` and a call from Python.
+    the window's weight. This requires ``steps=None`` and works only from Python.
     """
 
     def __call__(self, denominator: Weight = None) -> bool | Tensor:
@@ -129,8 +130,8 @@ class Discard(WindowCall):
 
 class MicroBatch(nn.Cell):  # type: ignore[misc]
     """Adds one micro-batch in compiled code: ``optimizer(gradients, weight, loss)``. In
-    graph mode, Python calls this Cell too, but without keyword arguments, which a Cell
-    does not accept there.
+    graph mode, this Cell is also called from Python, but without keyword arguments,
+    because a Cell does not accept them in graph mode.
     """
 
     def __init__(self, window: CompiledWindow) -> None:
@@ -159,16 +160,16 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
     """The optimizer that `gradaccum.wrap` returns for a `mindspore.nn.Optimizer`.
 
     ``optimizer(gradients, weight, loss)`` adds one micro-batch, and returns whether it
-    closed a window (a bool, or a bool Tensor in compiled code). It works in PyNative,
-    inside `mindspore.jit`, in graph mode, in `mindspore.nn.TrainOneStepCell` and in
-    `mindspore.train.Model`.
+    closed a window (a bool, or a bool Tensor in compiled code). The optimizer works in
+    PyNative mode, inside `mindspore.jit`, in graph mode, in
+    `mindspore.nn.TrainOneStepCell` and in `mindspore.train.Model`.
 
     Args:
         inner: the optimizer to run once per window.
         options: the validated options. With ``master_weights``, `inner` updates float32
-            master weights from now on, so differentiate with respect to this object's
-            ``parameters``. If you load weights into the model before the first update,
-            they are copied into the master weights.
+            master weights after it has been wrapped, so differentiate with respect to
+            this object's ``parameters``. If you load weights into the model before the
+            first update, they are copied into the master weights.
         name: becomes part of the names of the Parameters that store the state. Two
             wrapped optimizers in one program need different names.
         data_parallel: True if all workers share each window. The constructor, the end
@@ -267,9 +268,9 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
             gradients: a tuple or list in the order of ``self.parameters``, with None
                 for a parameter without a gradient. If there is a loss scale, the
                 gradients must be multiplied by the scale.
-            positional_weight: `weight`, passed by position. If no loss is passed, a
-                floating-point Tensor or array must be passed as ``weight=``, because it
-                could be the loss.
+            positional_weight: `weight`, passed by position. If you pass no loss, pass a
+                floating-point Tensor or array as ``weight=``. By position it could be
+                mistaken for the loss.
             positional_loss: `loss`, passed by position after the weight.
             weight: the number of items in the micro-batch: a number or a one-element
                 Tensor, >= 0. The default is 1.
@@ -345,7 +346,7 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
     @property
     def result(self) -> StepResult:
         """The result of the last call (a micro-batch, ``flush`` or ``discard``), as
-        Python numbers. It can be read only from Python, and reading it calls the
+        Python numbers. You can read it only from Python. Reading it also calls the
         listeners.
 
         If the optimizer has a loss scale, the training step must read ``loss_scale`` or
@@ -368,9 +369,9 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
 
         If you leave the loop early, its window stays open. With several workers, each
         worker flushes once, when its own loader ends. A `GradAccumWarning` is issued
-        once if micro-batches differ in size but have no weight. In compiled code, this
-        is detected only if the program is compiled for each size. Another warning is
-        issued once if an earlier loop was left early and its window is still open.
+        once if micro-batches differ in size but no weight is passed. In compiled code,
+        this is detected only if the program is compiled for each size. Another warning
+        is issued once if an earlier loop was left early and its window is still open.
 
         Args:
             loader: an iterable over the micro-batches, such as a `mindspore.dataset`
@@ -423,13 +424,13 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
         """Call `listener` with a `gradaccum.watching.ClosedWindow` after each window
         that closes, whether its update is applied or skipped.
 
-        Python calls the listener at the end of the call that closed the window: a call
-        of this optimizer, of ``flush`` or of `gradaccum_mindspore.TrainOneStepCell`. If
-        one ``flush`` closes several windows, the listener is called after each of them.
-        If you compile the step yourself, read ``result`` after each step: reading it
-        calls the listener, with NaN as ``weight`` and ``micro_batches``. If the
-        listener raises an error, the call raises it too, and the update has already
-        been made.
+        The listener is called from Python, at the end of the call that closed the
+        window: a call of this optimizer, of ``flush`` or of
+        `gradaccum_mindspore.TrainOneStepCell`. If one ``flush`` closes several windows,
+        the listener is called after each of them. If you compile the step yourself,
+        read ``result`` after each step: reading it calls the listener, with NaN as
+        ``weight`` and ``micro_batches``. If the listener raises an error, the call
+        raises it too, and the update has already been made.
 
         Args:
             listener: a function that accepts a `gradaccum.watching.ClosedWindow`.
@@ -445,10 +446,11 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
     def on_update(self, function: Callable[[], object]) -> Handle:
         """Call `function`, without arguments, after each update.
 
-        Use it for whatever changes once per update, such as an average of the weights,
-        a codebook or your own schedule, because a window may also close inside
-        ``flush``. The function is not called for a skipped window. If you compile the
-        step yourself, reading ``result`` calls the function, as it calls a listener.
+        Use it for everything that has to change once per update, such as an average of
+        the weights, a codebook or your own schedule. Code in your training loop could
+        miss an update that is made inside ``flush``. The function is not called for a
+        skipped window. If you compile the step yourself, read ``result`` after each
+        step: reading it calls the function.
 
         Args:
             function: for example ``lambda: average.update(net)``.
@@ -496,6 +498,6 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
 
 
 class AccumulatingExperimentalOptimizer(AccumulatingOptimizer, optim.Optimizer):  # type: ignore[misc]
-    """The wrapper of a `mindspore.experimental.optim.Optimizer`. It is also an instance
-    of that class, so that MindSpore's schedulers accept it.
+    """The wrapper of a `mindspore.experimental.optim.Optimizer`. The wrapper is also an
+    instance of this class, so that MindSpore's schedulers accept it.
     """

@@ -2,7 +2,7 @@
 anything is written, and functions that are already compiled use the loaded values.
 
 In contrast, `mindspore.load_param_into_net` skips missing values and does not check the
-window, and functions that are already compiled ignore the values that it loads.
+window. Functions that are already compiled ignore the values that it loads.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def kind_of(tensor: Tensor) -> str:
 
 
 def resumed_values(storage: Storage, parameter_dict: Checkpoint) -> dict[str, object]:
-    """Return a dict from the names of Parameters to the values that are loaded instead
-    of the checkpoint's values. Raise unless this optimizer can resume the window.
+    """Return a dict from names of Parameters to values that replace the checkpoint's
+    values. Raise unless this optimizer can resume the saved window.
     """
     fields = {field: getattr(storage, field).name for field in FIELD_DTYPES}
     saved_state = State(
@@ -95,7 +95,8 @@ def resumed_values(storage: Storage, parameter_dict: Checkpoint) -> dict[str, ob
         options = with_known_size(options, saved_state.optimizer_step)
     elif storage.size_varies:
         # A schedule may be undefined after the last update of a run. So it is called
-        # only when the next micro-batch is added, which also stores the window's size.
+        # only when the next micro-batch is added. At that time the window's size is
+        # stored too.
         options = options._replace(steps=terms.steps)
     state = kit.resumed(saved_state, terms, options)
     values: dict[str, object] = dict(zip(fields.values(), state, strict=True))

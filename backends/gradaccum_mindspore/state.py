@@ -3,10 +3,10 @@ state, and one Parameter with the gradient sum for each parameter of the model.
 
 PyNative code, compiled functions and checkpoints can all use Parameters. The names of
 these Parameters depend only on the names of the model's parameters and on the ``name=``
-option, so a resumed run finds them again in another process. ``grad_sum`` comes last in
-a name, because `mindspore.load_param_into_net` would load a Parameter called
-``grad_sum.weight`` into a missing ``weight``. A gradient sum is zero while no window is
-open.
+option, so a run that resumes in another process finds them again. ``grad_sum`` comes
+last in a name, because `mindspore.load_param_into_net` would load a saved
+``grad_sum.weight`` into a ``weight`` that is missing in the checkpoint. A gradient sum
+is zero while no window is open.
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ class Storage(nn.Cell):  # type: ignore[misc]
         self.size_varies = not isinstance(sizes_of(options.steps), int | None)
         self.has_scale = options.scale_rule != ScaleRule()
         self.scale_key = key_of(options)
-        """The number by which compiled code identifies this optimizer when it checks
-        that the loss scale has been read.
+        """The number that identifies this optimizer when compiled code checks that the
+        loss scale has been read.
         """
         self.add_state()
         self.has_workers = place is not None
@@ -202,8 +202,8 @@ class Storage(nn.Cell):  # type: ignore[misc]
             for position, dtype in enumerate(sum_dtypes)
             if narrows(dtype, self.gradient_dtypes[position])
         )
-        """The indices of the gradient sums that may be finite, but overflow when they
-        are cast to the inner optimizer's dtype.
+        """The indices of the gradient sums that can be finite and still overflow when
+        they are cast to the inner optimizer's dtype.
         """
         self.sums = ParameterTuple(
             [
@@ -241,10 +241,10 @@ class Storage(nn.Cell):  # type: ignore[misc]
         `gradaccum.kit.encode_terms` so that a checkpoint can store them.
         """
         self.last_event = self.entry("last_event", [0.0] * 4, self.float_dtype)
-        """The outcome of the last call, as in a `StepResult`: (applied, skipped,
-        overflow, grad_norm). A flag counts as true only while it equals
-        ``micro_step + 1``, so it becomes false at the next micro-batch without being
-        written.
+        """The outcome of the last call, with the same meaning as in a `StepResult`:
+        (applied, skipped, overflow, grad_norm). A flag counts as true only while it
+        equals ``micro_step + 1``, so it becomes false at the next micro-batch without
+        being written.
         """
 
     def entry(self, name: str, value: object, dtype: DType) -> Parameter:
@@ -255,7 +255,7 @@ class Storage(nn.Cell):  # type: ignore[misc]
         return kit.terms_of(options, optimizer_step)
 
     def note_loaded(self) -> None:
-        """Notify the window's observers and the schedulers that a checkpoint was
+        """Notify the window's observers and the schedulers that a checkpoint has been
         loaded.
         """
         for observer in (*self.extensions, *self.schedulers):

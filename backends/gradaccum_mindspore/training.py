@@ -1,8 +1,8 @@
 """A training step for one micro-batch, and a callback for
 `mindspore.train.Model.train`.
 
-`mindspore.nn.TrainOneStepCell` supports neither a loss scale that changes nor weights
-of micro-batches. The `TrainOneStepCell` of this module supports both.
+`mindspore.nn.TrainOneStepCell` supports neither a dynamic loss scale nor micro-batch
+weights. The `TrainOneStepCell` of this module supports both.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
         if optimizer.storage.has_workers:
             self.grad_reducer = nn.Identity()
         if weight is None:
-            # Here every micro-batch has weight 1, so no warning is needed if their
-            # sizes differ. `Sizes("sum")` never warns.
+            # Here every micro-batch has weight 1, so no warning is needed if the sizes
+            # differ. `Sizes("sum")` never warns.
             optimizer.storage.sizes = Sizes("sum")
         # This is not called `weight`, because a Cell that contains a tuple of
         # Parameters gets an attribute with each Parameter's name.
@@ -171,7 +171,7 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
             self._flush()
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
-        """Flush the window that is still open if the epoch was stopped early."""
+        """If the epoch was stopped early, flush the window that is still open."""
         has_workers = self.optimizer.storage.has_workers
         if not (has_workers and self.has_flushed):
             self._flush()

@@ -3,9 +3,10 @@ it.
 
 While a wrapped optimizer is alive, a direct call of its inner optimizer raises an
 error. Both Python and MindSpore's compiler look up ``construct`` on the inner optimizer
-itself, where they find a method that raises. `Update` calls the method of the
-optimizer's class instead. A function that was compiled before the optimizer was wrapped
-is not compiled again, so its calls of the inner optimizer are not detected.
+itself, where they find a function that raises the error. `Update` calls the
+``construct`` method of the optimizer's class instead. A function that was compiled
+before the optimizer was wrapped is not compiled again, so calls of the inner optimizer
+from such a function are not detected.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from gradaccum_mindspore.master_weights import MasterWeights, Optimizer
 
 IN_PLACE = ("mindspore.mint.optim.sgd", "mindspore.mint.optim.adam")
 """The modules whose optimizers update parameters through ``Parameter.add_``. In
-MindSpore 2.10, this method changes nothing in PyNative mode on a CPU.
+MindSpore 2.10, this method has no effect in PyNative mode on a CPU.
 """
 
 
@@ -71,7 +72,9 @@ class Update(nn.Cell):  # type: ignore[misc]
         return True
 
     def require_effect(self) -> None:
-        """Raise if the inner optimizer would change no parameter in PyNative mode."""
+        """Raise if the inner optimizer would leave every parameter unchanged in
+        PyNative mode.
+        """
         kind = type(self.inner)
         if kind.__module__ in IN_PLACE and ms.get_context("device_target") == "CPU":
             raise UsageError(

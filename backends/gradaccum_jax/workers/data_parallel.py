@@ -4,9 +4,10 @@ all devices share the window.
 The user's step gets the parameters as per-device copies, so that `jax.grad` returns
 each device's own gradient without a reduction. Outside `jax.shard_map`, the gradient
 sums of the devices have a leading axis with one entry per device. All other results
-must be the same on all devices, but the types of values that are computed from copies
-cannot show this. So the step is first traced with parameters that are typed as the same
-on all devices. In this trace, JAX's types show which results differ between devices.
+must be the same on all devices, but the types of values that are computed from
+per-device copies cannot show this. So the step is first traced with parameters that are
+typed as the same on all devices. In this trace, JAX's types show which results differ
+between devices.
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
     random keys in the batch, one key for each device.
 
     Args:
-        step: ``step(params, state, *batch)`` returns ``(params, state, *rest)``. A step
-            may also be ``step(params)``, which returns a state, as ``tx.init`` does. A
-            step that flushes or discards is ``step(params, state)``, without a batch.
-            `state` is the state of an optimizer wrapped with this `axis_name`, or a
-            tree that contains such a state.
-        mesh: a mesh that contains `axis_name`. Along the other axes of the mesh, the
-            compiler partitions the step as under `jax.jit`.
+        step: ``step(params, state, *batch)`` returns ``(params, state, *rest)``. There
+            are two other forms: ``step(params)``, which returns a state, like
+            ``tx.init``; and ``step(params, state)``, without a batch, for a step that
+            flushes or discards. `state` is the state of an optimizer wrapped with this
+            `axis_name`, or a tree that contains such a state.
+        mesh: a mesh that contains `axis_name`. Along its other axes, the compiler
+            partitions the step as under `jax.jit`.
         axis_name: the mesh axis, or a tuple of several axes.
 
     Returns:
@@ -149,8 +150,8 @@ def _trace(check: Step, leaves: list[Array]) -> None:
 
 
 def start_on(init: Step, mesh: Mesh | None, axes: tuple[str, ...]) -> Step:
-    """Return a version of `init` that also works outside `jax.shard_map`, on `mesh` or
-    on the mesh of the surrounding context.
+    """Return a version of `init` that also works outside `jax.shard_map`. It uses
+    `mesh`, or else the mesh of the surrounding context.
     """
 
     def start(params: Tree) -> Tree:
@@ -177,8 +178,8 @@ def specs_of(index: int, arg: Tree, axes: tuple[str, ...]) -> list[Spec]:
 
 
 def _specs(axes: tuple[str, ...]) -> tuple[Spec, Spec]:
-    """Return two `PartitionSpec` objects: for an array that is split along its first
-    axis over `axes`, and for an array that is the same on all devices.
+    """Return two `PartitionSpec` objects: one for an array that is split along its
+    first axis over `axes`, and one for an array that is the same on all devices.
     """
     spec: Any = jax.sharding.PartitionSpec
     return spec(axes if len(axes) > 1 else axes[0]), spec()

@@ -2,9 +2,9 @@
 model.
 
 Each device has the gradient sum, the weight, the loss and the overflow flag of its own
-micro-batches. Everything else must be the same on all devices. Otherwise only some of
-the devices might take a branch, and would wait forever for the other devices in an
-all-reduce. So the types inside `jax.shard_map` are checked.
+micro-batches. Everything else must be the same on all devices. Otherwise, only some of
+the devices might take a branch that contains an all-reduce, and would wait forever for
+the other devices. So the types inside `jax.shard_map` are checked.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ devices.
 
 class ParamsType(Enum):
     """How the parameters are typed while `data_parallel` traces a step. Each step is
-    traced twice, once with each type.
+    traced twice, once in each of these ways.
     """
 
     SAME = "same on all devices"
-    """The parameters are typed as the same on all devices. JAX's types then show which
-    values depend on a device's own batch, but `jax.grad` adds up the gradients over the
-    devices.
+    """According to their types, the parameters are the same on all devices. JAX's types
+    then show which values depend on a device's own batch, but `jax.grad` adds up the
+    gradients over the devices.
     """
     COPY = "a copy for each device"
-    """The parameters are typed as per-device copies. `jax.grad` then returns each
-    device's own gradient, but the type of every value that depends on the parameters
-    says that the value may differ between devices.
+    """According to their types, the parameters are per-device copies. `jax.grad` then
+    returns each device's own gradient, but the type of every value that depends on the
+    parameters says that the value may differ between devices.
     """
 
 
@@ -104,9 +104,9 @@ def require_axes(axes: tuple[str, ...]) -> None:
 
 
 def same(name: str, tree: T, axes: tuple[str, ...]) -> T:
-    """Return `tree` typed as the same on all devices. Raise if the type of an array
-    says that the array may differ between devices, unless `data_parallel` currently
-    traces the step with per-device copies of the parameters.
+    """Return `tree` with types for values that are the same on all devices. Raise if
+    the type of an array says that the array may differ between devices, unless
+    `data_parallel` currently traces the step with per-device copies of the parameters.
     """
     if _params_type.get() is ParamsType.COPY:
         return replicated(tree, axes)
@@ -135,14 +135,15 @@ def require_shared(name: str, tree: Tree, axes: tuple[str, ...]) -> None:
 
 
 def spread_axes(axes: tuple[str, ...]) -> Axes:
-    """Return the mesh axes in `axes` that have more than one device. JAX may leave an
-    axis with only one device out of types.
+    """Return the mesh axes in `axes` that have more than one device. JAX may omit an
+    axis with only one device from its types.
     """
     return frozenset(axis for axis in axes if lax.axis_size(axis) > 1)
 
 
 def require_own(name: str, tree: Tree, axes: tuple[str, ...]) -> None:
-    """Raise unless the gradients or the loss in `tree` come only from this device.
+    """Raise unless the gradients or the loss in `tree` were computed on this device
+    only.
 
     Inside `jax.shard_map`, `jax.grad` automatically adds up the gradients of replicated
     parameters over the devices, so such gradients are rejected.
@@ -188,7 +189,7 @@ def map_by_kind(
     other: OnLeaf = unchanged,
 ) -> Tree:
     """Apply `own` and `shared` to the fields of each `AccumulationState` in `tree`, as
-    `by_kind` does, and `other` to all other leaves.
+    `by_kind` does. Apply `other` to all other leaves.
     """
 
     def node(part: Any) -> Any:
@@ -202,9 +203,9 @@ def map_by_kind(
 # Parameters may be sharded by hand inside `jax.shard_map`: each device along
 # ``shard_axes`` stores a part of the model.
 #
-# Then no device knows the whole gradient. A device can compute only the norm of its own
-# shards, and does not notice an inf in another device's shards. So the squares are
-# added up over all shards. Each element is counted once, because JAX's types show which
+# Then no device has the whole gradient. A device can compute only the norm of its own
+# shards, and cannot detect an inf in another device's shards. So the squares are added
+# up over all shards. Each element is counted once, because JAX's types show which
 # arrays are sharded and which are replicated. All devices then make the same decision
 # at the end of a window.
 #
@@ -228,8 +229,8 @@ def require_known_axes(
 def like_params(
     inner: optax.GradientTransformation, inner_state: InnerState, params: Params
 ) -> Any:
-    """Return the inner optimizer's state with each array that belongs to a parameter
-    typed as sharded in the same way as the parameter.
+    """Return the inner optimizer's state. The type of each array that belongs to a
+    parameter is changed to have the parameter's sharding.
     """
 
     def vary_like(leaf: Array, parameter: Array) -> Array:

@@ -13,7 +13,7 @@ The compiler copies the rest of a function after an ``if`` into both branches.
 If a method calls a global function of the same name, the compiler confuses the two. So
 the methods call ``kit.close`` and ``kit.discard`` through their module. The structure,
 shapes, dtypes and Python numbers of arguments are constants of the program, so a wrong
-argument raises an error while MindSpore compiles.
+argument raises an error while MindSpore compiles the program.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ OVERFLOW = 4
 LOSS_SCALE = 5
 GROWTH_TRACKER = 6
 
-# If a weight is between these limits, the weight and the sum of a window's weights are
-# above 0 and finite in float32.
+# If every weight of a window is between these limits, each weight and the sum of the
+# weights are above 0 and finite in float32.
 SMALLEST_WEIGHT = 2.0**-40
 LARGEST_WEIGHT = 2.0**40
 
@@ -106,8 +106,8 @@ def dtype_of(gradient: Tensor | None) -> DType | None:
 
 @constexpr  # type: ignore[untyped-decorator]
 def is_constant(number: float | None) -> bool:
-    """True if `number` is a constant of the compiled program. Any other number arrives
-    here as None.
+    """True if `number` is a constant of the compiled program. For any other number,
+    this function gets None.
     """
     return number is not None
 
@@ -275,8 +275,8 @@ class CompiledWindow(CellOfOnePhase):
 
     def is_full(self, state: Fields) -> Tensor:
         if self.has_size_function:
-            # `kit.ends` is not called here, because the compiler would mistake a Tensor
-            # in it for a function.
+            # `kit.ends` is not called here, because the compiler would mistake one of
+            # its Tensors for a function.
             place = WEIGHT if self.ends_by_weight else MICRO_STEP
             return state[place] >= self.size(state[OPTIMIZER_STEP])
         return kit.ends(state, self.steps, where)
@@ -329,7 +329,7 @@ class CompiledWindow(CellOfOnePhase):
     ) -> tuple[Fields, Tensor | None, Tensor | None]:
         """Add the checked gradients of one micro-batch to the window's gradient sums.
 
-        Returns three values: the state after the micro-batch; the outcome of the call,
+        Return three values: the state after the micro-batch; the outcome of the call,
         or None if the micro-batch is certain to be added; and the numbers to add to
         `WindowLoss.loss`, or None if no loss was passed. The caller then calls
         `is_full` and `write_added`. These methods are separate, because the compiler
@@ -354,7 +354,7 @@ class CompiledWindow(CellOfOnePhase):
         after = kit.accumulate(state, weight_number, is_finite, where)
         never = after[MICRO_STEP] < 0
         is_dropped = (is_finite == False).astype(self.float_dtype)  # noqa: E712
-        # The flag is true only while flag == micro_step + 1.
+        # The flag counts as true only while it equals micro_step + 1.
         flag = is_dropped * (after[MICRO_STEP] + 1)
         event = self.event(never, never, flag, self.last_norm())
         parts = self.parts_of_loss(loss, weight_number, is_added)
@@ -376,8 +376,8 @@ class CompiledWindow(CellOfOnePhase):
         """Write the values that `add` returned."""
         storage = self.storage
         if event is None:
-            # This writes the same numbers as `state` contains, with one operator per
-            # number. An addition and an assignment would be two operators.
+            # These writes produce the numbers in `state`, with one operator per number.
+            # An addition and an assignment would take two operators.
             ops.assign_add(storage.micro_step, self.one_step)
             ops.assign_add(storage.weight, self.weight_number(weight))
         else:

@@ -1,8 +1,8 @@
 """The open window in PyNative mode, where functions of `gradaccum.kit` compute the
 state as Python numbers.
 
-In PyNative mode an operator costs more than reading a scalar, so the code uses a Python
-``if`` to skip an operator wherever it can.
+In PyNative mode an operator costs more than reading a scalar, so the code skips
+operators with a Python ``if`` wherever possible.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ class PyNativeWindow:
     """A window whose state is read from a `Storage` as Python numbers. `CompiledWindow`
     has the same methods for compiled code.
 
-    If a call raises an error before it has written anything, the window is unchanged.
-    If it raises an error later, the window is marked as invalid.
+    If a call raises an error before it has written anything, the window stays
+    unchanged. If a call raises an error after its first write, the window is marked as
+    invalid.
     """
 
     def __init__(self, storage: Storage, options: Options, update: Update) -> None:

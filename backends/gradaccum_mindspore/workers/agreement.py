@@ -35,8 +35,8 @@ def workers_here() -> int:
 
 
 def shares_windows(data_parallel: object) -> bool:
-    """Return the option ``data_parallel`` as a bool. Raise if it does not fit the
-    number of workers or MindSpore's parallel mode.
+    """Return the option ``data_parallel`` as a bool. Raise if the option is
+    incompatible with the number of workers or with MindSpore's parallel mode.
     """
     mode = ms.get_auto_parallel_context("parallel_mode")
     if data_parallel is None:
@@ -54,7 +54,7 @@ def shares_windows(data_parallel: object) -> bool:
     if not data_parallel:
         return False
     if not GlobalComm.INITED:
-        # MindSpore would treat this process as the only worker.
+        # Without communication, MindSpore would treat this process as the only worker.
         raise UsageError(
             "data_parallel: expected a process with initialised communication; got a"
             " process without communication. Call mindspore.communication.init() first."
@@ -84,7 +84,7 @@ def require_same_everywhere(
         ArgumentValueError: the options or parameters of a worker differ. Every worker
             raises the error.
     """
-    # The functions of two workers are different objects, so they cannot be compared.
+    # Functions cannot be compared, because each worker has its own function object.
     steps = "a function" if callable(options.steps) else options.steps
     compared_options = f"{steps}, {options._replace(steps=None)}, {name}"
     descriptions = "".join(map(description_of, parameters))
@@ -135,7 +135,7 @@ def places_of_shards(
 
 
 # MindSpore's own reducer skips parameters that are marked as ``layerwise_parallel``. So
-# the parameters that all workers share are marked too, as long as their wrapped
+# the parameters that all workers share are marked too, for as long as their wrapped
 # optimizer is alive.
 
 
@@ -149,8 +149,8 @@ def is_sharded(parameter: Parameter) -> bool:
 
 
 def mark(optimizer: nn.Cell, parameters: Sequence[Parameter]) -> None:
-    """Mark the parameters that all workers share as ``layerwise_parallel``, as long as
-    `optimizer` is alive.
+    """Mark the parameters that all workers share as ``layerwise_parallel`` for as long
+    as `optimizer` is alive.
     """
     owner = next(MARKS)
     shared_parameters = [each for each in parameters if not is_sharded(each)]

@@ -2,11 +2,11 @@
 buckets.
 
 Small sums are packed together into one message, and a large sum is sent by itself. A
-message is sent only when the previous message has arrived, because CPU kernels match
-messages by their order. These kernels can add up only float32 and float16, and round
-float64 to float32 when they gather it. So half-precision sums are sent as float32, and
-a float64 number is sent as three float32 numbers that add up to it exactly. A number
-beyond float32's range arrives as an inf.
+message is sent only after the previous message has arrived, because CPU kernels match
+messages by their order. These kernels can add up only float32 and float16 numbers, and
+round float64 numbers to float32 when they gather them. So half-precision sums are sent
+as float32, and a float64 number is sent as three float32 numbers that add up to it
+exactly. A number beyond float32's range arrives as an inf.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Bucket(nn.Cell):  # type: ignore[misc]
         self.ends = tuple(ends)
 
     def construct(self, after: Tensor) -> Tensor:
-        """Replace the sums with their totals over all workers, once `after` is
-        computed. Return the totals as one vector.
+        """Replace the sums with their totals over all workers, but only after `after`
+        has been computed. Return the totals as one vector.
         """
         vector = ops.depend(ops.concat(map_over(_flat, self.sums)), after)
         total = compiled_sum_over_workers(vector, self.workers)

@@ -2,8 +2,8 @@
 
 The code that ends a window is compiled, even in PyNative mode, so that all workers
 round in the same way. It adds up a few numbers over the workers, and then all-reduces
-the gradient sums once. A worker that runs out of data calls ``flush`` from Python. This
-worker then takes part in the windows of the other workers, without micro-batches, until
+the gradient sums once. A worker that runs out of data calls ``flush`` from Python. It
+then takes part in the windows of the other workers, without any micro-batches, until
 every worker has called ``flush``.
 
 The numbers that are added up include the learning rates of each worker. If the learning
@@ -45,24 +45,26 @@ from gradaccum_mindspore.workers.collectives import (
 )
 
 OPTIMIZERS = cycle(range(1, 33))
-"""Numbers for the optimizers whose windows are shared. All workers wrap these
+"""Numbers that identify the optimizers whose windows are shared. All workers wrap these
 optimizers in the same order, so the numbers agree. The numbers are small, so that
 float32 represents the sum of their squares over thousands of workers exactly.
 """
 
 
-# Before the workers add up the gradient sums, they add up a vector of numbers. These
-# are the indices of the numbers in the vector. The learning rates are at its end.
+# Before the workers add up the gradient sums, they add up a vector of numbers. The
+# following constants are the indices of the numbers in this vector. The learning rates
+# are at the end of the vector.
 WEIGHT = 0
 OVERFLOWS = 1
 MICRO_BATCHES = 2
 FLUSHES = 3
 COMPILED_ENDS = 4
-"""The index of the number of workers that end the window in compiled code."""
+"""The index of the count of workers that end the window in compiled code."""
 OPTIMIZER = 5
 OPTIMIZER_SQUARED = 6
-"""The index of the square of the optimizer's number. The totals of the number and of
-its square show whether all workers end a window of the same optimizer.
+"""The index of the square of the optimizer's number. The sums of these numbers and of
+their squares over all workers show whether all workers end a window of the same
+optimizer.
 """
 LOSS = 7
 RATES = 8
@@ -120,7 +122,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         learning rates), added up over all workers.
 
         Compiled code cannot raise, so a window with a size below 1 gets an infinite
-        weight, and all workers skip it.
+        weight, which makes all workers skip the window.
         """
         storage = self.storage
         is_sound = self.true
@@ -162,9 +164,9 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         return differ
 
     def add_up_sums(self, totals: Tensor) -> bool:
-        """Add up the gradient sums over all workers, and write the result. Write the
-        weight, the overflow flag and the loss from `totals`, which are already added
-        up.
+        """Add up the gradient sums over all workers, and write the result. Also write
+        the weight, the overflow flag and the loss from `totals`, where they are already
+        added up.
         """
         storage = self.storage
         differ = self.workers_differ(totals)
@@ -183,9 +185,9 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
     def global_norm(self, shared_norm: Tensor, sharded_norm: Tensor) -> Tensor:
         """Return the gradient norm over all workers. `shared_norm` is the norm of the
         gradient sums that are equal on all workers, and `sharded_norm` is the norm of
-        this worker's shards. The workers exchange their `sharded_norm` only after
-        `shared_norm` is computed, because all workers must exchange messages in the
-        same order.
+        this worker's shards. The workers exchange `sharded_norm` only after
+        `shared_norm` has been computed, because all workers must exchange messages in
+        the same order.
         """
         placed_norm = ops.where(self.is_this_worker, sharded_norm, self.zero)
         norms = compiled_sum_over_workers(
@@ -197,8 +199,8 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         return divisor * ops.sqrt(ops.square(norms / divisor).sum())
 
     def require_same_rates(self) -> None:
-        """Raise an error, but only once, if a window was skipped because workers had
-        different learning rates or ended windows of different optimizers.
+        """If a window was skipped because workers had different learning rates or ended
+        windows of different optimizers, raise an error, but only once.
         """
         if self.differs.item():
             write_numbers(self.differs, False)
@@ -222,7 +224,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
 
 def rates_of(inner: Optimizer) -> list[Any]:
     """Return the learning rate of each parameter group, or an empty list if the
-    optimizer computes its learning rate from its own number of updates.
+    optimizer computes its learning rate from its own update counter.
     """
     if hasattr(inner, "lrs"):
         return list(inner.lrs)
@@ -234,7 +236,7 @@ def rates_of(inner: Optimizer) -> list[Any]:
 
 class AllNumbers(nn.Cell):  # type: ignore[misc]
     """A compiled program that adds up the workers' numbers. It also returns whether the
-    workers have different learning rates or end windows of different optimizers.
+    workers have different learning rates, or end windows of different optimizers.
     """
 
     def __init__(self, workers: WorkerGroup) -> None:
@@ -305,10 +307,10 @@ class SharedWindow(PyNativeWindow):
         return numbers
 
     def make_programs(self) -> None:
-        """Create the programs that end a window, and create them again if a Parameter
-        has a new memory address, as after ``set_data`` or
-        `mindspore.load_param_into_net`. MindSpore 2.10 binds a compiled Cell to the
-        memory that the Parameters had when the Cell was compiled.
+        """Create the programs that end a window. Create them again if a Parameter has a
+        new memory address, for example after ``set_data`` or
+        `mindspore.load_param_into_net`, because MindSpore 2.10 binds a compiled Cell to
+        the memory that the Parameters had when the Cell was compiled.
         """
         parameters = self.compiled_window.get_parameters()
         addresses = [parameter.data_ptr() for parameter in parameters]

@@ -1,5 +1,5 @@
 """Convert the checkpoints of an open window, so that another number of workers can
-resume it.
+resume the window.
 
 The first new worker gets the sum of the gradient sums of all old workers, and the other
 new workers begin with zeros. So the total at the end of the window is the same.
@@ -32,8 +32,8 @@ Entry: TypeAlias = Parameter | Tensor
 
 
 def redistributed(states: Sequence[Checkpoint], workers: int) -> list[dict[str, Entry]]:
-    """Return checkpoints with which `workers` workers can resume open windows that
-    another number of workers saved.
+    """Convert the checkpoints of open windows that another number of workers saved, so
+    that `workers` workers can resume the windows.
 
     Args:
         states: the dicts that `mindspore.load_checkpoint` returned for the workers'
@@ -45,15 +45,15 @@ def redistributed(states: Sequence[Checkpoint], workers: int) -> list[dict[str, 
     Returns:
         One dict for each new worker, in rank order, to be loaded with
         `load_checkpoint_into`. The first dict contains the gradient sums and the weight
-        of all workers. Values that are not part of a window come from the first of
-        `states`.
+        of all workers. Values that are not part of a window are copied from the first
+        dict in `states`.
 
     Raises:
         CheckpointError: a worker's state is missing; the states are not in rank order;
-            the workers did not save between the same two updates; or a parameter's
-            value differs between the states. The values of a sharded parameter differ,
-            so a window with sharded parameters can be resumed only on the same number
-            of workers.
+            the workers did not save their states between the same two updates; or a
+            parameter's value differs between the states. The values of a sharded
+            parameter differ, so a window with sharded parameters can be resumed only on
+            the same number of workers.
         UsageError: an exception left a saved window partially written.
     """
     new_states: list[dict[str, Entry]] = [dict(states[0]) for _ in range(workers)]
@@ -136,8 +136,8 @@ def fields_of(state: Checkpoint, prefix: str) -> State:
 
 
 def sum_of(states: Sequence[Checkpoint], name: str) -> Array:
-    """Return the sum over `states` of the entry called `name`, in float64. Python also
-    adds up the weights in float64, so the weight of the losses equals the window's
+    """Return the sum over `states` of the entry called `name`, in float64. Python adds
+    up the weights in float64 too, so the total weight of the losses equals the window's
     weight if every micro-batch had a loss.
     """
     total: Array = np.sum(
