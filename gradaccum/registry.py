@@ -1,5 +1,5 @@
-"""The entry points through which `gradaccum.wrap` finds a backend without importing any
-framework, and the options that it passes to the backend.
+"""Finds the backend for `gradaccum.wrap` through entry points, without importing any
+framework, and defines the options that every backend has.
 
 There are two groups of entry points. In each group a name belongs to one backend:
 
@@ -8,7 +8,7 @@ There are two groups of entry points. In each group a name belongs to one backen
   wraps (``optax`` for ``jax``) to the same object.
 
 If the package's folders were copied without the metadata that contains the entry
-points, the three adapters of this project are found if they can be imported.
+points, this project's three adapters are still found if they can be imported.
 """
 
 from __future__ import annotations
@@ -152,7 +152,8 @@ def available_backends() -> tuple[str, ...]:
 def backend_of(optimizer: object) -> Backend:
     """Return the backend whose package defines the type of `optimizer` or one of its
     base classes. If there is no such backend, look up the type of
-    ``optimizer.optimizer`` instead. This finds the backend of timm's schedulers.
+    ``optimizer.optimizer`` instead. The backend of a timm scheduler is found in this
+    way.
 
     Raises:
         ArgumentTypeError: no backend was found.

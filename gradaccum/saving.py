@@ -1,8 +1,8 @@
 """The settings that an open window depends on. They are saved together with its state,
 and checked when the window resumes.
 
-A partial gradient sum makes sense only under the settings that produced it, so an open
-window can resume only under the same settings. Between two windows every option may
+A partial gradient sum is meaningful only with the settings that produced it, so an open
+window can resume only with the same settings. If no window is open, every option may
 change.
 """
 
@@ -105,9 +105,9 @@ def decode_terms(codes: Iterable[SupportsInt]) -> Terms:
 
 
 def resumed(fields: State, saved_terms: Terms, options: Options) -> State:
-    """Return the state with which a saved run resumes under `options`.
+    """Return the state with which a saved run resumes with `options`.
 
-    An open window resumes as it is. A full window whose update was interrupted counts
+    An open window resumes unchanged. A full window whose update was interrupted counts
     as open. If no window is open, the saved loss scale and growth tracker are kept only
     when both runs use a dynamic scale.
 
@@ -131,13 +131,13 @@ def resumed(fields: State, saved_terms: Terms, options: Options) -> State:
 
 
 def redistributed(states: Sequence[State], workers: int) -> list[State]:
-    """Return the states with which `workers` workers resume an open window. Any number
-    of workers may have saved it.
+    """Return the states with which `workers` workers resume an open window. The number
+    of workers that saved it may be different.
 
     The first worker resumes with the sum of all gradient sums, so it gets the total
     weight and the overflow flag. The other workers resume with an empty sum. Every
-    worker gets the highest `micro_step` that was saved, so that their windows end
-    together.
+    worker gets the highest `micro_step` that was saved, so that all workers end the
+    window together.
 
     Args:
         states: one state for each worker that saved the window, as Python numbers.
@@ -199,7 +199,7 @@ def _require_same_window(fields: State, saved: Terms, options: Options) -> None:
 
 _DEFAULTS = make_options(1)
 _SHOWN_OTHERWISE = ("steps", "scale_rule", "scaler")
-"""Options that `described` shows in another form."""
+"""Options that `described` prints differently from the other options."""
 
 
 def status(state: State, steps: Schedule) -> str:

@@ -14,8 +14,8 @@ import sys
 from typing import Any, NamedTuple
 
 Scalar = Any
-"""A Python number, or a framework's scalar of shape ``()``, which may be traced,
-compiled or on a device.
+"""A Python number, or a framework's scalar of shape ``()``. The scalar may be on a
+device, or a traced value in compiled code.
 """
 
 FIELD_DTYPES = {
@@ -70,7 +70,7 @@ def initial_state(loss_scale: float = 1.0) -> State:
 def round_to_float32(value: float) -> float:
     """Round `value` to the nearest float32, as a Python float.
 
-    One float64 operation on float32 operands, followed by this rounding, has the same
+    One float64 operation on float32 operands, followed by this rounding, gives the same
     bits as the float32 operation (S. Figueroa, "When is double rounding innocuous?",
     1995).
     """
@@ -86,19 +86,19 @@ def largest_number(*, float64_weight: bool) -> float:
 
 
 def has_exact_inverse(number: float) -> bool:
-    """True if multiplying by the inverse of `number` gives the same bits as dividing by
-    `number`, because `number` and its inverse are powers of two in the normal range of
-    float32.
+    """True if `number` and its inverse are powers of two in the normal range of
+    float32. Multiplying by the inverse then gives the same bits as dividing by
+    `number`.
     """
     return math.frexp(number)[0] == 0.5 and 2.0**-126 <= number <= 2.0**126
 
 
 def at_rest(state: tuple[Scalar, ...], *, float64_weight: bool = False) -> State:
-    """Return a state of Python numbers in which each float is rounded to the dtype in
-    which its field is stored.
+    """Return a state of Python numbers, with each float rounded to the dtype of its
+    field.
 
-    A weight beyond the range of that dtype becomes inf, and the window then makes no
-    update.
+    A weight beyond the range of that dtype becomes inf, and the window then ends
+    without an update.
     """
     (
         micro_step,
@@ -121,7 +121,7 @@ def at_rest(state: tuple[Scalar, ...], *, float64_weight: bool = False) -> State
     )
 
 
-# The outcome of the last call. A flush of an empty window does nothing, and `applied`,
+# The outcome of the last call. Flushing an empty window does nothing; `applied`,
 # `skipped` and `overflow` are then False.
 
 
