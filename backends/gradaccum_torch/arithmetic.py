@@ -79,8 +79,8 @@ def multiply(tensors: Sequence[Tensor], factor: float) -> None:
 
 @torch.no_grad()
 def narrowed(gradient: Tensor, divisor: float, dtype: torch.dtype) -> Tensor:
-    """Return `gradient` / `divisor` in `dtype`. The division itself uses the wider of
-    the gradient's dtype and `dtype`.
+    """Return `gradient` / `divisor` in `dtype`. The quotient is computed in the wider
+    of the gradient's dtype and `dtype`.
     """
     wide_gradient = gradient.to(torch.promote_types(gradient.dtype, dtype))
     if divisor != 1:
@@ -98,7 +98,7 @@ def fits(total: Tensor, divisor: float, dtype: torch.dtype) -> bool:
 
 
 def measure(sums: Sequence[Tensor]) -> tuple[float, bool]:
-    """Return the norm of all `sums` together, and whether every element is finite.
+    """Return the global norm of `sums`, and whether all of their elements are finite.
     Waits for the device.
     """
     with torch.no_grad():
@@ -118,8 +118,8 @@ def real_elements(tensor: Tensor) -> Tensor:
 
 
 def norm_of(tensors: Iterable[Tensor]) -> float:
-    """Return the 2-norm of all `tensors` together. If a tensor is sharded over
-    processes, its norm includes the shards of all processes.
+    """Return the global 2-norm of `tensors`. If a tensor is sharded over processes, its
+    norm includes the shards of all processes.
     """
     norms: list[Tensor] = []
     for group in groups_of(tensors):
@@ -176,5 +176,7 @@ def all_finite(gradients: Sequence[Tensor]) -> bool:
 
 
 def is_zero(tensor: Tensor) -> bool:
-    """True if this process's part of `tensor` is all zeros. Waits for the device."""
+    """True if this process's part of `tensor` contains only zeros. Waits for the
+    device.
+    """
     return not bool(local(elements(tensor)).any())

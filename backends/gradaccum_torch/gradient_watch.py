@@ -34,15 +34,15 @@ FACTORS = [1.0]
 was multiplied; 1 for a plain ``loss.backward()``.
 """
 PASSES = [0]
-"""The number of backward passes that all wrapped optimizers together have seen."""
+"""The number of backward passes, added up over all wrapped optimizers."""
 IN_PARTS = -2
-"""Recorded instead of the version of a `DTensor`, because torch does not count writes
-into its local part.
+"""Recorded as the version of every `DTensor`, because torch does not count writes into
+the local part of a `DTensor`.
 """
 
 
 class WatchedGradient:
-    """One parameter, and its ``.grad`` when autograd last added to it."""
+    """One parameter, and its ``.grad`` as it was when autograd last added to it."""
 
     __slots__ = ("gradient", "norm", "parameter", "version", "watch")
 
@@ -72,7 +72,7 @@ class WatchedGradient:
         noted_gradient = self.gradient
         watch = self.watch
         if noted_gradient is not None and noted_gradient._version == self.version + 1:
-            # In nearly all cases autograd has made one addition in place.
+            # The most common case: autograd has made one addition in place.
             self.version += 1
         else:
             if self.parameter.grad is not noted_gradient:
@@ -93,8 +93,9 @@ class WatchedGradient:
         """True if ``.grad`` may be the result of a single addition by autograd to
         `noted_gradient`.
 
-        Autograd creates a new tensor with ``create_graph=True``, and when it adds a
-        dense to a sparse gradient. A `DTensor` may count several writes per addition.
+        With ``create_graph=True``, and when autograd adds a dense gradient to a sparse
+        gradient, the result is a new tensor. The version of a `DTensor` may increase by
+        more than 1 per addition.
         """
         gradient = self.parameter.grad
         if gradient is noted_gradient:
@@ -126,7 +127,9 @@ class GradientWatch:
         the last ``step``.
         """
         self.was_changed = False
-        """Whether autograd has added to a gradient that something else had changed."""
+        """Whether autograd has added to a gradient after other code had changed the
+        gradient.
+        """
         self.has_plain_pass = False
         """Whether a plain ``loss.backward()`` has added a gradient since the last
         ``step``.
@@ -164,7 +167,7 @@ class GradientWatch:
 
     def end_with(self, owner: object) -> None:
         """Remove the hooks when `owner` is freed. Otherwise each parameter would keep
-        its hook alive, and with it everything that the hook refers to.
+        its hook and everything that the hook refers to alive.
         """
         weakref.finalize(owner, remove, self._handles).atexit = False
 
@@ -195,9 +198,9 @@ class GradientWatch:
         """
         if not self.factors:
             self._first_parameter = key
-        # A reentrant checkpoint runs a pass for each of its segments inside the user's
-        # pass. The user's next pass has begun when the first parameter is reached
-        # again.
+        # A reentrant checkpoint runs a separate pass for each of its segments inside
+        # the user's pass. Therefore a new pass of the user is counted only when the
+        # first parameter is reached again.
         if key == self._first_parameter:
             self.passes += 1
         self.engine_passes += 1
@@ -236,7 +239,7 @@ class GradientWatch:
             watched_gradient.note()
 
     def is_intact(self) -> bool:
-        """True if nothing except autograd has changed a ``.grad``."""
+        """True if only autograd has changed the watched ``.grad`` attributes."""
         if self.was_changed:
             return False
         for watched_gradient in self._watched_gradients.values():
@@ -278,8 +281,8 @@ class GradientWatch:
 
     @property
     def has_seen_anything(self) -> bool:
-        """True if a backward pass has begun since the last `reset`, or something has
-        changed a gradient.
+        """True if a backward pass has begun, or other code has changed a gradient,
+        since the last `reset`.
         """
         return bool(self.factors) or self.is_running or self.was_changed
 
@@ -320,8 +323,8 @@ for _hook in (
 
 @contextmanager
 def delivering_zeros(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """Replace every gradient that a backward pass inside the block computes for
-    `leaves` with zeros, even if it is NaN.
+    """Inside the block, replace every gradient that a backward pass computes for
+    `leaves` with zeros, even if the gradient is NaN.
     """
     handles = [
         leaf.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]

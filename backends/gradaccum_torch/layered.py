@@ -1,11 +1,11 @@
 """``gradaccum_torch.layered_backward``: a window whose backward pass runs layer by
-layer. All micro-batches pass through one layer before any of them enters the next
-layer.
+layer. In this pass, all micro-batches go through one layer before any of them enters
+the next layer.
 
-A layer's update is made, and its gradient freed, when the last micro-batch has passed
-through the layer, so that only one layer's gradients are in memory at a time. Between
-two layers there is a border. It contains the activations that one layer returned and
-the next layer receives, and later the gradients of these activations.
+A layer's update is made, and its gradient freed, when the backward pass of the last
+micro-batch has left the layer, so that only one layer's gradients are in memory at a
+time. Between two layers there is a border. It contains the activations that one layer
+returned and the next layer receives, and later the gradients of these activations.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ def layered_backward(
     which only this layer has gradients, and the gradients are freed. A parameter that
     several layers share is updated with the first of these layers. With ``clip_norm``,
     ``skip_norm`` or skipping on overflow, the sums of all layers are kept until the
-    end, and the optimizer makes a single step. Only then may the optimizer have step
-    hooks, or count its steps in its parameter groups.
+    end, and the optimizer makes a single step. Step hooks, and optimizers that count
+    their steps in their parameter groups, are allowed only in this case.
 
-    If the call raises an error, everything is as it was before the call, except that
-    layers that were already updated stay updated. A note on the error names these
-    layers, and the optimizer cannot be used until ``load_state_dict`` is called.
+    If the call raises an error, everything is restored as it was before the call,
+    except for layers that were already updated. A note on the error names these layers,
+    and the optimizer cannot be used until ``load_state_dict`` is called.
 
     Args:
         layers: an `nn.Sequential`, whose own forward hooks do not run, or a sequence of
@@ -179,8 +179,8 @@ class Border:
     def __init__(self, nest: Any) -> None:
         tensors = tensors_of(nest)
         self.roots = [tensor for tensor in tensors if tensor.requires_grad]
-        """The activations that require a gradient, with their graph as long as it is
-        needed.
+        """The activations that require a gradient. Their graph is kept for as long as
+        it is needed.
         """
         self.gradients: list[Tensor | None] = [None] * len(self.roots)
         """The gradient of each root; None if the next layer did not use the root."""
@@ -266,15 +266,17 @@ class Pass(NamedTuple):
     outputs: Border
     random_state: RandomState
     buffers: Buffers
-    """The module buffers as they were before the pass, for a second forward pass."""
+    """The module buffers as they were before the pass. A second forward pass needs
+    them.
+    """
 
 
 class LayeredRun:
     """The forward and backward passes of one call of `layered_backward`.
 
     In the forward pass, each micro-batch runs through all layers before the next
-    micro-batch. It therefore draws the same random numbers, and uses the same module
-    buffers, as in `gradaccum_torch.backward`.
+    micro-batch starts. It therefore draws the same random numbers, and uses the same
+    module buffers, as in `gradaccum_torch.backward`.
     """
 
     def __init__(
@@ -386,8 +388,8 @@ class LayeredRun:
             self._destination.backward(*zip(*pairs, strict=True))
 
     def _update(self, index: int) -> None:
-        """Update those parameters of a layer that no earlier layer uses. The first
-        layer's parameters are updated at the end.
+        """Update the parameters of a layer, except parameters that an earlier layer
+        uses too. The first layer's parameters are updated at the end.
         """
         is_trained = index in self._first_layers.values()
         if index and is_trained and self._updates_layers:
@@ -419,8 +421,8 @@ def require_plain_layers(layers: object, modules: Sequence[nn.Module]) -> None:
 
 
 def require_layered_optimizer(optimizer: AccumulatingOptimizer) -> None:
-    """Raise unless `optimizer` can be used when each layer processes all micro-batches
-    at once, one layer after the other.
+    """Raise unless `optimizer` allows a backward pass in which one layer after the
+    other processes all micro-batches.
     """
     options = optimizer.whole_window().options
     problem = ""

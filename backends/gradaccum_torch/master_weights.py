@@ -1,7 +1,7 @@
 """The float32 master weights of a model's half-precision parameters.
 
 The inner optimizer's groups contain the masters only during an update. Before the
-update, any value that something else wrote into a parameter is copied to its master.
+update, if other code has changed a parameter, the new value is copied to its master.
 After the update, the rounded masters are copied into the model.
 """
 
@@ -102,9 +102,9 @@ class MasterWeights:
 
     @torch.no_grad()
     def load(self, masters: Mapping[int, Tensor]) -> None:
-        """Load saved master weights, given by the index of their parameter. If a value
-        in the model differs from its rounded master, the next update starts from the
-        model's value.
+        """Load saved master weights. `masters` maps the index of each parameter to its
+        master. If a value in the model differs from its rounded master, the next update
+        starts from the model's value.
         """
         for index, parameter in enumerate(self.parameters()):
             if index in masters:
@@ -174,7 +174,7 @@ class MasterWeights:
 
     def copy_model_into_masters(self) -> None:
         """Copy each parameter's value into its master weight wherever the value differs
-        from the rounded master, because something else has changed the parameter.
+        from the rounded master, because other code has changed the parameter.
         """
         if not self.masters:
             return
@@ -197,8 +197,8 @@ class MasterWeights:
 
 
 def through(action: Callable[[], None]) -> None:
-    """Run `action`. If it raises, for example because of Ctrl-C, run it again before
-    the exception propagates. It must be safe to run `action` twice.
+    """Run `action`. If it is interrupted by an exception, such as Ctrl-C, run it again
+    before the exception propagates. It must be safe to run `action` twice.
     """
     try:
         action()

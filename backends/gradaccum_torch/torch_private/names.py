@@ -26,8 +26,8 @@ Node = Any
 """A node of autograd's graph. torch has no common type for these nodes."""
 
 version: Callable[[Tensor], int] = attrgetter("_version")
-"""Returns how often a tensor was written to in place. Only this number shows that
-something has changed ``.grad``.
+"""Returns how often a tensor was written to in place. Only this number shows that other
+code has changed ``.grad``.
 """
 flattened: Callable[[Sequence[Tensor]], Tensor] = _flatten_dense_tensors
 """Copies several dense tensors of one dtype into one flat tensor."""
@@ -66,7 +66,7 @@ _SUMS = ("Sum", "Dot", "Trace")
 _OF_ONE = ("Neg", "ToCopy", "Squeeze", "View", "Mul")
 _OF_SEVERAL = ("Add", "Sub")
 _REDUCED_BY_SUM = 2
-"""torch's number for ``reduction="sum"``."""
+"""The number with which torch encodes ``reduction="sum"``."""
 
 
 class Division(NamedTuple):
@@ -74,7 +74,7 @@ class Division(NamedTuple):
 
     divisor: float
     terms: int
-    """The number of terms in the sum that is divided."""
+    """How many terms were added up to form the dividend."""
     of_sums: bool
     """Whether each term is the result of a sum, so that the division may compute a
     mean.
@@ -98,8 +98,8 @@ def _divisor_of(node: Node) -> float | None:
     if kind not in ("Div", "Mul"):
         return None
     try:
-        # Reading a tensor that a node saved for its backward pass raises an error after
-        # the tensor was freed.
+        # Reading a tensor that a node saved for its backward pass raises an error if
+        # the tensor has already been freed.
         other = node._saved_other
     except (AttributeError, RuntimeError):
         return None
@@ -110,8 +110,8 @@ def _divisor_of(node: Node) -> float | None:
     number = float(other)
     if kind == "Div":
         return number
-    # Many losses contain a factor of 1/2, which hardly ever comes from a loop that
-    # accumulates gradients.
+    # Ignore a factor of 1/2. Many losses contain it, and it hardly ever comes from a
+    # loop that accumulates gradients.
     return 1 / number if number not in (0.0, 0.5) else None
 
 
@@ -159,7 +159,7 @@ def owns_memory(gradient: Tensor) -> bool:
     if gradient.is_sparse:
         return False
     storage = gradient.untyped_storage()
-    # The variables `gradient` and `storage` count as two users.
+    # The variables `gradient` and `storage` account for two of the users.
     users = torch._C._storage_Use_Count(storage._cdata)
     return users <= 2 and storage.resizable()
 
@@ -177,9 +177,7 @@ class Versions:
         self._noted_versions = [(tensor, version(tensor)) for tensor in tensors]
 
     def moved(self) -> bool:
-        """True if something has written into one of the tensors since this object was
-        created.
-        """
+        """True if a tensor has been written to since this object was created."""
         return any(
             version(tensor) != noted_version
             for tensor, noted_version in self._noted_versions
@@ -228,7 +226,8 @@ def _frames() -> Any:
 
 
 def untraced(function: Callable[..., object]) -> None:
-    """Prevent Dynamo from compiling `function` and everything that it calls.
+    """Prevent Dynamo from compiling `function` and, from torch 2.8 on, everything that
+    it calls.
 
     `torch.compiler.disable` does the same, but imports the whole compiler and adds a
     frame to every call.
@@ -243,8 +242,9 @@ def untraced(function: Callable[..., object]) -> None:
 
 
 def untraced_within(function: _F) -> _F:
-    """Return `function` so that Dynamo compiles neither it nor anything that it calls.
-    Before torch 2.8 this covers only the function itself.
+    """Return a function that does the same as `function`, but neither it nor anything
+    that it calls is compiled by Dynamo. Before torch 2.8, `untraced` does not cover the
+    functions that are called.
     """
     if hasattr(_frames(), "_FrameExecStrategy"):
         untraced(function)
@@ -277,8 +277,8 @@ def note_step_called(optimizer: torch.optim.Optimizer) -> None:
 
 
 def unscaling_caller(frames: int) -> Mapping[str, Any] | None:
-    """Return the local variables of ``GradScaler._unscale_grads_`` if it is the caller
-    `frames` frames above, otherwise None. A scaler cannot be detected in any other way,
+    """If ``GradScaler._unscale_grads_`` is the caller `frames` frames above, return its
+    local variables, otherwise None. A scaler cannot be detected in any other way,
     because unscaling does not change a gradient's version.
     """
     frame = sys._getframe(frames)
@@ -357,8 +357,8 @@ def send_buffers(module: DistributedDataParallel) -> None:
     """Send the first worker's buffers to all workers, as a forward pass of `module`
     normally does. Collective.
 
-    Forward passes must not send buffers, because another worker may be at the end of
-    its window at the same time.
+    This is not done in forward passes, because another worker may be at the end of its
+    window at the same time.
     """
     vars(module)["require_forward_param_sync"] = True
     if module.will_sync_module_buffers():  # type: ignore[no-untyped-call]

@@ -55,8 +55,7 @@ class ShardGroup(Workers):
         self.groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
         self.device = mesh.device_type
         self.is_undivided = is_undivided
-        """Whether the sum over all workers is not divided, because of
-        ``reduction="sum"``.
+        """True with ``reduction="sum"``: the sum over all workers is then not divided.
         """
         self.deferred_reduction = deferred_reduction
         if deferred_reduction is not None:
@@ -103,8 +102,8 @@ class ShardGroup(Workers):
         overflow, and the average of each of `numbers` over the workers.
         """
         rates = learning_rates(self.optimizer)
-        # If only one worker has called discard(), the micro-batch counts, and so these
-        # bits, differ.
+        # If only one worker has called discard(), its number of micro-batches differs
+        # from the other workers' numbers, and so do these bits.
         bits = rate_bits(state.micro_step, *rates)
         size = self.mesh.size()
         has_smaller_mesh = any(

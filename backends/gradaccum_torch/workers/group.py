@@ -1,8 +1,8 @@
 """The workers of one process group, each with a copy of the model. Their gradient sums
 are added up when the window ends.
 
-First the gradient sums are added up in buckets. Then a few numbers are added up, which
-also show for which parameters at least one worker had a sum. A worker that runs out of
+First the gradient sums are added up in buckets. Then a few numbers are added up. They
+also show which parameters had a sum on at least one worker. A worker that runs out of
 data calls ``flush``, and takes part in the windows of the other workers until they
 flush too.
 
@@ -37,8 +37,9 @@ from gradaccum_torch.workers.interface import (
 from gradaccum_torch.workers.overlap import BucketReduction
 
 OPTIMIZERS: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-"""How many optimizers were wrapped for each process group. The groups themselves are the
-keys, because torch gives a group the name of an earlier group that was destroyed.
+"""How many optimizers were wrapped for each process group. The keys are the groups
+themselves and not their names, because torch may reuse the name of a group that was
+destroyed.
 """
 
 
@@ -210,8 +211,8 @@ class WorkerGroup(Workers):
     def abandon(self, numbers: Sequence[float]) -> None:
         reduction = self.reduction
         if reduction is not None and reduction.launch_count:
-            # If another worker is gone, the reduction raises. This worker discards its
-            # window in any case.
+            # If another worker has exited, the reduction raises an error. This worker
+            # discards its window in any case.
             with suppress(RuntimeError):
                 self.finish(
                     reduction, kit.initial_state(1.0), numbers, is_discarded=True

@@ -17,8 +17,8 @@ from gradaccum_torch.gradient_watch import GradientWatch
 from gradaccum_torch.torch_private.names import is_sharded, mesh_of
 
 Measure = Callable[[Gradients], tuple[float, bool]]
-"""A function that returns the norm of gradient sums that are on the same workers, and
-whether the sums are finite.
+"""A function that returns the norm of gradient sums, and whether they are finite. All
+of the sums must be on the same workers.
 """
 MakeGradientSum = Callable[
     [Callable[[], list[Tensor]], GradientWatch, Options], GradientSum
@@ -37,8 +37,8 @@ class ReducedWindow(NamedTuple):
     is_open: bool
     """Whether any worker has a micro-batch in the window."""
     numbers: Sequence[float]
-    """The numbers that the window's observers returned, added up or averaged over the
-    workers like the gradients.
+    """The numbers that the window's observers returned. Like the gradients, they have
+    been added up or averaged over the workers.
     """
 
 
@@ -95,8 +95,8 @@ class Workers:
     def flush(
         self, close: Callable[[], None], between: Callable[[], None], is_open: bool
     ) -> None:
-        """Call ``close()`` for the open window, and again for each further window that
-        other workers still have. Call ``between()`` between two windows.
+        """Call ``close()`` once for the open window, and once for each further window
+        of the other workers. Call ``between()`` between two windows.
         """
         if is_open:
             close()
@@ -140,8 +140,9 @@ class Workers:
         return square, is_finite
 
     def weightless_pass(self) -> AbstractContextManager[object] | None:
-        """Return a context in which a backward pass produces zeros. Return None unless
-        other workers wait for the backward pass of a loss with weight 0.
+        """If other workers wait for this worker's backward pass although its loss has
+        weight 0, return a context in which that pass produces zeros. Otherwise return
+        None.
         """
         return None
 
@@ -160,8 +161,8 @@ class Workers:
         """Begin to share windows, after all checks of the optimizer have passed."""
 
     def abandon(self, numbers: Sequence[float]) -> None:
-        """Finish a reduction that has already begun, although this worker discards its
-        window. All workers then raise an error.
+        """Finish a reduction that has already begun, even though this worker discards
+        its window. All workers then raise an error.
         """
 
     def window_ended(self) -> None:

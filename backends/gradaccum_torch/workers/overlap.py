@@ -60,8 +60,8 @@ class BucketReduction:
         self.launch_count = 0
         self.works: list[dist.Work] = []
         self.copies: list[tuple[Tensor, Tensor]] = []
-        """For each sum that is not contiguous: the sum, and the tensor from which its
-        reduced values must be copied.
+        """For each sum that is not contiguous, the sum itself and the tensor from which
+        the reduced values must be copied into it.
         """
 
     def gradient_added(self, parameter: Tensor) -> None:
@@ -127,7 +127,8 @@ def buckets(
     bucket: Bucket = []
     size = 0
     for tensor in tensors:
-        # Use only the size, which is the same on every worker; a layout may differ.
+        # Look only at the size, which is the same on every worker. The memory layout
+        # may differ.
         nbytes = tensor.numel() * dtype_of(tensor).itemsize
         if nbytes >= LARGE_BYTES:
             complete_buckets.append([tensor])
