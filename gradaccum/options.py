@@ -216,8 +216,8 @@ class ScalerDriver(Protocol):
     """
 
     scaler_kind: str
-    """The scaler's type with an article, for error messages, such as ``"a
-    torch.amp.GradScaler"``.
+    """The scaler's type, with an article, as it appears in error messages, such as
+    ``"a torch.amp.GradScaler"``.
     """
 
     def scaler_rule(self, scaler: object) -> ScaleRule | None:

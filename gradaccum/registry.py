@@ -66,8 +66,8 @@ class Backend(Protocol):
 
 @runtime_checkable
 class GatingBackend(Protocol):
-    """A backend whose framework has learning-rate schedulers that the user steps in
-    addition to the optimizer.
+    """A backend whose framework has learning-rate schedulers with a ``step`` method
+    that the user calls.
     """
 
     def is_scheduler(self, candidate: object) -> bool:

@@ -298,8 +298,8 @@ class LeftoverLoopWarning(Extension):
     as a window has micro-batches. Most likely ``step`` is still inside an ``if`` that
     was needed before the loop used gradaccum.
 
-    Two backward passes per step cause no warning, because a GAN's discriminator also
-    has two losses.
+    Two backward passes per step cause no warning, because they are normal for the
+    discriminator of a GAN, which has two losses.
     """
 
     def __init__(self, warn: Warnings) -> None:
@@ -338,7 +338,7 @@ class NonFiniteLossWarning(Extension):
 
 
 def is_divided_by(division: Division | None, steps: int, reduction: str) -> bool:
-    """True if a loss was divided by `steps` in its last operation, most likely by
+    """True if the last operation on a loss was a division by `steps`, most likely by
     mistake. The division is right if it averages `steps` terms, if it turns sums into
     means, or with ``reduction="sum"``.
     """

@@ -34,8 +34,8 @@ scale could then never grow again.
 
 SET_BACK: WeakKeyDictionary[torch.amp.GradScaler, tuple[Any, int]] = WeakKeyDictionary()
 """For each scaler whose growth tracker was set back by one: its record of the pending
-``scaler.update()``, and the true value of the growth tracker. A call of ``update``
-replaces the record with another object.
+``scaler.update()``, and the true value of the growth tracker. If the record is no
+longer the same object, ``update`` has been called since then.
 """
 
 
@@ -57,7 +57,8 @@ class ScalerLink:
         """
         pending = pending_update(self.scaler)
         if pending and self.stepping_optimizer is None:
-            # The user's call of scaler.update() will set the scaler to these values.
+            # The pending scaler.update(), which the user calls, will set the scaler to
+            # these values.
             return state
         scale, tracker = scale_and_tracker(self.scaler)
         awaited_update, true_tracker = SET_BACK.get(self.scaler, (None, 0))

@@ -3,10 +3,10 @@
 A hook runs right after autograd has added to a gradient. It records the tensor in
 ``.grad``, how often that tensor was written to, and the factor by which the loss was
 multiplied. A single comparison in ``step`` then detects clipping, a
-``model.zero_grad()``, an assignment, a reduction by another library, and a loss without
-its weight or its loss scale. Writes that torch does not count (through ``.data`` or
-NumPy) are not detected. Writes into a `DTensor` are detected only in the first window,
-by comparing norms.
+``model.zero_grad()``, an assignment, a reduction by another library, and a loss that
+was not multiplied by its weight or by the loss scale. Writes that torch does not count
+(through ``.data`` or NumPy) are not detected. Writes into a `DTensor` are detected only
+in the first window, by comparing norms.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from gradaccum_torch.torch_private.names import (
 )
 
 FACTORS = [1.0]
-"""A stack. Its last entry is the factor by which the loss of the current backward pass
-was multiplied; 1 for a plain ``loss.backward()``.
+"""A stack whose last entry is the factor by which the loss of the current backward pass
+was multiplied. The factor is 1 for a plain ``loss.backward()``.
 """
 PASSES = [0]
 """The number of backward passes, added up over all wrapped optimizers."""
@@ -218,7 +218,7 @@ class GradientWatch:
             self._keep_new_gradients()
 
     def _keep_new_gradients(self) -> None:
-        """Copy each new gradient whose memory other code may write into. If autograd's
+        """Copy each new gradient if other code may write into its memory. If autograd's
         engine is running, this happens at the end of the pass, because during the pass
         autograd itself refers to the gradient.
         """
@@ -255,9 +255,9 @@ class GradientWatch:
     def holds_other_gradients(
         self, parameters: Iterable[Tensor], *, is_separate: bool
     ) -> bool:
-        """True if ``.grad`` contains anything that no backward pass has added. Pass
-        ``is_separate=True`` if the window's sum is not in ``.grad``. May wait for the
-        device.
+        """True if ``.grad`` contains anything that was not added by a backward pass.
+        Pass ``is_separate=True`` if the window's sum is not in ``.grad``. May wait for
+        the device.
         """
         for parameter in parameters:
             gradient = parameter.grad

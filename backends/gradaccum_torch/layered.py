@@ -64,8 +64,8 @@ def layered_backward(
     borders: Literal["keep", "host"] = "keep",
     within: Literal["recompute", "keep"] = "recompute",
 ) -> Any:
-    """Add the large batch's gradient to ``.grad``, or make its update, one layer at a
-    time, and return its loss.
+    """Add the large batch's gradient to ``.grad``, or make the update with this
+    gradient, one layer at a time, and return the large batch's loss.
 
     The result is the same as from `gradaccum_torch.backward` with
     ``loss_fn(layers(inputs), targets)``, and bit for bit the same if no parameter is in
@@ -76,10 +76,11 @@ def layered_backward(
     ``gradaccum.wrap(optimizer, steps=None, on_overflow="ignore")``, each layer's update
     is made as soon as its sum is complete. The inner optimizer then makes a ``step`` in
     which only this layer has gradients, and the gradients are freed. A parameter that
-    several layers share is updated with the first of these layers. With ``clip_norm``,
-    ``skip_norm`` or skipping on overflow, the sums of all layers are kept until the
-    end, and the optimizer makes a single step. Step hooks, and optimizers that count
-    their steps in their parameter groups, are allowed only in this case.
+    several layers share is updated together with the first of these layers. With
+    ``clip_norm``, ``skip_norm`` or skipping on overflow, the sums of all layers are
+    kept until the end, and the optimizer makes a single step. Step hooks, and
+    optimizers that count their steps in their parameter groups, are allowed only in
+    this case.
 
     If the call raises an error, everything is restored as it was before the call,
     except for layers that were already updated. A note on the error names these layers,
@@ -94,8 +95,8 @@ def layered_backward(
             or ``(loss, aux)`` if `has_aux`.
         inputs: the first layer's argument for the large batch. It is any nested
             structure of tensors, and is split as in `gradaccum_torch.backward`.
-        targets: the second argument of `loss_fn` for the large batch, which is any
-            nested structure of tensors.
+        targets: the second argument of `loss_fn` for the large batch, as any nested
+            structure of tensors.
         steps: the maximum number of micro-batches, each of ceil(items / steps) items.
         micro_batch_size: the number of items in a micro-batch, instead of `steps`.
         reduction: as for `gradaccum_torch.backward`.
@@ -111,9 +112,9 @@ def layered_backward(
         borders: ``"keep"`` keeps the activations between layers on the device.
             ``"host"`` moves them to the host's memory, which frees device memory only
             with ``within="recompute"``.
-        within: ``"recompute"`` computes the activations inside each layer again from
-            the layer's input. ``"keep"`` keeps them for the large batch, without a
-            second forward pass.
+        within: ``"recompute"`` recomputes the activations inside each layer from the
+            layer's input. ``"keep"`` keeps these activations for the whole large batch,
+            and needs no second forward pass.
 
     Returns:
         The loss, detached, shape ``()``; or ``(loss, aux)``.

@@ -75,9 +75,9 @@ class MasterWeights:
         }
 
     def groups_changed(self) -> None:
-        """Create the missing master weights, and cast the optimizer's half-precision
-        state of their parameters to float32. Drop the masters of parameters that were
-        replaced or cast.
+        """Create the missing master weights, and cast the optimizer state of the
+        corresponding parameters from half precision to float32. Drop the masters of
+        parameters that were replaced or cast.
         """
         half_parameters = [
             parameter

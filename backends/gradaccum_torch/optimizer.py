@@ -114,11 +114,11 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
     def weigh(self, weight: float) -> None:
         """Set the weight of the micro-batch that the next ``step`` counts. The backward
-        pass does not have to go through this optimizer.
+        pass does not have to be run by this optimizer.
 
-        With ``reduction="sum_per_item"``, several optimizers can thus share a single
-        ``loss.backward()`` of a summed loss. Each optimizer divides by its own number
-        of items.
+        With ``reduction="sum_per_item"``, several optimizers can therefore share a
+        single ``loss.backward()`` of a summed loss. Each optimizer divides by its own
+        number of items.
 
         Args:
             weight: the number of items, >= 0.
@@ -146,8 +146,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         the end of the window.
 
         Args:
-            closure: computes the loss of the micro-batch and its gradient. It is run
-                once.
+            closure: a function that computes the loss of the micro-batch and its
+                gradient. It is called once.
 
         Returns:
             The return value of the closure, or None.
@@ -268,10 +268,11 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     def on_update(self, function: Callable[[], object]) -> Handle:
         """Call `function`, without arguments, after each update.
 
-        Use it for whatever changes once per update: an average of the weights, a
-        codebook, a schedule of your own. A window may also close inside ``flush``, and
-        a single ``flush`` may close several windows if the workers have different
-        numbers of micro-batches. `function` is not called for a skipped window.
+        Use it for anything that must change once per update, such as an average of the
+        weights, a codebook or your own schedule. A window may also close inside
+        ``flush``, and a single ``flush`` may close several windows if the workers have
+        different numbers of micro-batches. `function` is not called for a skipped
+        window.
 
         Args:
             function: for example ``lambda: ema.update_parameters(model)``.
@@ -307,7 +308,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
     def updates_in(self, loader: Sized | int, epochs: int = 1) -> int:
         """Return the number of updates that `epochs` passes of `epoch` over a loader
-        will make from now on, for example as the length of a schedule.
+        will make from now on. Use this number, for example, as the length of a
+        schedule.
 
         Args:
             loader: a loader with a length, or its number of micro-batches, an int >= 0.

@@ -42,7 +42,7 @@ StateDict = dict[str, Any]
 ``"param_groups"``, and the entries that an optimizer adds to them.
 """
 Entry = dict[str, Any]
-"""The part of a ``state_dict`` that belongs to the wrapped optimizer, under `KEY`."""
+"""The wrapped optimizer's own part of a ``state_dict``, which is stored under `KEY`."""
 
 KEY = "gradaccum"
 FIX = (
@@ -172,7 +172,7 @@ def require_same_model(entry: Entry, window: Window) -> None:
     """Raise unless the saved entry fits the window's parameters, the dtypes of its
     gradient sums, and its master weights.
     """
-    # Some checkpoints also contain the name of each parameter.
+    # Ignore the parameters' names, which only some checkpoints contain.
     for parameter, saved_parameter in zip_longest(
         describe(window.masters), entry["parameters"], fillvalue=list[Any]()
     ):

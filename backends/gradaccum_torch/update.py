@@ -128,8 +128,7 @@ UPDATES: WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Update]] = (
 
 
 def refuse_bypass(inner: torch.optim.Optimizer, *_: object) -> None:
-    """Raise if ``inner.step()`` is called directly although a wrapper of `inner` is
-    alive.
+    """Raise if ``inner.step()`` is called directly while a wrapper of `inner` is alive.
 
     A step with learning rates of 0 is allowed, because it changes no parameter:
     torch.distributed.checkpoint makes such a step to create the optimizer's state.

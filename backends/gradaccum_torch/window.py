@@ -331,7 +331,8 @@ class Window:
         factor = self.factor(weight)
         if factor == 1:
             return loss
-        # backward() works inside torch.no_grad(), so this must work there too.
+        # loss.backward() works inside torch.no_grad(), so this method must work there
+        # too.
         with torch.enable_grad():
             return loss * factor
 
@@ -346,7 +347,7 @@ class Window:
         micro_batch = self.micro_batch
         if not micro_batch.has_loss:
             if loss is None and not self.has_new_gradient and not self._holds_users():
-                # A trainer's closure returns None to skip a micro-batch.
+                # A trainer's closure may return None to skip a micro-batch.
                 micro_batch.set_weight(0.0)
                 micro_batch.is_weighed = True
                 micro_batch.has_loss = True
@@ -466,8 +467,8 @@ class Window:
         if weight is not None and micro_batch.is_weighed and not micro_batch.has_loss:
             self.weigh(weight)
         if not set_to_none:
-            # Leave zeros, so that momentum and weight decay still change the
-            # parameters.
+            # Leave zeros in ``.grad`` so that momentum and weight decay still change
+            # the parameters.
             ids = set(map(id, [*had_gradient, *self.update.updated_parameters]))
             for parameter in parameters:
                 if id(parameter) in ids:
@@ -729,7 +730,7 @@ class Window:
     def restore(
         self, state: State, sums: Mapping[int, Tensor], entries: dict[str, Any]
     ) -> None:
-        """Restore a saved window. The gradient sums are copied."""
+        """Restore a saved window, with copies of the gradient sums."""
         self.gradient_sum.clear()
         parameters = self.masters.parameters()
         copies = {

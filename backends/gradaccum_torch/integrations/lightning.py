@@ -1,5 +1,5 @@
 """A callback for Lightning's ``Trainer``. It closes the last window of each epoch, and
-rejects settings that would clip or step for each micro-batch.
+rejects settings that would clip, accumulate or step a scheduler for each micro-batch.
 
 Without this callback, Lightning clips the gradient and steps a scheduler after each
 micro-batch, and ends an epoch in the middle of a window. With ``separate_sums=True``,
@@ -28,9 +28,10 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
     checkpointing.
 
     Make it the first callback in the list. It also assigns weight 0 to a batch whose
-    ``training_step`` returns None, and steps wrapped schedulers with ``"interval":
-    "step"`` after the last update of an epoch. If the gradient sum is kept in
-    ``.grad``, a run can be resumed in the middle of a window only with this callback.
+    ``training_step`` returns None, and steps wrapped schedulers with
+    ``"interval": "step"`` after the last update of an epoch. A run whose gradient sum
+    is kept in ``.grad`` can be resumed in the middle of a window only with this
+    callback.
 
     Raises:
         UsageError: the ``Trainer`` would clip, accumulate or step a scheduler for each

@@ -1,7 +1,7 @@
 """The private names of torch that this package uses. FSDP2's private names are in
 `fsdp`.
 
-Three names that torch looks up on the wrapped optimizer are used elsewhere:
+Three names that torch looks up on the wrapped optimizer are used in other files:
 ``_step_supports_amp_scaling``, ``grad_scale`` and ``found_inf``.
 """
 
@@ -142,7 +142,7 @@ def _kind_of(node: Node) -> str:
 
 
 def owns_memory(gradient: Tensor) -> bool:
-    """True if no other code may write into the memory of `gradient`.
+    """True if `gradient` has its own memory, into which no other code can write.
 
     Autograd does not copy the gradient of the first backward pass, so this gradient may
     share its memory, for example with a CUDA graph, which writes into the same memory
@@ -188,7 +188,8 @@ def elements(tensor: Tensor) -> Tensor:
     """Return the elements of a gradient as a dense tensor that shares the gradient's
     memory. The elements of a sparse gradient are its values.
 
-    The public ``values()`` raises for a sum that torch has not marked as coalesced.
+    The public ``values()`` cannot be used, because it raises an error for a sum that
+    torch has not marked as coalesced.
     """
     return tensor._values() if tensor.is_sparse else tensor
 
@@ -286,8 +287,8 @@ def unscaling_caller(frames: int) -> Mapping[str, Any] | None:
 
 
 def is_called_by_model_state() -> bool:
-    """True if `torch.distributed.checkpoint.state_dict` called the caller of this
-    function.
+    """True if the caller of this function was called by
+    `torch.distributed.checkpoint.state_dict`.
     """
     module = sys._getframe(2).f_globals.get("__name__")
     return module == "torch.distributed.checkpoint.state_dict"
@@ -309,8 +310,8 @@ def scale_and_tracker(scaler: torch.amp.GradScaler) -> list[float]:
 
 def pending_update(scaler: torch.amp.GradScaler) -> Mapping[int, Any]:
     """Return the record that ``scaler.step`` makes for the next ``scaler.update()``.
-    The record is empty if there was no ``step``. ``update`` replaces it with a new
-    object.
+    The record is empty if there was no ``step``. ``update`` replaces the record with a
+    new object.
     """
     return scaler._per_optimizer_states
 
@@ -368,7 +369,7 @@ def send_buffers(module: DistributedDataParallel) -> None:
 
 def are_flattened(parameters: Collection[Tensor]) -> bool:
     """True if FSDP1 has flattened some of `parameters`. A gradient norm would then
-    cover only this worker's part of these parameters.
+    include only this worker's part of these parameters.
     """
     if "torch.distributed.fsdp" not in sys.modules:
         return False

@@ -1,5 +1,6 @@
 """Workers with different shards of the same parameters (FSDP2, tensor parallelism). The
-parallel module reduces the gradients, and this module reduces the weights.
+parallel module reduces the gradients, and the code here reduces the weights of the
+windows.
 
 FSDP2 averages gradients over its workers, so the weight is averaged too. In tensor
 parallelism, all workers process the same items.
@@ -98,8 +99,8 @@ class ShardGroup(Workers):
     def average(
         self, state: State, numbers: Sequence[float]
     ) -> tuple[float, bool, list[float]]:
-        """Return the average weight of the workers' windows, whether any worker has an
-        overflow, and the average of each of `numbers` over the workers.
+        """Return the average weight of the workers' windows, whether there was an
+        overflow on any worker, and the average of each of `numbers` over the workers.
         """
         rates = learning_rates(self.optimizer)
         # If only one worker has called discard(), its number of micro-batches differs

@@ -134,7 +134,8 @@ class WorkerGroup(Workers):
     def begin(
         self, gradient_sum: GradientSum, part: Sequence[Tensor] | None = None
     ) -> BucketReduction:
-        # A parameter that was frozen after the window began may have a sum.
+        # A parameter may have been frozen after the window began, and already have a
+        # sum.
         parameters = [
             parameter
             for parameter in (self.parameters() if part is None else part)

@@ -66,7 +66,7 @@ class Workers:
     """
     norm_groups: Sequence[dist.ProcessGroup] = ()
     """The process groups over which the squares of the gradient norm are added up. It
-    is empty unless some parameters are on only some of the workers.
+    is empty unless there are parameters that only some of the workers have.
     """
     device: torch.device | str = "cpu"
     """The device on which workers add up numbers such as weights."""
@@ -124,8 +124,8 @@ class Workers:
 
     def _share_of_square(self, sums: Gradients, measure: Measure) -> tuple[float, bool]:
         """Return this worker's share of the squared gradient norm, and whether it is
-        finite. Each parameter's square is divided by the number of workers that have
-        the parameter.
+        finite. The squared norm of each parameter's gradient is divided by the number
+        of workers that have the parameter.
         """
         parts: dict[Any, Gradients] = {}
         for parameter, total in sums.items():
@@ -158,7 +158,9 @@ class Workers:
         return nullcontext()
 
     def take_part(self) -> None:
-        """Begin to share windows, after all checks of the optimizer have passed."""
+        """Begin to share windows. This is called after all checks of the optimizer have
+        passed.
+        """
 
     def abandon(self, numbers: Sequence[float]) -> None:
         """Finish a reduction that has already begun, even though this worker discards
