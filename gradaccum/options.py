@@ -34,7 +34,7 @@ optimizer_step, size)`` or a function of the optimizer step.
 @dataclass(frozen=True)
 class UntilWeight:
     """The size of a window that ends when the sum of its micro-batches' weights reaches
-    `weight`; see `until_weight`.
+    `weight`. See `until_weight`.
     """
 
     weight: Sizes
@@ -97,9 +97,9 @@ def require_steps(
     """Return the size that a callable returned. Raise unless it is an int >= 1, or an
     `UntilWeight` of an int >= 1.
 
-    A backend calls this for step 0 when it wraps an optimizer, and outside compiled
-    code for each window. Compiled code cannot raise an error. There, a window whose
-    size is below 1 counts as an overflow.
+    A backend calls this function for step 0 when it wraps an optimizer and, outside
+    compiled code, for each window. Compiled code cannot raise an error. There, a window
+    whose size is below 1 counts as an overflow.
 
     Args:
         size: the size that `gradaccum.kit.steps_at` returned.
@@ -142,9 +142,8 @@ def _make_sizes(name: str, sizes: object) -> Sizes:
     return pairs
 
 
-# Loss scaling: the initial scale, and the rule that changes it. The defaults are the
-# same as in `torch.amp.GradScaler`, and the floor of 1 is the same as in
-# `jmp.DynamicLossScale`.
+# Loss scaling: the initial scale, and the rule that changes it. The defaults are taken
+# from `torch.amp.GradScaler`, and the floor of 1 from `jmp.DynamicLossScale`.
 
 
 class ScaleRule(NamedTuple):
@@ -270,7 +269,7 @@ class Options(NamedTuple):
     """
 
     steps: Schedule
-    """The length of each window; None means that the caller closes every window."""
+    """The length of each window, or None if the caller closes every window."""
     reduction: Reduction
     clip_norm: float | None
     skip_norm: float | None

@@ -17,7 +17,7 @@ from gradaccum.state import State
 
 
 def optimizer_error(expected: str, got: object, fix: str) -> GradAccumError:
-    """Return the error for an object that is not an optimizer of the framework;
+    """Return the error for an object that is not an optimizer of the framework.
     `expected` and `fix` name the framework's optimizers.
     """
     return ArgumentTypeError(
@@ -57,8 +57,8 @@ def half_made_error() -> UsageError:
 
 
 def missing_worker_error(state: State, rank: int, more_time: str = "") -> UsageError:
-    """Return the error for a failed reduction at a window's end; `more_time` says how
-    to wait for slow workers.
+    """Return the error for a reduction that failed at a window's end. `more_time` says
+    how to wait for slow workers.
     """
     fix = (
         "When a worker has no more data, call flush() on it. flush() takes part in the"
@@ -122,8 +122,8 @@ RATE_MOVED = (
 
 @lru_cache(maxsize=8)
 def rate_bits(*rates: float) -> bytes:
-    """Return a fingerprint of an optimizer's learning rates: 32 numbers, each 0 or 1,
-    so that their sum over the workers is exact.
+    """Return a fingerprint of an optimizer's learning rates: 32 numbers, each of which
+    is 0 or 1, so that their sums over the workers are exact.
     """
     # Adding 0.0 turns -0.0 into 0.0. Both must give the same result, because the cache
     # treats them as the same key.

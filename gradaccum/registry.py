@@ -120,7 +120,7 @@ def load(group: str, name: str) -> Any:
 
 
 def load_backend(name: str) -> Backend:
-    """Return the backend called `name`; this imports its framework.
+    """Import the backend called `name`, together with its framework, and return it.
 
     Raises:
         BackendNotFoundError: there is no such backend, or its framework is not

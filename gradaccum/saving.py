@@ -40,14 +40,14 @@ class Terms(NamedTuple):
     scale: str
     """Whether the loss scale is ``"unused"``, ``"static"`` or ``"dynamic"``."""
     steps: int | UntilWeight | None
-    """The number of micro-batches in the full window, or the weight at which it ends;
-    None means that the caller closes the window.
+    """The number of micro-batches in the full window, or the weight at which the window
+    ends. None means that the caller closes the window.
     """
 
 
 def terms_of(options: Options, optimizer_step: Scalar) -> Terms:
-    """Return the settings of the window that follows update number `optimizer_step`,
-    which is an int or an integer scalar.
+    """Return the settings of the window that follows update number `optimizer_step`.
+    The number is an int or an integer scalar.
     """
     steps = None
     if options.steps is not None:
@@ -234,8 +234,8 @@ def described(
     clip_norm=1.0 | micro-batch 2 of 4, update 17)``.
 
     The line shows the options that differ from their defaults. `wrapper` and `inner`
-    are the class names of the wrapper and of the inner optimizer; `state` and `steps`
-    are the same as for `status`.
+    are the class names of the wrapper and of the inner optimizer. `state` and `steps`
+    have the same meaning as for `status`.
     """
     steps_in_words = getattr(options.steps, "__name__", repr(options.steps))
     words = [inner, f"steps={steps_in_words}"]

@@ -53,8 +53,8 @@ class State(NamedTuple):
     window's end, through the norm.
     """
     loss_scale: Scalar
-    """float32: the factor by which the loss is multiplied before differentiation; 1 if
-    there is no loss scaling.
+    """float32: the factor by which the loss is multiplied before differentiation. It is
+    1 if there is no loss scaling.
     """
     growth_tracker: Scalar
     """int32: the number of windows without an overflow since the loss scale last
@@ -152,9 +152,9 @@ class StepResult(NamedTuple):
     optimizer_step: Scalar
     """int: the number of updates applied since the start of the run."""
     loss: Scalar = math.nan
-    """float: the loss of the last closed window, computed as for one large batch
-    according to `reduction`, without the loss scale; NaN unless all of the window's
-    losses are known.
+    """float: the unscaled loss that the last closed window would have as one large
+    batch, according to `reduction`. It is NaN unless all of the window's losses are
+    known.
     """
 
     @property

@@ -42,8 +42,8 @@ def add_loss(
 
 
 def window_loss(total: Scalar, state: Fields, options: Options, where: Where) -> Scalar:
-    """Return the loss of a window at its end. It is a weighted mean, a sum or a mean
-    over items, according to `reduction`, and NaN for a window of weight 0.
+    """Return the loss of a window at its end. Depending on `reduction`, it is a
+    weighted mean, a sum or a mean over items. It is NaN for a window of weight 0.
 
     - `total`: the result of `add_loss`, summed over all workers that share the window.
     - `state`: the state that was passed to `decide`.

@@ -55,12 +55,12 @@ class Decision(NamedTuple):
     micro-batch that the window dropped was not finite.
     """
     divisor: Scalar
-    """float: the gradient for the inner optimizer is the gradient sum divided by this
-    number, which combines the loss scale, the denominator and clipping.
+    """float: the number by which the gradient sum is divided to get the gradient for
+    the inner optimizer. It combines the loss scale, the denominator and clipping.
     """
     grad_norm: Scalar
     """float: the global 2-norm of the window's gradient, without the loss scale and
-    before clipping; inf if the gradient is not finite.
+    before clipping. It is inf if the gradient is not finite.
     """
 
 
@@ -76,7 +76,7 @@ def accumulate(state: Fields, weight: Scalar, finite: Scalar, where: Where) -> F
 
     - `weight`: a scalar >= 0. Any other weight, which only compiled code accepts
       without an error, counts as a non-finite gradient.
-    - `finite`: bool, False if the gradient is known to contain an inf or NaN; the
+    - `finite`: bool, False if the gradient is known to contain an inf or NaN. The
       micro-batch's weight is then not added.
     """
     (

@@ -39,20 +39,21 @@ class ClosedWindow(NamedTuple):
     clipping. It is inf if the gradient overflowed, and NaN if it was not measured.
     """
     loss_scale: float
-    """The loss scale for the next window; 1 if there is no loss scaling."""
+    """The loss scale for the next window. It is 1 if there is no loss scaling."""
     weight: float
-    """The sum of the micro-batches' weights in the window, over all workers if the
-    optimizer reduces the gradients; NaN if the sum is unknown.
+    """The sum of the weights of the window's micro-batches. It includes all workers if
+    the optimizer reduces the gradients, and is NaN if it is unknown.
     """
     micro_batches: float
-    """The number of this worker's micro-batches in the window; NaN if it is unknown."""
+    """The number of this worker's micro-batches in the window, or NaN if it is unknown.
+    """
     seconds: float
     """The wall-clock time since the previous window closed, or, for the first window,
     since the first listener was added.
     """
     loss: float = math.nan
-    """The loss of the window, computed as for one large batch over all workers; NaN
-    unless all losses are known.
+    """The loss that the window would have as one large batch over all workers. It is
+    NaN unless all losses are known.
     """
 
 

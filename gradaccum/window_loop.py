@@ -38,8 +38,8 @@ workers.
 """
 
 _ROUNDING = 1e-5
-"""The relative error that a sum over the workers may have, because it may be rounded to
-float32. A mean over the workers would differ by more.
+"""The relative error that is allowed in a sum over the workers, because the sum may be
+rounded to float32. The error would be larger if `reduce` computed a mean.
 """
 
 
@@ -322,8 +322,8 @@ class Windows(Generic[M]):
             window.forget()
 
     def _values_of(self, micro_batches: list[M]) -> list[float]:
-        """Return the number of micro-batches, which is 0 or 1, followed by the counts
-        in order.
+        """Return the number of micro-batches in the list, which is 0 or 1, and then the
+        counts in order.
         """
         values = [float(len(micro_batches))]
         for name, function in self.count.items():

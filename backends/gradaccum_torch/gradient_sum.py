@@ -204,7 +204,8 @@ class SumInBuffers(GradientSum):
         return gradient.detach().to(dtype, copy=True)
 
     def gradients(self) -> Gradients:
-        # Keep the order of the parameters, so that a resumed window has the same norm.
+        # Keep the order of the parameters, so that the norm of a resumed window has the
+        # same bits.
         return {
             parameter: self.buffers[parameter]
             for parameter in self.parameters()

@@ -159,8 +159,8 @@ class GradientWatch:
         reached.
         """
         self._watched_gradients: dict[int, WatchedGradient] = {}
-        """The watched gradients by ``id(parameter)``, which is ten times faster than
-        ``hash(parameter)``.
+        """The watched gradients by ``id(parameter)``, because ``id(parameter)`` is ten
+        times faster than ``hash(parameter)``.
         """
         self._handles: dict[int, RemovableHandle] = {}
         WATCHES.add(self)

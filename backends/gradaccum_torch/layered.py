@@ -184,7 +184,7 @@ class Border:
         it is needed.
         """
         self.gradients: list[Tensor | None] = [None] * len(self.roots)
-        """The gradient of each root; None if the next layer did not use the root."""
+        """The gradient of each root, or None if the next layer did not use the root."""
         self._devices = [tensor.device for tensor in tensors]
         self._requires_grad = [tensor.requires_grad for tensor in tensors]
         self.nest: Any = None
@@ -312,7 +312,7 @@ class LayeredRun:
         """
 
     def forward(self, inputs: Any) -> Any:
-        """Run a micro-batch through all layers; return the loss function's input."""
+        """Run a micro-batch through all layers, and return the last layer's output."""
         border = Border(inputs)
         self._inputs.append(border)
         self._reach(0, border.roots)

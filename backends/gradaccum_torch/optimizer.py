@@ -402,8 +402,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             return on_masters(value, masters) if is_method else value
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a parameter group, even while a window is open; see
-        `torch.optim.Optimizer.add_param_group`.
+        """Add a parameter group, as `torch.optim.Optimizer.add_param_group` does. A
+        window may be open.
 
         Raises:
             ArgumentValueError: several workers share the window, and the group has a
@@ -445,7 +445,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         comes from an optimizer that is not wrapped, no window is open afterwards.
 
         If no window was open when the state was saved, the saved loss scale is used
-        only if both the saving and the loading optimizer have a dynamic loss scale.
+        only if both the optimizer that saved it and this optimizer have a dynamic loss
+        scale.
 
         Raises:
             CheckpointError: the saved state belongs to different parameters, or has an

@@ -31,8 +31,8 @@ class Update:
         self.masters = masters
         self.is_running = False
         self.is_broken = False
-        """Whether an exception has interrupted an update or an addition to the sum,
-        which may therefore be incomplete.
+        """Whether an exception has interrupted an update or an addition to the sum. The
+        update or the sum may then be incomplete.
         """
         self.is_made = False
         """Whether the inner optimizer has made the update, even if a later hook raised

@@ -1,5 +1,5 @@
 """The interface for calls such as `gradaccum_torch.backward`, which process all
-micro-batches of a window and close it.
+micro-batches of a window and then close the window.
 """
 
 from __future__ import annotations

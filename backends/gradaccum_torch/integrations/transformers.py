@@ -160,7 +160,7 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
 
 
 def batch_size(inputs: Mapping[str, Any]) -> float:
-    """Return the number of rows in a batch's first tensor; 1 if there is no tensor."""
+    """Return the number of rows in a batch's first tensor, or 1 if it has no tensor."""
     sizes = [len(value) for value in inputs.values() if isinstance(value, Tensor)]
     return float(sizes[0]) if sizes else 1.0
 

@@ -1,7 +1,7 @@
 """The private names of torch's FSDP2.
 
-`fully_shard` puts the parameters of a module into a group, which FSDP2 gathers and
-reduces together. Here such a group is called a `Unit`.
+`fully_shard` puts the parameters of a module into a group, and FSDP2 gathers and
+reduces the parameters of a group together. Here such a group is called a `Unit`.
 """
 
 from __future__ import annotations

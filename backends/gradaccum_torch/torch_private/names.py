@@ -379,7 +379,9 @@ def are_flattened(parameters: Collection[Tensor]) -> bool:
 
 
 def processes() -> int:
-    """Return the number of processes of torch.distributed; 1 if it is not used."""
+    """Return the number of processes of torch.distributed, or 1 if torch.distributed is
+    not used.
+    """
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return 1

@@ -172,8 +172,8 @@ def reduce_again(
 
 
 class SumInFSDP(GradientSum):
-    """The sum of the open window's gradients, which FSDP2 keeps unreduced. When the sum
-    is needed, it is reduced, and each worker's shard is put into ``.grad``.
+    """The sum of the open window's gradients. FSDP2 keeps it unreduced until it is
+    needed. Then it is reduced, and each worker's shard is put into ``.grad``.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class SumInFSDP(GradientSum):
         super().__init__(parameters, watch)
         self.deferred_reduction = deferred_reduction
         self.is_reduced = False
-        """Whether the sum was reduced, so that all of it is in ``.grad``."""
+        """Whether the sum was reduced. All of it is then in ``.grad``."""
         deferred_reduction.watch = watch
 
     def add_micro_batch(self, guard: UpdateGuard) -> bool:

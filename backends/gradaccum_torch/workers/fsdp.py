@@ -67,8 +67,8 @@ class ShardGroup(Workers):
         self.place = (rank, mesh.size())
         self.units = units_holding(parameters_of(optimizer))
         self.divisor = max((unit.workers for unit in self.units), default=1)
-        """The number of workers by which FSDP2 divides each gradient; 1 with tensor
-        parallelism only.
+        """The number of workers by which FSDP2 divides each gradient. It is 1 if there
+        is only tensor parallelism.
         """
         checks.require_all_sharded(parameters_of(optimizer), self.units)
 

@@ -48,7 +48,7 @@ class Workers:
     """
 
     is_shared = False
-    """Whether other workers share the window, so that `all_reduce` has to be called
+    """Whether other workers share the window. If they do, `all_reduce` has to be called
     when the window ends.
     """
     place = (0, 1)
@@ -72,7 +72,7 @@ class Workers:
     """The device on which workers add up numbers such as weights."""
     make_gradient_sum: MakeGradientSum | None = None
     """A function that creates the gradient sum if the parallel module itself keeps the
-    sum; otherwise None.
+    sum, otherwise None.
     """
 
     def all_reduce(
@@ -86,7 +86,8 @@ class Workers:
         """Add up the gradient sums, weights and `numbers` of all workers. Collective.
 
         - `guard`: its `is_broken` flag is set while the sums are written.
-        - `parameters`: the parameters whose sums are added up; None means all.
+        - `parameters`: the parameters whose sums are added up. None means all
+          parameters.
         """
         gradients = gradient_sum.gradients()
         is_open = state.micro_step > 0
@@ -199,8 +200,8 @@ def add_numbers(
     device: torch.device | str,
     state: State,
 ) -> list[float]:
-    """Return the sums of `numbers` over the workers of all `groups`, which are the
-    dimensions of a mesh. Collective.
+    """Return the sums of `numbers` over the workers of all `groups`. If there are
+    several groups, they are the dimensions of one mesh. Collective.
 
     Raises:
         UsageError: a worker did not arrive in time.
