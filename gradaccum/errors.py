@@ -37,7 +37,7 @@ class CheckpointError(GradAccumError, ValueError):
 
 
 class UsageError(GradAccumError, RuntimeError):
-    """At this point of the program, the call would silently give a wrong result."""
+    """At this point in the program, the call would silently give a wrong result."""
 
 
 class GradAccumWarning(UserWarning):
@@ -47,7 +47,7 @@ class GradAccumWarning(UserWarning):
 
 
 class BackendNotFoundError(GradAccumError, ImportError):
-    """There is no backend of this name, or its framework is not installed."""
+    """There is no backend with this name, or its framework is not installed."""
 
 
 # Checks of plain arguments. No check accepts a bool or NaN as a number.

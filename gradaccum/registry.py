@@ -202,7 +202,7 @@ _SHARED = signature(make_options).parameters.keys() - {"steps", "driver"}
 
 
 Steps = int | Sequence[tuple[int, int]] | Callable[[Any], Any] | UntilWeight | None
-"""The types that ``steps=`` may have; see `wrap`."""
+"""The types that ``steps=`` may have. See `wrap`."""
 
 
 class WrapOptions(TypedDict, total=False):

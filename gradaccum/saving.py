@@ -70,8 +70,8 @@ def require_format(number: object) -> None:
 
 def encode_terms(terms: Terms) -> tuple[int, int, int, int, int]:
     """Return `FORMAT` and `terms` encoded as integers, for checkpoints that contain
-    only arrays. ``steps=None`` is encoded as 0, and a window that ends by weight as the
-    negative of that weight.
+    only arrays. ``steps=None`` is encoded as 0. If a window ends by weight, ``steps``
+    is encoded as the negative of that weight.
     """
     return (
         FORMAT,

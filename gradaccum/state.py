@@ -44,8 +44,8 @@ class State(NamedTuple):
     skipped_windows: Scalar
     """int32: the number of windows that closed without an update."""
     weight: Scalar
-    """float32 (float64 if the gradient sums are float64): the sum of the micro-batches'
-    weights in the open window.
+    """float32 (float64 if the gradient sums are float64): the sum of the weights of the
+    micro-batches in the open window.
     """
     overflow: Scalar
     """bool: True if a micro-batch of the open window is known to have had a non-finite
@@ -80,7 +80,7 @@ def round_to_float32(value: float) -> float:
 def largest_number(*, float64_weight: bool) -> float:
     """Return the largest finite number of the dtype in which a window's gradient sums
     are divided: float64 if `float64_weight` is true, else float32.
-    `gradaccum.kit.decide` needs it.
+    `gradaccum.kit.decide` needs this number.
     """
     return sys.float_info.max if float64_weight else 3.4028234663852886e38
 
@@ -159,12 +159,12 @@ class StepResult(NamedTuple):
 
     @property
     def closed(self) -> Scalar:
-        """bool: True if the last call closed a window; False for a micro-batch inside a
+        """bool: True if the last call closed a window, False for a micro-batch inside a
         window.
         """
         return self.applied | self.skipped
 
     def __repr__(self) -> str:
-        # This prints ``grad_norm=0.5`` instead of JAX's ``Array(0.5, dtype=float32)``.
+        # In JAX this prints ``grad_norm=0.5`` instead of ``Array(0.5, dtype=float32)``.
         values = (f"{name}={value!s}" for name, value in self._asdict().items())
         return f"{type(self).__name__}({', '.join(values)})"

@@ -106,8 +106,8 @@ def usable(state: Fields, weight: Scalar, finite: Scalar) -> Scalar:
     """True if the micro-batch counts: its gradient is added to the sum, and its weight
     to the total.
 
-    A micro-batch of weight 0 adds nothing, whatever its gradient. The micro-batch also
-    adds nothing if its weight is negative or not finite, or would make the total
+    A micro-batch of weight 0 adds nothing, whatever its gradient is. The micro-batch
+    also adds nothing if its weight is negative or not finite, or would make the total
     infinite; `accumulate` then sets the overflow flag. The arguments are the same as
     for `accumulate`.
     """
@@ -327,8 +327,8 @@ def discard(state: Fields) -> Fields:
     micro_step, optimizer_step, skipped_windows, _, _, loss_scale, growth_tracker = (
         state
     )
-    # This is not 0 * weight, because a weight that was summed over several workers may
-    # be infinite, and 0 times infinity is NaN.
+    # Do not use 0 * weight: a weight that was summed over several workers may be
+    # infinite, and 0 times infinity is NaN.
     return (
         0 * micro_step,
         optimizer_step,

@@ -221,7 +221,8 @@ def _epoch(
 def _with_progress(loader: Iterable[M]) -> Iterable[M]:
     track = import_module("rich.progress").track
     total = None
-    # torch's DataLoader has a ``__len__``, but it raises if the dataset has no length.
+    # torch's DataLoader has a ``__len__``, but it raises an error if the dataset has no
+    # length.
     with suppress(TypeError):
         total = len(cast(Sized, loader))
     return cast(Iterable[M], track(loader, "micro-batches", total=total))
@@ -339,7 +340,7 @@ class Windows(Generic[M]):
         Raises:
             ArgumentValueError: `reduce` returned a different number of values, an
                 infinite value, or a value below this worker's own value. The last case
-                happens if `reduce` computes a mean instead of a sum.
+                occurs if `reduce` computes a mean instead of a sum.
         """
         if self.reduce is None:
             return values

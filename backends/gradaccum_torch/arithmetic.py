@@ -20,9 +20,11 @@ from gradaccum_torch.torch_private.names import (
 HALF = (torch.float16, torch.bfloat16)
 """Gradients of these dtypes are summed in float32 unless the user sets a dtype."""
 FAINT = 2.0**-31
-"""If a float32 tensor's norm is below this, squares of its elements may underflow."""
+"""If a float32 tensor's norm is below this bound, squares of its elements may
+underflow.
+"""
 FAINT_HALF = 2.0**-13
-"""If a float16 tensor's norm, computed in float16, is below this, squares of its
+"""If a float16 tensor's norm, computed in float16, is below this bound, squares of its
 elements may underflow.
 """
 
@@ -107,7 +109,8 @@ def measure(sums: Sequence[Tensor]) -> tuple[float, bool]:
         is_float16 = torch.float16 in [tensor.dtype for tensor in tensors]
         faint = FAINT_HALF if is_float16 else FAINT
         if not faint <= norm < math.inf and tensors:
-            # The squares of finite elements may have overflowed or underflowed.
+            # Compute the norm again in float64, because the squares of finite elements
+            # may have overflowed or underflowed.
             norm = norm_of(tensor.double() for tensor in tensors)
     return (norm, True) if norm < math.inf else (math.inf, False)
 

@@ -67,7 +67,7 @@ class MicroBatch:
         self.losses: list[float | Tensor] = []
         """The losses that the user passed, before they were scaled."""
         self.is_first = False
-        """Whether this micro-batch opens the window."""
+        """Whether this micro-batch is the first of its window."""
         self.passes = 0
         """How many backward passes the micro-batch has run."""
         self.window_size: Size = None
@@ -141,8 +141,9 @@ def as_number(loss: object) -> float | Tensor:
 
 
 class WindowLoss(Extension):
-    """Computes the loss of each window as one large batch. The loss is NaN unless the
-    user has passed the losses of all micro-batches. Reading it may wait for the device.
+    """Computes the loss that each window would have as one large batch. The loss is NaN
+    unless the user has passed the losses of all micro-batches. Reading it may wait for
+    the device.
     """
 
     def __init__(self, options: Options) -> None:

@@ -52,8 +52,8 @@ class GradientSum:
         watch.move_gradient = None
 
     def expect_window(self, size: object) -> None:
-        """Prepare for the next window. Its size is a number of micro-batches, a weight,
-        or None if only ``flush`` closes it.
+        """Prepare for the next window. The window's size is a number of micro-batches,
+        a weight, or None if only ``flush`` closes the window.
         """
 
     def follow_additions(self, gradient_added: Callable[[Tensor], None] | None) -> bool:

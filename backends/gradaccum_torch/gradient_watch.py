@@ -80,8 +80,8 @@ class WatchedGradient:
             if noted_gradient is not None and not self._was_added(noted_gradient):
                 watch.was_changed = True
                 if not watch.is_running:
-                    # If the user has replaced .grad since then, as netD.zero_grad() of
-                    # a GAN does, the earlier scaled gradients are gone.
+                    # The user may have replaced .grad, as netD.zero_grad() does in a
+                    # GAN. The factors of the earlier losses then no longer matter.
                     watch.factors.clear()
             self.note()
         if not watch.is_running:

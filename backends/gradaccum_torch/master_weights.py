@@ -119,8 +119,8 @@ class MasterWeights:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Replace the parameters in the inner optimizer's groups with their master
-        weights inside the block.
+        """Inside the block, replace the parameters in the inner optimizer's groups with
+        their master weights.
         """
         if not self.masters or self.are_in_place:
             yield
@@ -145,7 +145,7 @@ class MasterWeights:
 
     @contextmanager
     def work_on_masters(self) -> Iterator[None]:
-        """Let the inner optimizer change the master weights inside the block, and then
+        """Inside the block, let the inner optimizer change the master weights. Then
         write the rounded masters into the model.
         """
         if not self.are_in_place:
@@ -158,8 +158,8 @@ class MasterWeights:
 
     @contextmanager
     def only(self, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Ignore the master weights of all parameters except `parameters` inside the
-        block.
+        """Inside the block, ignore the master weights of all parameters except
+        `parameters`.
         """
         every_master = dict(self.masters)
         ids = set(map(id, parameters))
@@ -190,8 +190,8 @@ class MasterWeights:
         with torch.no_grad():
             for parameter, master in self.masters.items():
                 rounded_master = master.to(parameter.dtype)
-                # Autograd raises if a parameter was written to after the forward pass,
-                # even with the same value.
+                # Autograd raises an error if a parameter was written to after the
+                # forward pass, even if its value is unchanged.
                 if not parameter.is_cpu or not torch.equal(rounded_master, parameter):
                     parameter.copy_(rounded_master)
 

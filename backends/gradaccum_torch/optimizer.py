@@ -243,8 +243,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         self._window.call_listeners_after(partial(self._window.flush, denominator))
 
     def discard(self) -> None:
-        """Discard the open window and the current micro-batch. No update is made,
-        nothing is counted, and the loss scale stays as it was.
+        """Discard the open window and the current micro-batch. No update is made, no
+        counter increases, and the loss scale does not change.
         """
         self._window.discard()
 

@@ -34,8 +34,8 @@ _REPLAYED = (
 
 
 def is_scheduler(candidate: object) -> bool:
-    """True if `candidate` is one of torch's schedulers, or has an optimizer and a
-    ``step`` and is not itself an optimizer.
+    """True if `candidate` is one of torch's schedulers, or if it has an ``optimizer``
+    and a ``step`` but is not itself an optimizer.
     """
     if isinstance(candidate, torch.optim.lr_scheduler.LRScheduler):
         return True

@@ -186,7 +186,8 @@ def end_pass(root: Private) -> None:
     context = root._state_ctx
     was_last_backward = context.is_last_backward
     context.is_last_backward = True
-    # From torch 2.15 on this is None unless a backward pass is to be finalized.
+    # From torch 2.15 on, this attribute is None unless a backward pass is to be
+    # finalized.
     if hasattr(context, "manual_backward_finalization_active"):
         context.manual_backward_finalization_active = False
     try:

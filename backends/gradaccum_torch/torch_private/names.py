@@ -76,7 +76,7 @@ class Division(NamedTuple):
     terms: int
     """How many terms were added up to form the dividend."""
     of_sums: bool
-    """Whether each term is the result of a sum, so that the division may compute a
+    """Whether each term is itself the result of a sum. The division may then compute a
     mean.
     """
 
@@ -116,8 +116,8 @@ def _divisor_of(node: Node) -> float | None:
 
 
 def _terms_of(node: Node) -> list[Node]:
-    """Return the graph nodes that computed the terms of a sum. The search ends at about
-    100 terms.
+    """Return the graph nodes that computed the terms of a sum. The search stops after
+    about 100 terms.
     """
     terms = list[Node]()
     nodes = [node]
@@ -209,7 +209,8 @@ def local(tensor: Tensor) -> Tensor:
     if not is_sharded(tensor):
         return tensor
     sharded_tensor: Any = tensor
-    # With gradients enabled, ``to_local`` returns a view instead of the part itself.
+    # If gradients are enabled, ``to_local`` returns a view instead of the local part
+    # itself.
     with torch.no_grad():
         part: Tensor = sharded_tensor.to_local()
     return part
@@ -350,7 +351,8 @@ def waiting_modules() -> list[DistributedDataParallel]:
 
 
 def _wait(module: torch.nn.Module, *_: object) -> None:
-    # `Module.__setattr__` would take longer than the rest of this function.
+    # Bypass `Module.__setattr__`, which would take longer than the rest of this
+    # function.
     vars(module)["require_backward_grad_sync"] = False
 
 

@@ -41,8 +41,8 @@ UNEQUAL_PARAMETERS = (
     " torch.distributed.broadcast, or load the same checkpoint on all workers."
 )
 CLOSE = 1e-3
-"""The relative difference up to which two workers' sums of a parameter's elements count
-as equal, because rounding may differ.
+"""Two workers' sums of a parameter's elements count as equal up to this relative
+difference, because rounding may differ.
 """
 
 
@@ -67,7 +67,8 @@ def parallel_module(module: torch.nn.Module) -> DistributedDataParallel:
 REDUCING_OPTIMIZERS: WeakSet[torch.optim.Optimizer] = WeakSet()
 """The inner optimizers that were wrapped with ``module=``."""
 CHECKED_OPTIMIZERS: WeakSet[torch.optim.Optimizer] = WeakSet()
-"""The optimizers whose gradients are all reduced, according to `require_reduced`."""
+"""The optimizers for which `require_reduced` has found that all gradients are reduced.
+"""
 STEP_HOOKS: list[RemovableHandle] = []
 """Contains the handle of the hook that runs before each step of any optimizer. The list
 is empty until a module's reduction is suppressed.
@@ -168,7 +169,7 @@ def describe_options(
     workers.
     """
     settings = options._asdict()
-    # Functions and scalers are different objects on different workers.
+    # Functions and scalers cannot be compared, because each worker has its own objects.
     if not kit.is_known(options.steps):
         settings["steps"] = "a function"
     settings["scaler"] = type(options.scaler)

@@ -123,8 +123,8 @@ class WorkerGroup(Workers):
         has_shards = any(map(names.is_sharded, self.parameters()))
         if self.size > 1 and is_only_pass and not has_shards:
             reduction = self.begin(gradient_sum)
-            # A single bucket would be complete only at the end of the backward pass, so
-            # nothing would be gained.
+            # If there is only one bucket, it is complete only at the end of the
+            # backward pass, so nothing would be gained.
             if len(reduction.buckets) > 1 and gradient_sum.follow_additions(
                 reduction.gradient_added
             ):

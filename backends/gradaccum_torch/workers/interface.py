@@ -54,8 +54,8 @@ class Workers:
     place = (0, 1)
     """This worker's rank, and the number of workers. Checkpoints contain both."""
     group: dist.ProcessGroup | None = None
-    """The process group of the workers. None if there is only one worker, or if the
-    parameters are sharded over a mesh.
+    """The process group of the workers. It is None if there is only one worker, or if
+    the parameters are sharded over a mesh.
     """
     is_reducing = False
     """Whether the reduction of the open window's gradients has begun."""

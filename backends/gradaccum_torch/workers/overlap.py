@@ -27,7 +27,7 @@ from gradaccum_torch.torch_private import names
 Bucket = list[Tensor]
 """Parameters whose gradient sums are reduced together."""
 BUCKET_BYTES = 25 * 2**20
-"""The maximum size of a bucket, the default of `DistributedDataParallel`."""
+"""The maximum size of a bucket, which is the default of `DistributedDataParallel`."""
 LARGE_BYTES = 4 * 2**20
 """A tensor of at least this size is reduced by itself, because copying it into a bucket
 and back takes longer than a separate all-reduce (measured with gloo, two processes).
