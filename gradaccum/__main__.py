@@ -1,5 +1,5 @@
-"""The ``gradaccum`` command. ``versions`` and ``check`` need only this package; the
-other commands are in the conformance package.
+"""The ``gradaccum`` command. ``versions`` and ``check`` need only this package. The
+other commands need the conformance package as well.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def check(arguments: list[str]) -> int | str:
-    """Print the report that a function returns; return the exit status."""
+    """Print the report that a function returns, and return the exit status."""
     module, _, name = "".join(arguments[:1]).partition(":")
     if not name:
         return "gradaccum: name the function to call: gradaccum check module:function"

@@ -1,5 +1,6 @@
-"""The errors that gradaccum raises. Every message has the form ``argument: expected
-...; got .... One fix.``, and the page of all errors is generated from the messages.
+"""The errors that gradaccum raises. Every message has the form
+``argument: expected ...; got .... One fix.``, and the page that lists all errors is
+generated from these messages.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class CheckpointError(GradAccumError, ValueError):
 
 
 class UsageError(GradAccumError, RuntimeError):
-    """At this point of the program, the call would silently give a wrong result."""
+    """At this point in the program, the call would silently give a wrong result."""
 
 
 class GradAccumWarning(UserWarning):
@@ -46,17 +47,17 @@ class GradAccumWarning(UserWarning):
 
 
 class BackendNotFoundError(GradAccumError, ImportError):
-    """There is no backend of this name, or its framework is not installed."""
+    """There is no backend with this name, or its framework is not installed."""
 
 
-# Checks of plain arguments. A bool does not count as a number, and NaN is rejected.
+# Checks of plain arguments. No check accepts a bool or NaN as a number.
 
 
 def require_int(
     argument: str, value: object, *, at_least: int, fix: str | None = None
 ) -> int:
-    """Raise unless `value` is an int >= `at_least`; return it as an int. A framework's
-    integer scalars are accepted, but bools and traced values are rejected.
+    """Return `value` as an int. Raise unless it is an integer >= `at_least`. A
+    framework's integer scalars are accepted, but bools and traced values are rejected.
     """
     number: int | None = None
     if not isinstance(value, bool):
@@ -80,12 +81,13 @@ def require_number(
     or_equal: bool = False,
     fix: str | None = None,
 ) -> float:
-    """Raise unless `value` is finite and > `above` (or >= `above` if `or_equal` is
-    true); return it as a float.
+    """Return `value` as a float. Raise unless it is finite and > `above` (or >= `above`
+    if `or_equal` is true).
     """
     number: float | None = None
     if not isinstance(value, (bool, str)):
-        # An array of several numbers and a traced value raise one of these errors.
+        # float() raises one of these errors for an array of several numbers and for a
+        # traced value.
         with suppress(TypeError, ValueError, RuntimeError):
             number = float(cast(SupportsFloat, value))
     if number is not None and (
@@ -102,7 +104,7 @@ def require_number(
 
 
 def require_bool(argument: str, value: object) -> bool:
-    """Raise `ArgumentTypeError` unless `value` is True or False; return `value`."""
+    """Return `value`. Raise `ArgumentTypeError` unless it is True or False."""
     if isinstance(value, bool):
         return value
     raise ArgumentTypeError(
@@ -112,7 +114,7 @@ def require_bool(argument: str, value: object) -> bool:
 
 
 def require_choice(argument: str, value: object, choices: Collection[str]) -> str:
-    """Raise unless `value` is one of `choices`; return `value`."""
+    """Return `value`. Raise unless it is one of `choices`."""
     if isinstance(value, str) and value in choices:
         return value
     kind = ArgumentValueError if isinstance(value, str) else ArgumentTypeError
@@ -123,7 +125,5 @@ def require_choice(argument: str, value: object, choices: Collection[str]) -> st
 
 
 def require_weight(weight: object) -> float:
-    """Raise unless a micro-batch's weight is a finite number >= 0; return it as a
-    float.
-    """
+    """Return a micro-batch's weight as a float. Raise unless it is finite and >= 0."""
     return require_number("weight", weight, above=0, or_equal=True)

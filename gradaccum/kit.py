@@ -9,9 +9,9 @@ classes, is in `gradaccum` itself.
 - `make_division`, `divided`, `leaves_of`: splitting a large batch;
 - ``require_...`` and ``..._error``: errors with the same wording in every
   backend;
-- `Listeners`: callbacks for closed windows; while ``added`` is empty, closed windows
-  need not be recorded;
-- `described`, `status`: the state, described in one line;
+- `Listeners`: functions that are called after each window. Closed windows need to be
+  recorded only while ``added`` is not empty;
+- `described`, `status`: a description of the state in one line;
 - `examine`, `Subject`, `Conditions`, `Run`: the experiments of `gradaccum.verify`;
 - `Backend`: the protocol that a backend implements;
 - `Steps`, `WrapOptions`, `wrap_with`: the parts of a backend's own typed ``wrap``.

@@ -34,7 +34,7 @@ optimizer_step, size)`` or a function of the optimizer step.
 @dataclass(frozen=True)
 class UntilWeight:
     """The size of a window that ends when the sum of its micro-batches' weights reaches
-    `weight`; see `until_weight`.
+    `weight`. See `until_weight`.
     """
 
     weight: Sizes
@@ -53,8 +53,8 @@ def until_weight(weight: object) -> UntilWeight:
 
     A window's weight may exceed this number by less than the weight of the window's
     last micro-batch. The gradient is divided by the window's actual weight. The weight
-    is stored as a float32 (as a float64 if the gradient sums are float64). Above 2^24 a
-    float32 can represent only multiples of 2, 4, ... Each micro-batch needs a weight,
+    is stored as a float32 (or a float64 if the gradient sums are float64). Above 2^24 a
+    float32 can no longer represent every integer. Each micro-batch needs a weight,
     because without a weight it would count as one item.
 
     Args:
@@ -74,15 +74,17 @@ def until_weight(weight: object) -> UntilWeight:
 
 
 def is_known(schedule: Schedule) -> bool:
-    """True if the window sizes are known without calling a function of the user."""
+    """True if the window sizes are known without calling a function that the user
+    passed.
+    """
     if isinstance(schedule, UntilWeight):
         return not callable(schedule.weight)
     return not callable(schedule)
 
 
 def make_schedule(steps: object) -> Schedule:
-    """Raise unless the user's ``steps=`` is an int, pairs, a callable, an `UntilWeight`
-    or None; return it as a `Schedule`.
+    """Return the user's ``steps=`` as a `Schedule`. Raise unless it is an int, pairs, a
+    callable, an `UntilWeight` or None.
     """
     if steps is None or isinstance(steps, UntilWeight):
         return steps
@@ -92,12 +94,12 @@ def make_schedule(steps: object) -> Schedule:
 def require_steps(
     size: object, optimizer_step: int, schedule: Schedule
 ) -> int | UntilWeight:
-    """Raise unless a callable returned an int >= 1, or an `UntilWeight` of an int >= 1;
-    return the size.
+    """Return the size that a callable returned. Raise unless it is an int >= 1, or an
+    `UntilWeight` of an int >= 1.
 
-    A backend calls this for step 0 when it wraps an optimizer, and outside compiled
-    code for each window. Compiled code cannot raise an error. In compiled code, a
-    window whose size is below 1 counts as an overflow.
+    A backend calls this function for step 0 when it wraps an optimizer and, outside
+    compiled code, for each window. Compiled code cannot raise an error. There, a window
+    whose size is below 1 counts as an overflow.
 
     Args:
         size: the size that `gradaccum.kit.steps_at` returned.
@@ -140,9 +142,8 @@ def _make_sizes(name: str, sizes: object) -> Sizes:
     return pairs
 
 
-# Loss scaling: the initial scale, and the rule that changes it. The defaults are the
-# same as in `torch.amp.GradScaler`, and the floor of 1 is the same as in
-# `jmp.DynamicLossScale`.
+# Loss scaling: the initial scale, and the rule that changes it. The defaults are taken
+# from `torch.amp.GradScaler`, and the floor of 1 from `jmp.DynamicLossScale`.
 
 
 class ScaleRule(NamedTuple):
@@ -172,8 +173,8 @@ class DynamicLossScale:
         growth_interval: the number of clean windows before the scale grows, an int >=
             1.
         min_scale: the floor, > 0 and at most `init_scale`.
-        max_scale: the ceiling, at least `init_scale`. With inf the scale stays within
-            float32's range.
+        max_scale: the ceiling, at least `init_scale`. Even if it is inf, the scale
+            stays within float32's range.
 
     Raises:
         ArgumentValueError: an argument is outside its range.
@@ -203,8 +204,7 @@ class DynamicLossScale:
 
 
 LossScale = DynamicLossScale
-"""The loss scale that every backend accepts as ``loss_scale=``. A number is accepted
-too.
+"""The type that every backend accepts as ``loss_scale=``, in addition to plain numbers.
 """
 
 
@@ -215,13 +215,13 @@ class ScalerDriver(Protocol):
     """
 
     scaler_kind: str
-    """The scaler's type with an article, for error messages, such as ``"a
-    torch.amp.GradScaler"``.
+    """The scaler's type, with an article, as it appears in error messages, such as
+    ``"a torch.amp.GradScaler"``.
     """
 
     def scaler_rule(self, scaler: object) -> ScaleRule | None:
-        """Return the rule that `scaler` currently uses to update its scale; None if
-        `scaler` is another kind of object.
+        """Return the rule that `scaler` currently uses to update its scale, or None if
+        `scaler` is not a loss scaler of the framework.
         """
         ...
 
@@ -230,7 +230,7 @@ def scale_rule(
     loss_scale: object, driver: ScalerDriver | None = None
 ) -> tuple[ScaleRule, Any]:
     """Return the rule that the user's ``loss_scale=`` follows, and the framework's loss
-    scaler. The scaler is None unless the user passed a scaler.
+    scaler, or None if the user did not pass a scaler.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: `loss_scale` is neither None, a finite
@@ -269,7 +269,7 @@ class Options(NamedTuple):
     """
 
     steps: Schedule
-    """The length of each window; None means that the caller closes every window."""
+    """The length of each window, or None if the caller closes every window."""
     reduction: Reduction
     clip_norm: float | None
     skip_norm: float | None
@@ -285,8 +285,8 @@ class Options(NamedTuple):
     it as the loss scale. The backend updates it.
     """
     separate_sums: bool = False
-    """True if the gradient sums are kept in separate buffers, so that the user may use
-    the framework's own field for gradients, such as ``.grad``.
+    """True if the gradient sums are kept in separate buffers. The user may then use the
+    framework's own field for gradients, such as ``.grad``.
     """
 
 
@@ -305,8 +305,8 @@ def make_options(
     master_weights: bool = False,
     driver: ScalerDriver | None = None,
 ) -> Options:
-    """Check the options of `gradaccum.wrap`, and return them. `driver` is the backend,
-    if it accepts a loss scaler of its framework.
+    """Check the options of `gradaccum.wrap`, and return them. `driver` is the backend
+    if it accepts its framework's loss scaler, otherwise None.
     """
     rule, scaler = scale_rule(loss_scale, driver)
     for name, norm in {"clip_norm": clip_norm, "skip_norm": skip_norm}.items():
@@ -336,15 +336,15 @@ def make_options(
 
 
 def require_reduction(reduction: object) -> Reduction:
-    """Raise `ArgumentTypeError` or `ArgumentValueError` unless `reduction` is "mean",
-    "sum" or "sum_per_item"; return it.
+    """Return `reduction`. Raise `ArgumentTypeError` or `ArgumentValueError` unless it
+    is "mean", "sum" or "sum_per_item".
     """
     return cast(Reduction, require_choice("reduction", reduction, REDUCTIONS))
 
 
 def use_of_weights(options: Options) -> str | None:
-    """Return the option that requires a weight for each micro-batch, in the form in
-    which the user writes it. Return None if no option requires weights.
+    """Return the option that requires a weight for each micro-batch, as the user would
+    write it, or None if no option requires weights.
     """
     if isinstance(options.steps, UntilWeight):
         return "steps=until_weight(...)"
@@ -386,8 +386,8 @@ def require_denominator_allowed(options: Options, *, several: bool = False) -> N
 def require_denominator(
     denominator: object, options: Options, *, several: bool = False
 ) -> float:
-    """Raise unless ``flush(denominator=...)`` is allowed and `denominator` is a finite
-    number > 0; return the number as a float.
+    """Return `denominator` as a float. Raise unless ``flush(denominator=...)`` is
+    allowed and the number is finite and > 0.
 
     `several`: True if several workers share the window, each with its own
     `denominator`.

@@ -17,7 +17,7 @@ from gradaccum.state import State
 
 
 def optimizer_error(expected: str, got: object, fix: str) -> GradAccumError:
-    """Return the error for an object that is not an optimizer of the framework;
+    """Return the error for an object that is not an optimizer of the framework.
     `expected` and `fix` name the framework's optimizers.
     """
     return ArgumentTypeError(
@@ -45,8 +45,8 @@ def accumulate_dtype_error(got: object) -> GradAccumError:
 
 
 def half_made_error() -> UsageError:
-    """Return the error for a call after an exception has interrupted an update, or the
-    addition of a gradient to the sum.
+    """Return the error for a call that is made after an exception has interrupted an
+    update or the addition of a gradient to the sum.
     """
     return UsageError(
         "optimizer: expected the last update to be complete or not started; got an"
@@ -57,8 +57,8 @@ def half_made_error() -> UsageError:
 
 
 def missing_worker_error(state: State, rank: int, more_time: str = "") -> UsageError:
-    """Return the error for a failed reduction at a window's end; `more_time` says how
-    to wait for slow workers.
+    """Return the error for a reduction that failed at a window's end. `more_time` says
+    how to wait for slow workers.
     """
     fix = (
         "When a worker has no more data, call flush() on it. flush() takes part in the"
@@ -76,8 +76,8 @@ def missing_worker_error(state: State, rank: int, more_time: str = "") -> UsageE
 
 
 def update_due_error(call: str) -> UsageError:
-    """Return the error for a `call` that needs this worker's own sum, although the sums
-    of all workers were already added up and the update then raised an error.
+    """Return the error for a `call` that needs this worker's own sum when that sum no
+    longer exists: the sums of all workers were added up before the update failed.
     """
     return UsageError(
         f"{call}: expected a call before the window's end; got a call after the"
@@ -101,8 +101,8 @@ def shared_until_weight_error(steps: object) -> UsageError:
 
 
 def moving_weight_error(fix: str) -> ArgumentValueError:
-    """Return the error for a callable weight that depends on the parameters. The large
-    batch's gradient does not include the derivative of the weight.
+    """Return the error for a callable weight that depends on the parameters. It is an
+    error because the large batch's gradient would lack the derivative of the weight.
     """
     return ArgumentValueError(
         "weight: expected a weight that does not depend differentiably on the"
@@ -122,10 +122,11 @@ RATE_MOVED = (
 
 @lru_cache(maxsize=8)
 def rate_bits(*rates: float) -> bytes:
-    """Return a fingerprint of an optimizer's learning rates: 32 numbers, each 0 or 1,
-    so that their sum over the workers is exact.
+    """Return a fingerprint of an optimizer's learning rates: 32 numbers, each of which
+    is 0 or 1, so that their sums over the workers are exact.
     """
-    # Adding 0.0 turns -0.0 into 0.0, because the cache treats the two as the same key.
+    # Adding 0.0 turns -0.0 into 0.0. Both must give the same result, because the cache
+    # treats them as the same key.
     mark = zlib.crc32(struct.pack(f"<{len(rates)}d", *(rate + 0.0 for rate in rates)))
     return bytes(mark >> bit & 1 for bit in range(32))
 

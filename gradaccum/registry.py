@@ -1,5 +1,5 @@
-"""The entry points through which `gradaccum.wrap` finds a backend without importing any
-framework, and the options that it passes to the backend.
+"""Finds the backend for `gradaccum.wrap` through entry points, without importing any
+framework, and defines the options that every backend has.
 
 There are two groups of entry points. In each group a name belongs to one backend:
 
@@ -8,7 +8,7 @@ There are two groups of entry points. In each group a name belongs to one backen
   wraps (``optax`` for ``jax``) to the same object.
 
 If the package's folders were copied without the metadata that contains the entry
-points, the three adapters of this project are found if they can be imported.
+points, this project's three adapters are still found if they can be imported.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Backend(Protocol):
 
 @runtime_checkable
 class GatingBackend(Protocol):
-    """A backend whose framework has learning-rate schedulers that the user steps in
-    addition to the optimizer.
+    """A backend whose framework has learning-rate schedulers with a ``step`` method
+    that the user calls.
     """
 
     def is_scheduler(self, candidate: object) -> bool:
@@ -120,7 +120,7 @@ def load(group: str, name: str) -> Any:
 
 
 def load_backend(name: str) -> Backend:
-    """Return the backend called `name`; this imports its framework.
+    """Import the backend called `name`, together with its framework, and return it.
 
     Raises:
         BackendNotFoundError: there is no such backend, or its framework is not
@@ -152,7 +152,8 @@ def available_backends() -> tuple[str, ...]:
 def backend_of(optimizer: object) -> Backend:
     """Return the backend whose package defines the type of `optimizer` or one of its
     base classes. If there is no such backend, look up the type of
-    ``optimizer.optimizer`` instead. This finds the backend of timm's schedulers.
+    ``optimizer.optimizer`` instead. The backend of a timm scheduler is found in this
+    way.
 
     Raises:
         ArgumentTypeError: no backend was found.
@@ -201,7 +202,7 @@ _SHARED = signature(make_options).parameters.keys() - {"steps", "driver"}
 
 
 Steps = int | Sequence[tuple[int, int]] | Callable[[Any], Any] | UntilWeight | None
-"""The types that ``steps=`` may have; see `wrap`."""
+"""The types that ``steps=`` may have. See `wrap`."""
 
 
 class WrapOptions(TypedDict, total=False):

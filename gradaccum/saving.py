@@ -1,8 +1,8 @@
 """The settings that an open window depends on. They are saved together with its state,
 and checked when the window resumes.
 
-A partial gradient sum makes sense only under the settings that produced it, so an open
-window can resume only under the same settings. Between two windows every option may
+A partial gradient sum is meaningful only with the settings that produced it, so an open
+window can resume only with the same settings. If no window is open, every option may
 change.
 """
 
@@ -40,14 +40,14 @@ class Terms(NamedTuple):
     scale: str
     """Whether the loss scale is ``"unused"``, ``"static"`` or ``"dynamic"``."""
     steps: int | UntilWeight | None
-    """The number of micro-batches in the full window, or the weight at which it ends;
-    None means that the caller closes the window.
+    """The number of micro-batches in the full window, or the weight at which the window
+    ends. None means that the caller closes the window.
     """
 
 
 def terms_of(options: Options, optimizer_step: Scalar) -> Terms:
-    """Return the settings of the window that follows update number `optimizer_step`,
-    which is an int or an integer scalar.
+    """Return the settings of the window that follows update number `optimizer_step`.
+    The number is an int or an integer scalar.
     """
     steps = None
     if options.steps is not None:
@@ -70,8 +70,8 @@ def require_format(number: object) -> None:
 
 def encode_terms(terms: Terms) -> tuple[int, int, int, int, int]:
     """Return `FORMAT` and `terms` encoded as integers, for checkpoints that contain
-    only arrays. ``steps=None`` is encoded as 0, and a window that ends by weight as the
-    negative of that weight.
+    only arrays. ``steps=None`` is encoded as 0. If a window ends by weight, ``steps``
+    is encoded as the negative of that weight.
     """
     return (
         FORMAT,
@@ -105,9 +105,9 @@ def decode_terms(codes: Iterable[SupportsInt]) -> Terms:
 
 
 def resumed(fields: State, saved_terms: Terms, options: Options) -> State:
-    """Return the state with which a saved run resumes under `options`.
+    """Return the state with which a saved run resumes with `options`.
 
-    An open window resumes as it is. A full window whose update was interrupted counts
+    An open window resumes unchanged. A full window whose update was interrupted counts
     as open. If no window is open, the saved loss scale and growth tracker are kept only
     when both runs use a dynamic scale.
 
@@ -131,13 +131,13 @@ def resumed(fields: State, saved_terms: Terms, options: Options) -> State:
 
 
 def redistributed(states: Sequence[State], workers: int) -> list[State]:
-    """Return the states with which `workers` workers resume an open window. Any number
-    of workers may have saved it.
+    """Return the states with which `workers` workers resume an open window. The number
+    of workers that saved it may be different.
 
     The first worker resumes with the sum of all gradient sums, so it gets the total
     weight and the overflow flag. The other workers resume with an empty sum. Every
-    worker gets the highest `micro_step` that was saved, so that their windows end
-    together.
+    worker gets the highest `micro_step` that was saved, so that all workers end the
+    window together.
 
     Args:
         states: one state for each worker that saved the window, as Python numbers.
@@ -199,7 +199,7 @@ def _require_same_window(fields: State, saved: Terms, options: Options) -> None:
 
 _DEFAULTS = make_options(1)
 _SHOWN_OTHERWISE = ("steps", "scale_rule", "scaler")
-"""Options that `described` shows in another form."""
+"""Options that `described` prints differently from the other options."""
 
 
 def status(state: State, steps: Schedule) -> str:
@@ -234,8 +234,8 @@ def described(
     clip_norm=1.0 | micro-batch 2 of 4, update 17)``.
 
     The line shows the options that differ from their defaults. `wrapper` and `inner`
-    are the class names of the wrapper and of the inner optimizer; `state` and `steps`
-    are the same as for `status`.
+    are the class names of the wrapper and of the inner optimizer. `state` and `steps`
+    have the same meaning as for `status`.
     """
     steps_in_words = getattr(options.steps, "__name__", repr(options.steps))
     words = [inner, f"steps={steps_in_words}"]

@@ -14,8 +14,8 @@ import sys
 from typing import Any, NamedTuple
 
 Scalar = Any
-"""A Python number, or a framework's scalar of shape ``()``, which may be traced,
-compiled or on a device.
+"""A Python number, or a framework's scalar of shape ``()``. The scalar may be on a
+device, or a traced value in compiled code.
 """
 
 FIELD_DTYPES = {
@@ -44,8 +44,8 @@ class State(NamedTuple):
     skipped_windows: Scalar
     """int32: the number of windows that closed without an update."""
     weight: Scalar
-    """float32 (float64 if the gradient sums are float64): the sum of the micro-batches'
-    weights in the open window.
+    """float32 (float64 if the gradient sums are float64): the sum of the weights of the
+    micro-batches in the open window.
     """
     overflow: Scalar
     """bool: True if a micro-batch of the open window is known to have had a non-finite
@@ -53,8 +53,8 @@ class State(NamedTuple):
     window's end, through the norm.
     """
     loss_scale: Scalar
-    """float32: the factor by which the loss is multiplied before differentiation; 1 if
-    there is no loss scaling.
+    """float32: the factor by which the loss is multiplied before differentiation. It is
+    1 if there is no loss scaling.
     """
     growth_tracker: Scalar
     """int32: the number of windows without an overflow since the loss scale last
@@ -70,7 +70,7 @@ def initial_state(loss_scale: float = 1.0) -> State:
 def round_to_float32(value: float) -> float:
     """Round `value` to the nearest float32, as a Python float.
 
-    One float64 operation on float32 operands, followed by this rounding, has the same
+    One float64 operation on float32 operands, followed by this rounding, gives the same
     bits as the float32 operation (S. Figueroa, "When is double rounding innocuous?",
     1995).
     """
@@ -80,25 +80,25 @@ def round_to_float32(value: float) -> float:
 def largest_number(*, float64_weight: bool) -> float:
     """Return the largest finite number of the dtype in which a window's gradient sums
     are divided: float64 if `float64_weight` is true, else float32.
-    `gradaccum.kit.decide` needs it.
+    `gradaccum.kit.decide` needs this number.
     """
     return sys.float_info.max if float64_weight else 3.4028234663852886e38
 
 
 def has_exact_inverse(number: float) -> bool:
-    """True if multiplying by the inverse of `number` gives the same bits as dividing by
-    `number`, because `number` and its inverse are powers of two in the normal range of
-    float32.
+    """True if `number` and its inverse are powers of two in the normal range of
+    float32. Multiplying by the inverse then gives the same bits as dividing by
+    `number`.
     """
     return math.frexp(number)[0] == 0.5 and 2.0**-126 <= number <= 2.0**126
 
 
 def at_rest(state: tuple[Scalar, ...], *, float64_weight: bool = False) -> State:
-    """Return a state of Python numbers in which each float is rounded to the dtype in
-    which its field is stored.
+    """Return a state of Python numbers, with each float rounded to the dtype of its
+    field.
 
-    A weight beyond the range of that dtype becomes inf, and the window then makes no
-    update.
+    A weight beyond the range of that dtype becomes inf, and the window then ends
+    without an update.
     """
     (
         micro_step,
@@ -121,7 +121,7 @@ def at_rest(state: tuple[Scalar, ...], *, float64_weight: bool = False) -> State
     )
 
 
-# The outcome of the last call. A flush of an empty window does nothing, and `applied`,
+# The outcome of the last call. Flushing an empty window does nothing; `applied`,
 # `skipped` and `overflow` are then False.
 
 
@@ -152,19 +152,19 @@ class StepResult(NamedTuple):
     optimizer_step: Scalar
     """int: the number of updates applied since the start of the run."""
     loss: Scalar = math.nan
-    """float: the loss of the last closed window, computed as for one large batch
-    according to `reduction`, without the loss scale; NaN unless all of the window's
-    losses are known.
+    """float: the unscaled loss that the last closed window would have as one large
+    batch, according to `reduction`. It is NaN unless all of the window's losses are
+    known.
     """
 
     @property
     def closed(self) -> Scalar:
-        """bool: True if the last call closed a window; False for a micro-batch inside a
+        """bool: True if the last call closed a window, False for a micro-batch inside a
         window.
         """
         return self.applied | self.skipped
 
     def __repr__(self) -> str:
-        # This prints ``grad_norm=0.5`` instead of JAX's ``Array(0.5, dtype=float32)``.
+        # In JAX this prints ``grad_norm=0.5`` instead of ``Array(0.5, dtype=float32)``.
         values = (f"{name}={value!s}" for name, value in self._asdict().items())
         return f"{type(self).__name__}({', '.join(values)})"

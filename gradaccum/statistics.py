@@ -2,9 +2,9 @@
 larger batch.
 
 The losses of micro-batches are combined in the same way as their gradients. `add_loss`
-and `window_loss` have the same arguments ``options`` and ``where`` as the functions in
-`gradaccum.transitions`, and can be compiled too. A loss that was not passed is NaN, and
-makes the window's loss NaN.
+and `window_loss` take the same ``options`` and ``where`` arguments as the functions in
+`gradaccum.transitions`, and can be compiled as well. A loss that was not passed is
+represented by NaN, which makes the window's loss NaN.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ def add_loss(
     - `total`: the sum before the micro-batch, 0 at the window's start.
     - `loss`: the micro-batch's loss, a scalar, not scaled; NaN if no loss was passed.
     - `weight`: the micro-batch's weight, a scalar.
-    - `adds`: bool, whether the micro-batch counts: the result of
-      `gradaccum.kit.usable`.
+    - `adds`: bool, the result of `gradaccum.kit.usable`: whether the micro-batch
+      counts.
     """
     return where(adds, total + contribution(weight, options) * loss, total)
 
 
 def window_loss(total: Scalar, state: Fields, options: Options, where: Where) -> Scalar:
-    """Return the loss of a window at its end. It is a weighted mean, a sum or a mean
-    over items, according to `reduction`, and NaN for a window of weight 0.
+    """Return the loss of a window at its end. Depending on `reduction`, it is a
+    weighted mean, a sum or a mean over items. It is NaN for a window of weight 0.
 
     - `total`: the result of `add_loss`, summed over all workers that share the window.
     - `state`: the state that was passed to `decide`.
@@ -86,8 +86,8 @@ def scaled_learning_rate(
     Args:
         base: the learning rate for the reference batch, > 0.
         effective: the number of items in one update; see `effective_batch_size`.
-        reference: the number of items in one update of the recipe that `base` comes
-            from.
+        reference: the number of items in one update in the training recipe that uses
+            `base`.
         rule: ``"linear"`` returns ``base * effective / reference`` (Goyal et al.,
             "Accurate, Large Minibatch SGD", 2017, for SGD with a warmup). ``"sqrt"``
             returns ``base * sqrt(effective / reference)`` (Krizhevsky, "One weird trick

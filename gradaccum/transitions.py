@@ -1,13 +1,13 @@
 """The state machine: how a micro-batch, the end of a window and a discard change the
 state.
 
-Everything here is arithmetic, comparison, ``&``, ``|`` and the backend's `Where`; no
-Python ``if`` depends on a value of the state. So the same source runs on Python numbers
-(torch), is traced by JAX and compiled by MindSpore. MindSpore's compiler must not turn
-a field into a Python number, so the code has ``x == False`` instead of ``not x``, and
-constants are derived from a field, as in ``0 * micro_step``. A state is a plain tuple,
-because MindSpore cannot compile a named tuple. ``if`` on one of the checked ``options``
-is fine, because they are constants of the program.
+The code uses only arithmetic, comparisons, ``&``, ``|`` and the backend's `Where`; no
+Python ``if`` depends on a value of the state. The same source can therefore run on
+Python numbers (torch), be traced by JAX and be compiled by MindSpore. MindSpore's
+compiler must not turn a field into a Python number, so the code uses ``x == False``
+instead of ``not x``, and constants are derived from a field, as in ``0 * micro_step``.
+A state is a plain tuple, because MindSpore cannot compile a named tuple. An ``if`` may
+depend on the checked ``options``, because they are constants of the program.
 
 For each micro-batch, a backend calls ``usable``, ``contribution``, ``accumulate`` and
 ``ends``, in this order. At the window's end it calls ``joined`` (if several workers
@@ -44,28 +44,28 @@ class Where(Protocol):
 
 
 class Decision(NamedTuple):
-    """What happens at a window's end, as ``Decision(*decide(...))``. Every field is a
-    scalar.
+    """What happens at a window's end. Create it with ``Decision(*decide(...))``. Every
+    field is a scalar.
     """
 
     apply: Scalar
-    """bool: True if the inner optimizer has to make its update."""
+    """bool: True if the inner optimizer must make its update."""
     overflow: Scalar
-    """bool: True if the window, or a micro-batch that was dropped from it, had a
-    non-finite gradient.
+    """bool: True if the window's gradient was not finite, or if the gradient of a
+    micro-batch that the window dropped was not finite.
     """
     divisor: Scalar
-    """float: the gradient for the inner optimizer is the gradient sum divided by this
-    number, which combines the loss scale, the denominator and clipping.
+    """float: the number by which the gradient sum is divided to get the gradient for
+    the inner optimizer. It combines the loss scale, the denominator and clipping.
     """
     grad_norm: Scalar
     """float: the global 2-norm of the window's gradient, without the loss scale and
-    before clipping; inf if the gradient is not finite.
+    before clipping. It is inf if the gradient is not finite.
     """
 
 
 def select(condition: Scalar, a: Scalar, b: Scalar) -> Scalar:
-    """Return `a` if `condition` is true, else `b`. This is ``where`` for Python
+    """Return `a` if `condition` is true, else `b`. It serves as ``where`` for Python
     numbers.
     """
     return a if condition else b
@@ -76,7 +76,7 @@ def accumulate(state: Fields, weight: Scalar, finite: Scalar, where: Where) -> F
 
     - `weight`: a scalar >= 0. Any other weight, which only compiled code accepts
       without an error, counts as a non-finite gradient.
-    - `finite`: bool, False if the gradient is known to contain an inf or NaN; the
+    - `finite`: bool, False if the gradient is known to contain an inf or NaN. The
       micro-batch's weight is then not added.
     """
     (
@@ -88,7 +88,7 @@ def accumulate(state: Fields, weight: Scalar, finite: Scalar, where: Where) -> F
         loss_scale,
         growth_tracker,
     ) = state
-    # A weight of 0 is added as well, because the user may differentiate the total with
+    # Add a weight of 0 as well, because the user may differentiate the total with
     # respect to the weight.
     harmless = usable(state, weight, finite) | (weight == 0)
     return (
@@ -106,8 +106,8 @@ def usable(state: Fields, weight: Scalar, finite: Scalar) -> Scalar:
     """True if the micro-batch counts: its gradient is added to the sum, and its weight
     to the total.
 
-    A micro-batch of weight 0 adds nothing, whatever its gradient. The micro-batch also
-    adds nothing if its weight is negative or not finite, or would make the total
+    A micro-batch of weight 0 adds nothing, whatever its gradient is. The micro-batch
+    also adds nothing if its weight is negative or not finite, or would make the total
     infinite; `accumulate` then sets the overflow flag. The arguments are the same as
     for `accumulate`.
     """
@@ -241,8 +241,8 @@ def decide(
     that is not finite is applied as it is, unclipped.
 
     - `state`: the state after the window's last micro-batch.
-    - `norm`: the global 2-norm of the gradient sum, with the loss scale and not yet
-      divided; NaN if it was not measured.
+    - `norm`: the global 2-norm of the gradient sum, still multiplied by the loss scale
+      and not yet divided; NaN if it was not measured.
     - `finite`: bool, True if every element of the gradient sum is finite, or if this
       was not checked. It cannot be derived from `norm`, because the squares of large
       finite gradients may overflow.
@@ -321,14 +321,14 @@ def close(
 
 
 def discard(state: Fields) -> Fields:
-    """Return the state without the open window. There is no update, nothing is counted,
-    and the loss scale does not change.
+    """Return the state without the open window. No update is made, no counter
+    increases, and the loss scale does not change.
     """
     micro_step, optimizer_step, skipped_windows, _, _, loss_scale, growth_tracker = (
         state
     )
-    # This is not 0 * weight, because a weight that was summed over several workers may
-    # be infinite, and 0 times infinity is NaN.
+    # Do not use 0 * weight: a weight that was summed over several workers may be
+    # infinite, and 0 times infinity is NaN.
     return (
         0 * micro_step,
         optimizer_step,

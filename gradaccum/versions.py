@@ -1,5 +1,5 @@
-"""The ``gradaccum versions`` command, which prints the versions that a bug report
-needs. It imports no framework.
+"""The ``gradaccum versions`` command, which prints the versions that belong in a bug
+report. It imports no framework.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from gradaccum.state import StepResult
 
 __all__ = ["ClosedWindow", "Listener"]
 
-# A listener receives Python numbers, so that it needs no framework. An unknown number
-# is NaN.
+# A listener receives Python numbers, so that it does not depend on a framework. A
+# number that is unknown is passed as NaN.
 
 
 class ClosedWindow(NamedTuple):
@@ -39,20 +39,21 @@ class ClosedWindow(NamedTuple):
     clipping. It is inf if the gradient overflowed, and NaN if it was not measured.
     """
     loss_scale: float
-    """The loss scale for the next window; 1 if there is no loss scaling."""
+    """The loss scale for the next window. It is 1 if there is no loss scaling."""
     weight: float
-    """The sum of the micro-batches' weights in the window, over all workers if the
-    optimizer reduces the gradients; NaN if the sum is unknown.
+    """The sum of the weights of the window's micro-batches. It includes all workers if
+    the optimizer reduces the gradients, and is NaN if it is unknown.
     """
     micro_batches: float
-    """The number of this worker's micro-batches in the window; NaN if it is unknown."""
+    """The number of this worker's micro-batches in the window, or NaN if it is unknown.
+    """
     seconds: float
     """The wall-clock time since the previous window closed, or, for the first window,
     since the first listener was added.
     """
     loss: float = math.nan
-    """The loss of the window, computed as for one large batch over all workers; NaN
-    unless all losses are known.
+    """The loss that the window would have as one large batch over all workers. It is
+    NaN unless all losses are known.
     """
 
 
@@ -61,10 +62,10 @@ Listener = Callable[[ClosedWindow], object]
 
 
 # The listeners of one optimizer. When a window closes, `note` only records it. `tell`
-# calls the listeners after all other work on the window, at the latest at the end of
-# the call that closed it. At the end of that call, `settled` raises the listeners'
-# errors. So a listener that raises an error cannot prevent an update, a change of the
-# loss scale, or a collective operation that the other workers wait for.
+# calls the listeners when all other work on the window is done, at the latest at the
+# end of the call that closed the window. At the end of that call, `settled` raises the
+# listeners' errors. A listener that raises an error therefore cannot prevent an update,
+# a change of the loss scale, or a collective operation that the other workers wait for.
 
 
 _AFTER = (
@@ -74,8 +75,8 @@ _AFTER = (
 
 
 class Handle:
-    """The handle of a listener that was added. ``remove()`` removes the listener, as
-    with torch's hooks.
+    """The handle that is returned when a listener is added. As with torch's hooks,
+    ``remove()`` removes the listener.
     """
 
     def __init__(self, listeners: dict[int, Listener], key: int) -> None:
@@ -95,8 +96,8 @@ class Listeners:
 
     def __init__(self) -> None:
         self.added: dict[int, Listener] = {}
-        """The listeners by key. While this dictionary is empty, closed windows need not
-        be recorded.
+        """A dictionary from keys to listeners. While it is empty, closed windows need
+        not be recorded.
         """
         self._keys = itertools.count()
         self._untold: list[ClosedWindow] = []
@@ -132,7 +133,7 @@ class Listeners:
         weight: float = math.nan,
         micro_batches: float = math.nan,
     ) -> ClosedWindow:
-        """Record a closed window, whose `result` contains Python numbers."""
+        """Record a closed window. `result` must contain Python numbers."""
         now = time.perf_counter()
         seconds = now - self._last_end
         self._last_end = now

@@ -1,9 +1,9 @@
 """Passes over a loader: the number of updates in a pass, the flush at its end, and
 windows with totals that are known before the first forward pass.
 
-A loss with one denominator needs no totals: pass each micro-batch's weight. If a loss
-has several terms, divide each term by its own total over the window, and sum the window
-with ``reduction="sum"``.
+If a loss has a single denominator, no totals are needed: pass each micro-batch's
+weight. If a loss has several terms, divide each term by its own total over the window,
+and sum the window with ``reduction="sum"``.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ workers.
 """
 
 _ROUNDING = 1e-5
-"""The relative error that a sum over the workers may have, because it may be rounded to
-float32. A mean over the workers would differ by more.
+"""The relative error that is allowed in a sum over the workers, because the sum may be
+rounded to float32. The error would be larger if `reduce` computed a mean.
 """
 
 
@@ -61,13 +61,13 @@ def updates_in(
     optimizer_step: int = 0,
     micro_step: int = 0,
 ) -> int:
-    """Return the number of updates in `epochs` passes over a loader, each of which ends
-    with a flush. This is the length of a learning-rate schedule.
+    """Return the number of updates in `epochs` passes over a loader, if each pass ends
+    with a flush. Use this number as the length of a learning-rate schedule.
 
     Args:
         micro_batches: the loader if it has a length, otherwise its number of
             micro-batches, an int >= 0.
-        steps: as for `gradaccum.wrap`: an int, pairs or a callable.
+        steps: an int, pairs or a callable, as for `gradaccum.wrap`.
         epochs: the number of passes over the loader, an int >= 0.
         optimizer_step: the number of updates before these passes, if `steps` depends on
             it.
@@ -95,8 +95,8 @@ def updates_in(
 
 
 class Sizes:
-    """Compares the numbers of items of the micro-batches that have no weight. As soon
-    as the numbers differ, a `GradAccumWarning` is issued.
+    """Issues a `GradAccumWarning`, once, if micro-batches without a weight have
+    different numbers of items.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Sizes:
     ) -> None:
         self.weighed = True
         """bool: True if the last micro-batch had a weight, or if its number of items
-        was compared already.
+        has already been compared.
         """
         self._looks = reduction == "mean"
         self._first = 0
@@ -134,9 +134,9 @@ def _items_of(micro_batch: object) -> int | None:
     """Return the number of items in a micro-batch: 0 if there is no array, None if the
     number is unknown.
 
-    A batch of graphs states its number of graphs. Otherwise the items are along the
-    first axis, if that axis has the same length in all arrays. In a time-major batch,
-    the first axis of the inputs and the first axis of the labels have different
+    For a batch of graphs, this is its number of graphs. Otherwise it is the length of
+    the first axis, provided that all arrays have the same length there. In a time-major
+    batch, the first axis of the inputs and the first axis of the labels have different
     lengths.
     """
     number_of_graphs = getattr(micro_batch, "num_graphs", None)
@@ -221,14 +221,15 @@ def _epoch(
 def _with_progress(loader: Iterable[M]) -> Iterable[M]:
     track = import_module("rich.progress").track
     total = None
-    # torch's DataLoader has a ``__len__``, but it raises if the dataset has no length.
+    # torch's DataLoader has a ``__len__``, but it raises an error if the dataset has no
+    # length.
     with suppress(TypeError):
         total = len(cast(Sized, loader))
     return cast(Iterable[M], track(loader, "micro-batches", total=total))
 
 
-# A window whose micro-batches are all read before the first micro-batch is run, and the
-# pass over a loader that reads them.
+# `Windows` iterates over a loader. It reads all micro-batches of a `Window` before the
+# user's loop runs the first of them.
 
 
 class Window(Generic[M]):
@@ -240,7 +241,7 @@ class Window(Generic[M]):
         self, number: int, micro_batches: list[M], totals: Mapping[str, float]
     ) -> None:
         self.number = number
-        """int: the number of windows before this window."""
+        """int: the window's number, which is the number of windows before it."""
         self.totals = totals
         """The sum of each count over the window and all workers, by the name of the
         count.
@@ -250,7 +251,7 @@ class Window(Generic[M]):
 
     def __len__(self) -> int:
         """Return the number of this worker's micro-batches. It is 0 if only other
-        workers have micro-batches.
+        workers have micro-batches in this window.
         """
         return self._length
 
@@ -279,7 +280,7 @@ class Window(Generic[M]):
 @dataclass
 class Windows(Generic[M]):
     """The iterable that `gradaccum.windows` returns. Each ``for`` loop reads the loader
-    from its beginning, and continues the numbering of the windows.
+    from the beginning, but the numbering of the windows continues.
     """
 
     loader: Iterable[M]
@@ -322,8 +323,8 @@ class Windows(Generic[M]):
             window.forget()
 
     def _values_of(self, micro_batches: list[M]) -> list[float]:
-        """Return the number of micro-batches, which is 0 or 1, followed by the counts
-        in order.
+        """Return the number of micro-batches in the list, which is 0 or 1, and then the
+        counts in order.
         """
         values = [float(len(micro_batches))]
         for name, function in self.count.items():
@@ -339,7 +340,7 @@ class Windows(Generic[M]):
         Raises:
             ArgumentValueError: `reduce` returned a different number of values, an
                 infinite value, or a value below this worker's own value. The last case
-                happens if `reduce` computes a mean instead of a sum.
+                occurs if `reduce` computes a mean instead of a sum.
         """
         if self.reduce is None:
             return values
@@ -404,7 +405,7 @@ def windows(
             ``until_weight``. Totals and weight are then sums over all workers. Every
             worker must iterate over every window. After a worker's loader has ended,
             its windows have length 0.
-        start: the number of the first window, for a schedule that resumes.
+        start: the number of the first window. Pass it to resume a schedule.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: `steps` is invalid (raised immediately),

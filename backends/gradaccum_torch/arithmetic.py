@@ -20,9 +20,11 @@ from gradaccum_torch.torch_private.names import (
 HALF = (torch.float16, torch.bfloat16)
 """Gradients of these dtypes are summed in float32 unless the user sets a dtype."""
 FAINT = 2.0**-31
-"""If a float32 tensor's norm is below this, squares of its elements may underflow."""
+"""If a float32 tensor's norm is below this bound, squares of its elements may
+underflow.
+"""
 FAINT_HALF = 2.0**-13
-"""If a float16 tensor's norm, computed in float16, is below this, squares of its
+"""If a float16 tensor's norm, computed in float16, is below this bound, squares of its
 elements may underflow.
 """
 
@@ -62,7 +64,7 @@ def divide(tensors: Sequence[Tensor], divisor: float) -> None:
     with torch.no_grad():
         for group in groups_of(map(elements, tensors)):
             if has_exact_inverse(divisor):
-                # This gives the same bits in half the time.
+                # Multiplying gives the same bits as dividing, in half the time.
                 torch._foreach_mul_(group, 1 / divisor)
             else:
                 torch._foreach_div_(group, divisor)
@@ -79,8 +81,8 @@ def multiply(tensors: Sequence[Tensor], factor: float) -> None:
 
 @torch.no_grad()
 def narrowed(gradient: Tensor, divisor: float, dtype: torch.dtype) -> Tensor:
-    """Return `gradient` / `divisor` in `dtype`. The division itself uses the wider of
-    the gradient's dtype and `dtype`.
+    """Return `gradient` / `divisor` in `dtype`. The quotient is computed in the wider
+    of the gradient's dtype and `dtype`.
     """
     wide_gradient = gradient.to(torch.promote_types(gradient.dtype, dtype))
     if divisor != 1:
@@ -98,7 +100,7 @@ def fits(total: Tensor, divisor: float, dtype: torch.dtype) -> bool:
 
 
 def measure(sums: Sequence[Tensor]) -> tuple[float, bool]:
-    """Return the norm of all `sums` together, and whether every element is finite.
+    """Return the global norm of `sums`, and whether all of their elements are finite.
     Waits for the device.
     """
     with torch.no_grad():
@@ -107,7 +109,8 @@ def measure(sums: Sequence[Tensor]) -> tuple[float, bool]:
         is_float16 = torch.float16 in [tensor.dtype for tensor in tensors]
         faint = FAINT_HALF if is_float16 else FAINT
         if not faint <= norm < math.inf and tensors:
-            # The squares of finite elements may have overflowed or underflowed.
+            # Compute the norm again in float64, because the squares of finite elements
+            # may have overflowed or underflowed.
             norm = norm_of(tensor.double() for tensor in tensors)
     return (norm, True) if norm < math.inf else (math.inf, False)
 
@@ -118,8 +121,8 @@ def real_elements(tensor: Tensor) -> Tensor:
 
 
 def norm_of(tensors: Iterable[Tensor]) -> float:
-    """Return the 2-norm of all `tensors` together. If a tensor is sharded over
-    processes, its norm includes the shards of all processes.
+    """Return the global 2-norm of `tensors`. If a tensor is sharded over processes, its
+    norm includes the shards of all processes.
     """
     norms: list[Tensor] = []
     for group in groups_of(tensors):
@@ -176,5 +179,7 @@ def all_finite(gradients: Sequence[Tensor]) -> bool:
 
 
 def is_zero(tensor: Tensor) -> bool:
-    """True if this process's part of `tensor` is all zeros. Waits for the device."""
+    """True if this process's part of `tensor` contains only zeros. Waits for the
+    device.
+    """
     return not bool(local(elements(tensor)).any())

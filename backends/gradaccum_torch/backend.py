@@ -63,9 +63,9 @@ class TorchBackend:
                 ``.grad`` into separate buffers. Between two steps you may then clear,
                 assign, reduce or clip ``.grad`` yourself. This costs one buffer per
                 parameter, and one more pass over each micro-batch's gradients.
-            module: the parallel module that several workers train together. It is a
+            module: the parallel module that several workers train together: either a
                 `torch.nn.parallel.DistributedDataParallel`, whose gradients are then
-                reduced once, at the end of the window, or a module to which
+                reduced only once, at the end of the window, or a module to which
                 `torch.distributed.fsdp.fully_shard` was applied. All workers then share
                 each window. This call, the end of a window and ``flush`` are
                 collective.
@@ -76,23 +76,24 @@ class TorchBackend:
                 ``set_requires_gradient_sync(False)``.
             process_group: the `torch.distributed.ProcessGroup` of workers that train
                 equal copies of one model without a parallel module. The window's sum is
-                reduced as with ``module=``. An optimizer that averages gradients itself
-                then averages equal gradients. With ``"alone"`` this process shares no
-                window, although several processes are running. If several processes are
-                running and you pass neither `module` nor `process_group`, a
-                `GradAccumWarning` is issued.
+                reduced as with ``module=``. If the optimizer itself averages gradients
+                over the workers, it then averages equal gradients. With ``"alone"``
+                this process does not share its windows, even if several processes are
+                running. If several processes are running and you pass neither `module`
+                nor `process_group`, a `GradAccumWarning` is issued.
             norm_group: the `torch.distributed.ProcessGroup` of the stages of a
                 pipeline, each of which has its own optimizer. The gradient norm, the
                 clipping and the decision on overflow then cover all stages. The end of
                 a window is collective: if only one stage reaches it, that stage waits
-                until the group's timeout, and then raises.
+                until the group's timeout, and then raises an error.
 
         Raises:
             ArgumentTypeError: `optimizer` is not an optimizer, or is already wrapped;
                 or `module` is not a supported module.
-            ArgumentValueError: `module` lacks parameters of the optimizer; another
-                worker passed different options, or the parameters in a different order;
-                or FSDP2 cannot defer its reduction with these options.
+            ArgumentValueError: `module` does not contain all parameters of the
+                optimizer; another worker passed different options, or the parameters in
+                a different order; or FSDP2 cannot defer its reduction with these
+                options.
             UsageError: ``.grad`` of a parameter already contains a gradient.
         """
         if isinstance(optimizer, AccumulatingOptimizer):
@@ -120,8 +121,8 @@ class TorchBackend:
         return is_scheduler(candidate)
 
     def gate(self, scheduler: object) -> GatedScheduler:
-        """Wrap a learning-rate scheduler that was built on a wrapped optimizer, so that
-        it steps once per update.
+        """Wrap a learning-rate scheduler that was created for a wrapped optimizer, so
+        that the scheduler steps once per update.
 
         Raises:
             ArgumentTypeError: the scheduler's optimizer is not wrapped, or the
@@ -167,7 +168,7 @@ class TorchOptions(WrapOptions, total=False):
 def wrap(
     optimizer: torch.optim.Optimizer, steps: Steps, **options: Unpack[TorchOptions]
 ) -> AccumulatingOptimizer:
-    """Wrap a torch optimizer as `gradaccum.wrap` does, with types of the options and of
-    the return value for a type checker.
+    """Wrap a torch optimizer as `gradaccum.wrap` does, with precise type annotations
+    for the options and the return value.
     """
     return cast(AccumulatingOptimizer, wrap_with(backend, optimizer, steps, **options))

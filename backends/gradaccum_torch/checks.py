@@ -31,7 +31,7 @@ def window_size(options: Options, optimizer_step: int) -> Size:
 
 def known_window_size(options: Options, optimizer_step: int) -> Size:
     """Return the size of the window that follows `optimizer_step` updates, or None if
-    the user's schedule of sizes raises.
+    the user's schedule of sizes raises an error.
     """
     try:
         return window_size(options, optimizer_step)
@@ -138,8 +138,8 @@ def bypassed_error(name: str) -> UsageError:
 
 
 def new_parameters_error() -> UsageError:
-    """Return the error for gradients in ``.grad`` of parameters that are new to a
-    wrapped optimizer.
+    """Return the error for parameters that are added to a wrapped optimizer while their
+    ``.grad`` contains gradients.
     """
     return UsageError(
         ".grad: expected no gradients in parameters that are new to a wrapped"

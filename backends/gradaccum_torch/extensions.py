@@ -49,8 +49,8 @@ WEIGHED_TWICE = (
 
 
 class MicroBatch:
-    """The weight and the losses that the user has passed for the current micro-batch,
-    which ``step`` has not counted yet.
+    """The current micro-batch, which ``step`` has not counted yet: the weight and the
+    losses that the user has passed for it.
     """
 
     def __init__(self) -> None:
@@ -67,9 +67,9 @@ class MicroBatch:
         self.losses: list[float | Tensor] = []
         """The losses that the user passed, before they were scaled."""
         self.is_first = False
-        """Whether this micro-batch opens the window."""
+        """Whether this micro-batch is the first of its window."""
         self.passes = 0
-        """The number of the micro-batch's backward passes."""
+        """How many backward passes the micro-batch has run."""
         self.window_size: Size = None
 
     def require_same_weight(self, weight: float) -> None:
@@ -82,8 +82,8 @@ class MicroBatch:
 
 
 class Extension:
-    """An observer of a window. The window calls each method at a certain point. No
-    method may change the window.
+    """An observer of a window. The window calls the methods below when the events that
+    they describe occur. No method may change the window.
     """
 
     def loss_given(self, loss: Tensor) -> None:
@@ -95,15 +95,17 @@ class Extension:
         """
 
     def numbers(self) -> list[float]:
-        """Return numbers about the open window, to be added up over all workers."""
+        """Return numbers that describe the open window. They are then added up over all
+        workers.
+        """
         return []
 
     def reduced(self, numbers: list[float]) -> None:
-        """Receive the `numbers` after they were added up over all workers."""
+        """Receive the sums of the `numbers` over all workers."""
 
     def window_closed(self, state: Fields, options: Options) -> None:
-        """Observe that the window was closed. `state` and `options` determine the
-        number by which its sum was divided.
+        """Observe that the window was closed. The number by which its sum was divided
+        follows from `state` and `options`.
         """
 
     def window_discarded(self) -> None:
@@ -130,8 +132,8 @@ def as_number(loss: object) -> float | Tensor:
     scalar: Any = loss.detach()
     if is_sharded(scalar):
         scalar = scalar.full_tensor()
-    # Copy the loss, because a captured CUDA graph writes the next loss into the same
-    # memory.
+    # Copy the loss, because each replay of a captured CUDA graph writes its loss into
+    # the same memory.
     if scalar.is_cpu:
         return float(scalar.item())
     copied_scalar: Tensor = scalar.reshape(()).clone()
@@ -139,8 +141,9 @@ def as_number(loss: object) -> float | Tensor:
 
 
 class WindowLoss(Extension):
-    """Computes the loss of each window as one large batch. The loss is NaN unless the
-    user has passed the losses of all micro-batches. Reading it may wait for the device.
+    """Computes the loss that each window would have as one large batch. The loss is NaN
+    unless the user has passed the losses of all micro-batches. Reading it may wait for
+    the device.
     """
 
     def __init__(self, options: Options) -> None:
@@ -150,9 +153,9 @@ class WindowLoss(Extension):
         their weights.
         """
         self.total = 0.0
-        """The weighted sum of those losses of the open window that have been read."""
+        """The weighted sum of the open window's losses that have already been read."""
         self._misses_loss = False
-        """Whether the open window has a micro-batch whose loss is not known."""
+        """Whether the loss of any micro-batch in the open window is unknown."""
         self._read_closed_loss: Callable[[], float] | None = None
         self._value = math.nan
 
@@ -223,8 +226,8 @@ class WindowLoss(Extension):
 
 
 class Warnings:
-    """Issues each warning once per optimizer. The warning names the line of the user's
-    code that made the call.
+    """Issues each warning once per optimizer. The warning refers to the line of the
+    user's code that made the call.
     """
 
     def __init__(self) -> None:
@@ -237,7 +240,7 @@ class Warnings:
 
 
 def levels_to_user() -> int:
-    """Return the ``stacklevel`` with which a warning names the line of the user's
+    """Return the ``stacklevel`` that makes a warning refer to the line of the user's
     code.
     """
     level = 2
@@ -262,8 +265,8 @@ class ChangedRateWarning(Extension):
         self._optimizer = optimizer
         self._warn = warn
         self._rates: list[object] | None = None
-        """The learning rates at the beginning of the window; None if they may
-        change.
+        """The learning rates at the beginning of the window, or None if they may change
+        during the window.
         """
 
     def micro_batch_added(self, micro_batch: MicroBatch, weight: float) -> None:
@@ -293,11 +296,11 @@ def rate_mark(rate: object) -> object:
 
 class LeftoverLoopWarning(Extension):
     """Warns if each of the first two ``step`` calls came after as many backward passes
-    as a window has micro-batches. Most likely the ``if`` of a loop without gradaccum is
-    still around ``step``.
+    as a window has micro-batches. Most likely ``step`` is still inside an ``if`` that
+    was needed before the loop used gradaccum.
 
-    Two backward passes per step cause no warning, because a GAN's discriminator also
-    has two losses.
+    Two backward passes per step cause no warning, because they are normal for the
+    discriminator of a GAN, which has two losses.
     """
 
     def __init__(self, warn: Warnings) -> None:
@@ -316,7 +319,7 @@ class LeftoverLoopWarning(Extension):
 
 
 class NonFiniteLossWarning(Extension):
-    """Warns about a loss that is not finite, on the worker where it occurred."""
+    """Warns about a loss that is not finite, on the worker that computed the loss."""
 
     def __init__(
         self, window_loss: WindowLoss, place: tuple[int, int], warn: Warnings
@@ -336,7 +339,7 @@ class NonFiniteLossWarning(Extension):
 
 
 def is_divided_by(division: Division | None, steps: int, reduction: str) -> bool:
-    """True if a loss was divided by `steps` in its last operation, most likely by
+    """True if the last operation on a loss was a division by `steps`, most likely by
     mistake. The division is right if it averages `steps` terms, if it turns sums into
     means, or with ``reduction="sum"``.
     """

@@ -1,4 +1,5 @@
-"""Supports a user's own `torch.amp.GradScaler`, whose scale is updated once per window.
+"""Supports a `torch.amp.GradScaler` that the user passes. Its scale is updated once per
+window.
 
 In the loop ``opt.backward(loss); opt.step()``, the end of the window sets the scale and
 the growth tracker as a single ``scaler.update()`` would. In the loop
@@ -25,16 +26,16 @@ from gradaccum_torch.torch_private.names import (
 )
 
 SMALLEST = 2.0**-125
-"""The minimum loss scale, because a `GradScaler` has no minimum. With a smaller scale,
-a window's sum could no longer be divided by the scale, and the scale could then never
-grow again.
+"""The minimum loss scale. It is needed because a `GradScaler` itself has no minimum.
+With a smaller scale, a window's sum could no longer be divided by the scale, and the
+scale could then never grow again.
 """
 
 
 SET_BACK: WeakKeyDictionary[torch.amp.GradScaler, tuple[Any, int]] = WeakKeyDictionary()
 """For each scaler whose growth tracker was set back by one: its record of the pending
-``scaler.update()``, and the true value of the growth tracker. A call of ``update``
-replaces the record with another object.
+``scaler.update()``, and the true value of the growth tracker. If the record is no
+longer the same object, ``update`` has been called since then.
 """
 
 
@@ -56,7 +57,8 @@ class ScalerLink:
         """
         pending = pending_update(self.scaler)
         if pending and self.stepping_optimizer is None:
-            # The user's call of scaler.update() will set the scaler to these values.
+            # The pending scaler.update(), which the user calls, will set the scaler to
+            # these values.
             return state
         scale, tracker = scale_and_tracker(self.scaler)
         awaited_update, true_tracker = SET_BACK.get(self.scaler, (None, 0))
@@ -93,8 +95,9 @@ class ScalerLink:
         """Prepare the scaler so that its scale is ``state.loss_scale`` after the user's
         ``scaler.update()``, which follows ``scaler.step``.
         """
-        # `update` itself changes the scale, so that the user can compare it before and
-        # after. If the scale stays the same, `update` only counts.
+        # Let `update` itself change the scale, so that the user can compare the scale
+        # before and after the call. If the scale stays the same, `update` only
+        # increments the growth tracker.
         moves = self.scaler.get_scale() != state.loss_scale
         assert self.stepping_optimizer is not None
         for found_inf in found_inf_of(self.scaler, self.stepping_optimizer):
@@ -128,8 +131,8 @@ def link_scaler(options: Options, parameters: list[Tensor]) -> ScalerLink | None
 
 def groups_for_a_scaler(link: ScalerLink | None) -> list[dict[str, Any]] | None:
     """Return parameter groups for a `GradScaler` that reads ``opt.param_groups``, or
-    None if another caller reads them. The groups contain a dummy parameter, in whose
-    gradient the scaler finds no overflow.
+    None if another caller reads them. The groups contain only a dummy parameter with a
+    finite gradient, so that the scaler finds no overflow.
 
     Raises:
         UsageError: the scaler was not passed as ``loss_scale=``, or it is about to

@@ -20,7 +20,9 @@ from gradaccum_torch.gradient_watch import GradientWatch, WatchedGradient
 from gradaccum_torch.torch_private.names import keep_own, untraced
 
 Gradients = dict[Tensor, Tensor]
-"""The gradients by parameter; a parameter without a gradient is left out."""
+"""A mapping from each parameter to its gradient. Parameters without a gradient are left
+out.
+"""
 GetParameters = Callable[[], list[Tensor]]
 
 
@@ -50,14 +52,14 @@ class GradientSum:
         watch.move_gradient = None
 
     def expect_window(self, size: object) -> None:
-        """Prepare for the next window. Its size is a number of micro-batches, a weight,
-        or None if only ``flush`` closes it.
+        """Prepare for the next window. The window's size is a number of micro-batches,
+        a weight, or None if only ``flush`` closes the window.
         """
 
     def follow_additions(self, gradient_added: Callable[[Tensor], None] | None) -> bool:
         """From now on, call ``gradient_added(parameter)`` whenever autograd has added a
-        gradient to the parameter's sum; None ends the calls. Return False if gradients
-        are added only in ``step``.
+        gradient to the parameter's sum. If `gradient_added` is None, stop these calls.
+        Return False if gradients are added only in ``step``.
         """
         if gradient_added is None:
             self.watch.move_gradient = None
@@ -107,8 +109,8 @@ class GradientSum:
         self.watch.reset()
 
     def prepare_update(self, gradients: Gradients) -> None:
-        """Prepare to put the divided `gradients` into ``.grad``: keep no reference to
-        the sums except in `gradients`.
+        """Prepare to put the divided `gradients` into ``.grad``. Drop all references to
+        the sums except the references in `gradients`.
         """
 
     def clear(self) -> None:
@@ -123,7 +125,7 @@ class SumInBuffers(GradientSum):
     the micro-batch's ``.grad`` to them.
 
     The sum can therefore have its own dtype, a micro-batch can be dropped, and the user
-    may change ``.grad`` between two steps.
+    may modify ``.grad`` between two steps.
     """
 
     is_beside_grad = True
@@ -155,7 +157,7 @@ class SumInBuffers(GradientSum):
         is_finite = not self.drops_micro_batches or all_finite([*gradients.values()])
         new_buffers: Gradients = {}
         if is_finite:
-            # Memory may run out here, before anything has been added.
+            # If memory runs out, it runs out here, before anything has been added.
             new_buffers = {
                 parameter: self._copy(parameter, gradient)
                 for parameter, gradient in gradients.items()
@@ -202,7 +204,8 @@ class SumInBuffers(GradientSum):
         return gradient.detach().to(dtype, copy=True)
 
     def gradients(self) -> Gradients:
-        # Keep the order of the parameters, so that a resumed window has the same norm.
+        # Keep the order of the parameters, so that the norm of a resumed window has the
+        # same bits.
         return {
             parameter: self.buffers[parameter]
             for parameter in self.parameters()
@@ -263,9 +266,9 @@ class SumOnArrival(SumInBuffers):
         return moves
 
     def move(self, watched_gradient: WatchedGradient) -> None:
-        """Add one of two gradients to its buffer: the new gradient, or the gradient
-        that has stayed in ``.grad`` so far, whichever has more elements. The other
-        gradient stays in ``.grad``.
+        """Compare the new gradient with the gradient that has stayed in ``.grad`` so
+        far. Add the gradient with more elements to its buffer, and leave the other
+        gradient in ``.grad``.
         """
         moved_gradient: WatchedGradient | None = watched_gradient
         staying = self._staying

@@ -3,10 +3,10 @@
 A hook runs right after autograd has added to a gradient. It records the tensor in
 ``.grad``, how often that tensor was written to, and the factor by which the loss was
 multiplied. A single comparison in ``step`` then detects clipping, a
-``model.zero_grad()``, an assignment, a reduction by another library, and a loss without
-its weight or its loss scale. Writes that torch does not count (through ``.data`` or
-NumPy) are not detected. Writes into a `DTensor` are detected only in the first window,
-by comparing norms.
+``model.zero_grad()``, an assignment, a reduction by another library, and a loss that
+was not multiplied by its weight or by the loss scale. Writes that torch does not count
+(through ``.data`` or NumPy) are not detected. Writes into a `DTensor` are detected only
+in the first window, by comparing norms.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from gradaccum_torch.torch_private.names import (
 )
 
 FACTORS = [1.0]
-"""A stack. Its last entry is the factor by which the loss of the current backward pass
-was multiplied; 1 for a plain ``loss.backward()``.
+"""A stack whose last entry is the factor by which the loss of the current backward pass
+was multiplied. The factor is 1 for a plain ``loss.backward()``.
 """
 PASSES = [0]
-"""The number of backward passes that all wrapped optimizers together have seen."""
+"""The number of backward passes, added up over all wrapped optimizers."""
 IN_PARTS = -2
-"""Recorded instead of the version of a `DTensor`, because torch does not count writes
-into its local part.
+"""Recorded as the version of every `DTensor`, because torch does not count writes into
+the local part of a `DTensor`.
 """
 
 
 class WatchedGradient:
-    """One parameter, and its ``.grad`` when autograd last added to it."""
+    """One parameter, and its ``.grad`` as it was when autograd last added to it."""
 
     __slots__ = ("gradient", "norm", "parameter", "version", "watch")
 
@@ -72,7 +72,7 @@ class WatchedGradient:
         noted_gradient = self.gradient
         watch = self.watch
         if noted_gradient is not None and noted_gradient._version == self.version + 1:
-            # In nearly all cases autograd has made one addition in place.
+            # The most common case: autograd has made one addition in place.
             self.version += 1
         else:
             if self.parameter.grad is not noted_gradient:
@@ -80,8 +80,8 @@ class WatchedGradient:
             if noted_gradient is not None and not self._was_added(noted_gradient):
                 watch.was_changed = True
                 if not watch.is_running:
-                    # If the user has replaced .grad since then, as netD.zero_grad() of
-                    # a GAN does, the earlier scaled gradients are gone.
+                    # The user may have replaced .grad, as netD.zero_grad() does in a
+                    # GAN. The factors of the earlier losses then no longer matter.
                     watch.factors.clear()
             self.note()
         if not watch.is_running:
@@ -93,8 +93,9 @@ class WatchedGradient:
         """True if ``.grad`` may be the result of a single addition by autograd to
         `noted_gradient`.
 
-        Autograd creates a new tensor with ``create_graph=True``, and when it adds a
-        dense to a sparse gradient. A `DTensor` may count several writes per addition.
+        With ``create_graph=True``, and when autograd adds a dense gradient to a sparse
+        gradient, the result is a new tensor. The version of a `DTensor` may increase by
+        more than 1 per addition.
         """
         gradient = self.parameter.grad
         if gradient is noted_gradient:
@@ -126,7 +127,9 @@ class GradientWatch:
         the last ``step``.
         """
         self.was_changed = False
-        """Whether autograd has added to a gradient that something else had changed."""
+        """Whether autograd has added to a gradient after other code had changed the
+        gradient.
+        """
         self.has_plain_pass = False
         """Whether a plain ``loss.backward()`` has added a gradient since the last
         ``step``.
@@ -156,15 +159,15 @@ class GradientWatch:
         reached.
         """
         self._watched_gradients: dict[int, WatchedGradient] = {}
-        """The watched gradients by ``id(parameter)``, which is ten times faster than
-        ``hash(parameter)``.
+        """The watched gradients by ``id(parameter)``, because ``id(parameter)`` is ten
+        times faster than ``hash(parameter)``.
         """
         self._handles: dict[int, RemovableHandle] = {}
         WATCHES.add(self)
 
     def end_with(self, owner: object) -> None:
         """Remove the hooks when `owner` is freed. Otherwise each parameter would keep
-        its hook alive, and with it everything that the hook refers to.
+        its hook and everything that the hook refers to alive.
         """
         weakref.finalize(owner, remove, self._handles).atexit = False
 
@@ -195,9 +198,9 @@ class GradientWatch:
         """
         if not self.factors:
             self._first_parameter = key
-        # A reentrant checkpoint runs a pass for each of its segments inside the user's
-        # pass. The user's next pass has begun when the first parameter is reached
-        # again.
+        # A reentrant checkpoint runs a separate pass for each of its segments inside
+        # the user's pass. Therefore a new pass of the user is counted only when the
+        # first parameter is reached again.
         if key == self._first_parameter:
             self.passes += 1
         self.engine_passes += 1
@@ -215,7 +218,7 @@ class GradientWatch:
             self._keep_new_gradients()
 
     def _keep_new_gradients(self) -> None:
-        """Copy each new gradient whose memory other code may write into. If autograd's
+        """Copy each new gradient if other code may write into its memory. If autograd's
         engine is running, this happens at the end of the pass, because during the pass
         autograd itself refers to the gradient.
         """
@@ -236,7 +239,7 @@ class GradientWatch:
             watched_gradient.note()
 
     def is_intact(self) -> bool:
-        """True if nothing except autograd has changed a ``.grad``."""
+        """True if only autograd has changed the watched ``.grad`` attributes."""
         if self.was_changed:
             return False
         for watched_gradient in self._watched_gradients.values():
@@ -252,9 +255,9 @@ class GradientWatch:
     def holds_other_gradients(
         self, parameters: Iterable[Tensor], *, is_separate: bool
     ) -> bool:
-        """True if ``.grad`` contains anything that no backward pass has added. Pass
-        ``is_separate=True`` if the window's sum is not in ``.grad``. May wait for the
-        device.
+        """True if ``.grad`` contains anything that was not added by a backward pass.
+        Pass ``is_separate=True`` if the window's sum is not in ``.grad``. May wait for
+        the device.
         """
         for parameter in parameters:
             gradient = parameter.grad
@@ -278,8 +281,8 @@ class GradientWatch:
 
     @property
     def has_seen_anything(self) -> bool:
-        """True if a backward pass has begun since the last `reset`, or something has
-        changed a gradient.
+        """True if a backward pass has begun, or other code has changed a gradient,
+        since the last `reset`.
         """
         return bool(self.factors) or self.is_running or self.was_changed
 
@@ -320,8 +323,8 @@ for _hook in (
 
 @contextmanager
 def delivering_zeros(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """Replace every gradient that a backward pass inside the block computes for
-    `leaves` with zeros, even if it is NaN.
+    """Inside the block, replace every gradient that a backward pass computes for
+    `leaves` with zeros, even if the gradient is NaN.
     """
     handles = [
         leaf.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]

@@ -1,11 +1,11 @@
 """``gradaccum_torch.layered_backward``: a window whose backward pass runs layer by
-layer. All micro-batches pass through one layer before any of them enters the next
-layer.
+layer. In this pass, all micro-batches go through one layer before any of them enters
+the next layer.
 
-A layer's update is made, and its gradient freed, when the last micro-batch has passed
-through the layer, so that only one layer's gradients are in memory at a time. Between
-two layers there is a border. It contains the activations that one layer returned and
-the next layer receives, and later the gradients of these activations.
+A layer's update is made, and its gradient freed, when the backward pass of the last
+micro-batch has left the layer, so that only one layer's gradients are in memory at a
+time. Between two layers there is a border. It contains the activations that one layer
+returned and the next layer receives, and later the gradients of these activations.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def layered_backward(
     borders: Literal["keep", "host"] = "keep",
     within: Literal["recompute", "keep"] = "recompute",
 ) -> Any:
-    """Add the large batch's gradient to ``.grad``, or make its update, one layer at a
-    time, and return its loss.
+    """Add the large batch's gradient to ``.grad``, or make the update with this
+    gradient, one layer at a time, and return the large batch's loss.
 
     The result is the same as from `gradaccum_torch.backward` with
     ``loss_fn(layers(inputs), targets)``, and bit for bit the same if no parameter is in
@@ -76,14 +76,15 @@ def layered_backward(
     ``gradaccum.wrap(optimizer, steps=None, on_overflow="ignore")``, each layer's update
     is made as soon as its sum is complete. The inner optimizer then makes a ``step`` in
     which only this layer has gradients, and the gradients are freed. A parameter that
-    several layers share is updated with the first of these layers. With ``clip_norm``,
-    ``skip_norm`` or skipping on overflow, the sums of all layers are kept until the
-    end, and the optimizer makes a single step. Only then may the optimizer have step
-    hooks, or count its steps in its parameter groups.
+    several layers share is updated together with the first of these layers. With
+    ``clip_norm``, ``skip_norm`` or skipping on overflow, the sums of all layers are
+    kept until the end, and the optimizer makes a single step. Step hooks, and
+    optimizers that count their steps in their parameter groups, are allowed only in
+    this case.
 
-    If the call raises an error, everything is as it was before the call, except that
-    layers that were already updated stay updated. A note on the error names these
-    layers, and the optimizer cannot be used until ``load_state_dict`` is called.
+    If the call raises an error, everything is restored as it was before the call,
+    except for layers that were already updated. A note on the error names these layers,
+    and the optimizer cannot be used until ``load_state_dict`` is called.
 
     Args:
         layers: an `nn.Sequential`, whose own forward hooks do not run, or a sequence of
@@ -94,8 +95,8 @@ def layered_backward(
             or ``(loss, aux)`` if `has_aux`.
         inputs: the first layer's argument for the large batch. It is any nested
             structure of tensors, and is split as in `gradaccum_torch.backward`.
-        targets: the second argument of `loss_fn` for the large batch, which is any
-            nested structure of tensors.
+        targets: the second argument of `loss_fn` for the large batch, as any nested
+            structure of tensors.
         steps: the maximum number of micro-batches, each of ceil(items / steps) items.
         micro_batch_size: the number of items in a micro-batch, instead of `steps`.
         reduction: as for `gradaccum_torch.backward`.
@@ -111,9 +112,9 @@ def layered_backward(
         borders: ``"keep"`` keeps the activations between layers on the device.
             ``"host"`` moves them to the host's memory, which frees device memory only
             with ``within="recompute"``.
-        within: ``"recompute"`` computes the activations inside each layer again from
-            the layer's input. ``"keep"`` keeps them for the large batch, without a
-            second forward pass.
+        within: ``"recompute"`` recomputes the activations inside each layer from the
+            layer's input. ``"keep"`` keeps these activations for the whole large batch,
+            and needs no second forward pass.
 
     Returns:
         The loss, detached, shape ``()``; or ``(loss, aux)``.
@@ -179,11 +180,11 @@ class Border:
     def __init__(self, nest: Any) -> None:
         tensors = tensors_of(nest)
         self.roots = [tensor for tensor in tensors if tensor.requires_grad]
-        """The activations that require a gradient, with their graph as long as it is
-        needed.
+        """The activations that require a gradient. Their graph is kept for as long as
+        it is needed.
         """
         self.gradients: list[Tensor | None] = [None] * len(self.roots)
-        """The gradient of each root; None if the next layer did not use the root."""
+        """The gradient of each root, or None if the next layer did not use the root."""
         self._devices = [tensor.device for tensor in tensors]
         self._requires_grad = [tensor.requires_grad for tensor in tensors]
         self.nest: Any = None
@@ -266,15 +267,17 @@ class Pass(NamedTuple):
     outputs: Border
     random_state: RandomState
     buffers: Buffers
-    """The module buffers as they were before the pass, for a second forward pass."""
+    """The module buffers as they were before the pass. A second forward pass needs
+    them.
+    """
 
 
 class LayeredRun:
     """The forward and backward passes of one call of `layered_backward`.
 
     In the forward pass, each micro-batch runs through all layers before the next
-    micro-batch. It therefore draws the same random numbers, and uses the same module
-    buffers, as in `gradaccum_torch.backward`.
+    micro-batch starts. It therefore draws the same random numbers, and uses the same
+    module buffers, as in `gradaccum_torch.backward`.
     """
 
     def __init__(
@@ -309,7 +312,7 @@ class LayeredRun:
         """
 
     def forward(self, inputs: Any) -> Any:
-        """Run a micro-batch through all layers; return the loss function's input."""
+        """Run a micro-batch through all layers, and return the last layer's output."""
         border = Border(inputs)
         self._inputs.append(border)
         self._reach(0, border.roots)
@@ -386,8 +389,8 @@ class LayeredRun:
             self._destination.backward(*zip(*pairs, strict=True))
 
     def _update(self, index: int) -> None:
-        """Update those parameters of a layer that no earlier layer uses. The first
-        layer's parameters are updated at the end.
+        """Update the parameters of a layer, except parameters that an earlier layer
+        uses too. The first layer's parameters are updated at the end.
         """
         is_trained = index in self._first_layers.values()
         if index and is_trained and self._updates_layers:
@@ -419,8 +422,8 @@ def require_plain_layers(layers: object, modules: Sequence[nn.Module]) -> None:
 
 
 def require_layered_optimizer(optimizer: AccumulatingOptimizer) -> None:
-    """Raise unless `optimizer` can be used when each layer processes all micro-batches
-    at once, one layer after the other.
+    """Raise unless `optimizer` allows a backward pass in which one layer after the
+    other processes all micro-batches.
     """
     options = optimizer.whole_window().options
     problem = ""

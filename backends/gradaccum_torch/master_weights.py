@@ -1,7 +1,7 @@
 """The float32 master weights of a model's half-precision parameters.
 
 The inner optimizer's groups contain the masters only during an update. Before the
-update, any value that something else wrote into a parameter is copied to its master.
+update, if other code has changed a parameter, the new value is copied to its master.
 After the update, the rounded masters are copied into the model.
 """
 
@@ -75,9 +75,9 @@ class MasterWeights:
         }
 
     def groups_changed(self) -> None:
-        """Create the missing master weights, and cast the optimizer's half-precision
-        state of their parameters to float32. Drop the masters of parameters that were
-        replaced or cast.
+        """Create the missing master weights, and cast the optimizer state of the
+        corresponding parameters from half precision to float32. Drop the masters of
+        parameters that were replaced or cast.
         """
         half_parameters = [
             parameter
@@ -102,9 +102,9 @@ class MasterWeights:
 
     @torch.no_grad()
     def load(self, masters: Mapping[int, Tensor]) -> None:
-        """Load saved master weights, given by the index of their parameter. If a value
-        in the model differs from its rounded master, the next update starts from the
-        model's value.
+        """Load saved master weights. `masters` maps the index of each parameter to its
+        master. If a value in the model differs from its rounded master, the next update
+        starts from the model's value.
         """
         for index, parameter in enumerate(self.parameters()):
             if index in masters:
@@ -119,8 +119,8 @@ class MasterWeights:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Replace the parameters in the inner optimizer's groups with their master
-        weights inside the block.
+        """Inside the block, replace the parameters in the inner optimizer's groups with
+        their master weights.
         """
         if not self.masters or self.are_in_place:
             yield
@@ -145,7 +145,7 @@ class MasterWeights:
 
     @contextmanager
     def work_on_masters(self) -> Iterator[None]:
-        """Let the inner optimizer change the master weights inside the block, and then
+        """Inside the block, let the inner optimizer change the master weights. Then
         write the rounded masters into the model.
         """
         if not self.are_in_place:
@@ -158,8 +158,8 @@ class MasterWeights:
 
     @contextmanager
     def only(self, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Ignore the master weights of all parameters except `parameters` inside the
-        block.
+        """Inside the block, ignore the master weights of all parameters except
+        `parameters`.
         """
         every_master = dict(self.masters)
         ids = set(map(id, parameters))
@@ -174,7 +174,7 @@ class MasterWeights:
 
     def copy_model_into_masters(self) -> None:
         """Copy each parameter's value into its master weight wherever the value differs
-        from the rounded master, because something else has changed the parameter.
+        from the rounded master, because other code has changed the parameter.
         """
         if not self.masters:
             return
@@ -190,15 +190,15 @@ class MasterWeights:
         with torch.no_grad():
             for parameter, master in self.masters.items():
                 rounded_master = master.to(parameter.dtype)
-                # Autograd raises if a parameter was written to after the forward pass,
-                # even with the same value.
+                # Autograd raises an error if a parameter was written to after the
+                # forward pass, even if its value is unchanged.
                 if not parameter.is_cpu or not torch.equal(rounded_master, parameter):
                     parameter.copy_(rounded_master)
 
 
 def through(action: Callable[[], None]) -> None:
-    """Run `action`. If it raises, for example because of Ctrl-C, run it again before
-    the exception propagates. It must be safe to run `action` twice.
+    """Run `action`. If it is interrupted by an exception, such as Ctrl-C, run it again
+    before the exception propagates. It must be safe to run `action` twice.
     """
     try:
         action()

@@ -92,15 +92,15 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
         If a micro-batch has several losses, call `weigh` once, and then call this
         method for each loss, without a weight. A `GradAccumWarning` is issued once if a
-        second loss comes with a weight.
+        second loss is passed with a weight.
 
         Args:
             loss: scalar tensor, shape ``()``. It is not changed.
-            weight: the micro-batch's number of items, >= 0. The default is the weight
-                passed to `weigh`, or 1 if `weigh` was not called. With weight 0, the
-                micro-batch is counted but contributes nothing, not even NaN. There is
-                then no backward pass, or, if other workers wait for it, a backward pass
-                of zeros.
+            weight: the number of items in the micro-batch, >= 0. The default is the
+                weight passed to `weigh`, or 1 if `weigh` was not called. With weight 0,
+                the micro-batch is counted but contributes nothing, not even NaN. No
+                backward pass is then run. If other workers wait for the backward pass,
+                it is run and produces zeros.
             kwargs: the arguments of `torch.Tensor.backward`.
 
         Raises:
@@ -114,11 +114,11 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
     def weigh(self, weight: float) -> None:
         """Set the weight of the micro-batch that the next ``step`` counts. The backward
-        pass does not have to go through this optimizer.
+        pass does not have to be run by this optimizer.
 
-        With ``reduction="sum_per_item"``, several optimizers can thus share a single
-        ``loss.backward()`` of a summed loss. Each optimizer divides by its own number
-        of items.
+        With ``reduction="sum_per_item"``, several optimizers can therefore share a
+        single ``loss.backward()`` of a summed loss. Each optimizer divides by its own
+        number of items.
 
         Args:
             weight: the number of items, >= 0.
@@ -146,8 +146,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         the end of the window.
 
         Args:
-            closure: computes the loss of the micro-batch and its gradient. It is run
-                once.
+            closure: a function that computes the loss of the micro-batch and its
+                gradient. It is called once.
 
         Returns:
             The return value of the closure, or None.
@@ -184,8 +184,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             else:
                 scaler.prepare_update(window.state, overflow=False)
         except BaseException:
-            # scaler.step deletes these attributes at its end, which it does not reach
-            # after an error. The user may then call step() without the scaler.
+            # scaler.step deletes these attributes only at its end, so they are still
+            # set if an error was raised. The user may then call step() without the
+            # scaler.
             vars(self).pop("grad_scale", None)
             vars(self).pop("found_inf", None)
             if not window.state.micro_step:
@@ -206,7 +207,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         partial sum.
 
         Raises:
-            UsageError: the call comes between ``backward`` and ``step`` in an open
+            UsageError: the call was made between ``backward`` and ``step`` in an open
                 window, when the micro-batch is already part of the sum.
         """
         self._window.zero_grad(set_to_none)
@@ -215,9 +216,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     def result(self) -> StepResult:
         """The result of the last ``step``, ``flush`` or ``discard``, in Python numbers.
 
-        ``result.loss`` is NaN unless each micro-batch went through ``opt.backward``,
-        ``opt.scale`` or a closure that returns the loss. If the losses are on an
-        accelerator, reading the result waits for the device.
+        ``result.loss`` is NaN unless the loss of each micro-batch was passed to
+        ``opt.backward`` or ``opt.scale``, or returned by a closure. If the losses are
+        on an accelerator, reading the result waits for the device.
         """
         return self._window.result
 
@@ -242,13 +243,13 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         self._window.call_listeners_after(partial(self._window.flush, denominator))
 
     def discard(self) -> None:
-        """Discard the open window and the current micro-batch. No update is made,
-        nothing is counted, and the loss scale stays as it was.
+        """Discard the open window and the current micro-batch. No update is made, no
+        counter increases, and the loss scale does not change.
         """
         self._window.discard()
 
     def add_listener(self, listener: Listener) -> Handle:
-        """Call `listener` after each window that closes, whether its update was applied
+        """Call `listener` each time a window has closed, whether its update was applied
         or skipped. Return a handle with ``remove()``.
 
         The listener is called at the end of the ``step`` or ``flush`` that closed the
@@ -257,7 +258,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         end. A state dict, pickle or copy contains no listeners.
 
         Args:
-            listener: a function of one `gradaccum.watching.ClosedWindow`.
+            listener: a function that takes a `gradaccum.watching.ClosedWindow`.
 
         Raises:
             ArgumentTypeError: `listener` is not callable.
@@ -265,18 +266,19 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         return self._window.listeners.add(listener)
 
     def on_update(self, function: Callable[[], object]) -> Handle:
-        """Call `function`, without arguments, after each update that is made.
+        """Call `function`, without arguments, after each update.
 
-        Use it for whatever changes once per update: an average of the weights, a
-        codebook, a schedule of your own. A window may also close inside ``flush``, and
-        a single ``flush`` may close several windows if the workers have different
-        numbers of micro-batches. `function` is not called for a skipped window.
+        Use it for anything that must change once per update, such as an average of the
+        weights, a codebook or your own schedule. A window may also close inside
+        ``flush``, and a single ``flush`` may close several windows if the workers have
+        different numbers of micro-batches. `function` is not called for a skipped
+        window.
 
         Args:
             function: for example ``lambda: ema.update_parameters(model)``.
 
         Returns:
-            A handle, whose ``remove()`` ends the calls.
+            A handle. Its ``remove()`` ends the calls.
 
         Raises:
             ArgumentTypeError: `function` is not callable.
@@ -306,7 +308,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
     def updates_in(self, loader: Sized | int, epochs: int = 1) -> int:
         """Return the number of updates that `epochs` passes of `epoch` over a loader
-        will make from now on, for example as the length of a schedule.
+        will make from now on. Use this number, for example, as the length of a
+        schedule.
 
         Args:
             loader: a loader with a length, or its number of micro-batches, an int >= 0.
@@ -333,8 +336,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The inner optimizer. Its own ``step`` raises as long as the wrapper is
-        alive.
+        """The inner optimizer. Calling its own ``step`` raises an error as long as the
+        wrapper is alive.
         """
         return self._inner
 
@@ -389,8 +392,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     if not TYPE_CHECKING:  # A type checker should find a misspelt name.
 
         def __getattr__(self, name: str) -> Any:
-            # A name with a leading underscore describes one particular optimizer, so
-            # the inner optimizer's value would be wrong for the wrapper.
+            # An attribute whose name begins with an underscore describes one particular
+            # optimizer. The inner optimizer's value would be wrong for the wrapper.
             if name.startswith("_"):
                 raise AttributeError(name)
             value = getattr(self._inner, name)
@@ -399,8 +402,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             return on_masters(value, masters) if is_method else value
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a parameter group, even while a window is open; see
-        `torch.optim.Optimizer.add_param_group`.
+        """Add a parameter group, as `torch.optim.Optimizer.add_param_group` does. A
+        window may be open.
 
         Raises:
             ArgumentValueError: several workers share the window, and the group has a
@@ -442,7 +445,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         comes from an optimizer that is not wrapped, no window is open afterwards.
 
         If no window was open when the state was saved, the saved loss scale is used
-        only if both the saving and the loading optimizer have a dynamic loss scale.
+        only if both the optimizer that saved it and this optimizer have a dynamic loss
+        scale.
 
         Raises:
             CheckpointError: the saved state belongs to different parameters, or has an
@@ -476,8 +480,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         self._window.restore(saving.state_in(entry), entry["sums"], entry)
 
     def __repr__(self) -> str:
-        # Describe the class and the options; ``print(opt.optimizer)`` shows the groups.
-        # The scale of a GradScaler is on a device, so reading it waits for the device.
+        # Show the class and the options, but not the groups, which
+        # ``print(opt.optimizer)`` shows. If the scale comes from a GradScaler, reading
+        # it waits for the device.
         window = self._window
         state = window.current_state()
         size = window.size
@@ -489,8 +494,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
 def on_masters(method: Callable[..., Any], masters: MasterWeights) -> Any:
     """Return a function that calls `method` of the inner optimizer on the float32
-    master weights, and then writes the rounded masters into the model. schedulefree's
-    ``eval`` and ``train``, for example, change the weights.
+    master weights, and then writes the rounded masters into the model. This is needed,
+    for example, for schedulefree's ``eval`` and ``train``, which change the weights.
     """
     if not masters.masters:
         return method

@@ -9,8 +9,8 @@ loads the state. It contains only plain numbers, lists and tensors, so that
 - ``format``: `gradaccum.kit.FORMAT`, the version of this format;
 - the seven fields of `gradaccum.kit.State`, and ``grad_norm``;
 - ``terms``: the options that an open window depends on, which are the fields of
-  `gradaccum.kit.Terms` as a mapping (a weight at which a window ends is stored as a
-  negative ``steps``);
+  `gradaccum.kit.Terms` as a mapping (if a window ends by weight, ``steps`` is the
+  negative of that weight);
 - ``worker``: the rank that saved the entry and the number of workers, because each
   worker's sum is only a part of the sum of all workers;
 - ``parameters``: the shape and dtype of each parameter, so that the state of a
@@ -42,7 +42,7 @@ StateDict = dict[str, Any]
 ``"param_groups"``, and the entries that an optimizer adds to them.
 """
 Entry = dict[str, Any]
-"""The part of a ``state_dict`` that belongs to the wrapped optimizer, under `KEY`."""
+"""The wrapped optimizer's own part of a ``state_dict``, which is stored under `KEY`."""
 
 KEY = "gradaccum"
 FIX = (
@@ -61,7 +61,7 @@ def save(window: Window) -> StateDict:
 
 def entry_of(window: Window) -> Entry:
     state = window.current_state()
-    # Between two windows the user's schedule of window sizes is not called, because it
+    # Do not call the user's schedule of window sizes if no window is open, because it
     # may be defined only for the updates of the training run.
     size = window.size if state.micro_step else None
     terms = kit.terms_of(window.options._replace(steps=size), state.optimizer_step)
@@ -140,8 +140,8 @@ def resumed_state(entry: Entry, window: Window) -> State:
 
 
 def encode_size(steps: Any) -> int | None:
-    """Return a window's size as one number for a checkpoint: a number of micro-batches
-    is unchanged, and a weight at which the window ends becomes negative.
+    """Return a window's size as a single number for a checkpoint. A number of
+    micro-batches stays as it is. A weight at which the window ends is negated.
     """
     size: Any = kit.code_of(steps) if isinstance(steps, UntilWeight) else steps
     return None if size is None else int(size)
@@ -172,7 +172,7 @@ def require_same_model(entry: Entry, window: Window) -> None:
     """Raise unless the saved entry fits the window's parameters, the dtypes of its
     gradient sums, and its master weights.
     """
-    # Some checkpoints also contain the name of each parameter.
+    # Ignore the parameters' names, which only some checkpoints contain.
     for parameter, saved_parameter in zip_longest(
         describe(window.masters), entry["parameters"], fillvalue=list[Any]()
     ):
@@ -195,7 +195,8 @@ def require_same_model(entry: Entry, window: Window) -> None:
 
 
 # At the end of a window the sums of all workers are added up, so it does not matter how
-# their total is split among the workers that resume. The first worker gets all of it.
+# their total is split among the workers that resume. Here the first worker gets the
+# whole total.
 
 
 def redistributed(state_dicts: Sequence[StateDict], workers: int) -> list[StateDict]:
@@ -232,7 +233,8 @@ def redistributed(state_dicts: Sequence[StateDict], workers: int) -> list[StateD
                 " reshards the state.",
             )
     states = kit.redistributed([state_in(entry) for entry in entries], workers)
-    # An empty window has no size.
+    # Prefer the settings of an open window, because the size of an empty window is not
+    # saved.
     open_entries = [entry for entry in entries if entry["micro_step"]]
     terms = (open_entries or entries)[0]["terms"]
     if open_entries:

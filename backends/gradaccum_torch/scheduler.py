@@ -3,7 +3,7 @@ micro-batch, and the scheduler steps once per update.
 
 If a ``flush()`` closes several windows, the wrapper steps the scheduler between them. A
 timm scheduler receives the number of updates through its ``step_update``. Its ``step``,
-whose argument is an epoch, is not changed.
+which takes an epoch, is not changed.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _REPLAYED = (
 
 
 def is_scheduler(candidate: object) -> bool:
-    """True if `candidate` is one of torch's schedulers, or has an optimizer and a
-    ``step`` and is not itself an optimizer.
+    """True if `candidate` is one of torch's schedulers, or if it has an ``optimizer``
+    and a ``step`` but is not itself an optimizer.
     """
     if isinstance(candidate, torch.optim.lr_scheduler.LRScheduler):
         return True
@@ -51,8 +51,9 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
     since the scheduler's last step.
 
     Args:
-        scheduler: a scheduler built on a wrapped optimizer. It needs a ``step`` method
-            like the ``step`` of an `LRScheduler`, or timm's ``step_update``.
+        scheduler: a scheduler that was created for a wrapped optimizer. It needs a
+            ``step`` method that works like the ``step`` of an `LRScheduler`, or timm's
+            ``step_update``.
 
     Raises:
         ArgumentTypeError: the scheduler's optimizer is not wrapped.
@@ -60,10 +61,12 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
 
     _scheduler: Scheduler
     _updates: int
-    """The optimizer's number of updates when the scheduler last stepped."""
+    """The number of updates that the optimizer had made when the scheduler last
+    stepped.
+    """
     _has_loaded: bool
-    """Whether the scheduler has loaded a state and not stepped since. If the optimizer
-    then loads its state, the two states belong together.
+    """Whether the scheduler has loaded a state and has not stepped since then. If the
+    optimizer then loads its state, the two states belong together.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -135,8 +138,8 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         return list(self._scheduler.get_lr())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scheduler's ``state_dict``, together with the optimizer's number
-        of updates when the scheduler last stepped.
+        """Return the scheduler's ``state_dict``, plus the number of updates that the
+        optimizer had made when the scheduler last stepped.
         """
         return {**self._scheduler.state_dict(), _STEPPED_AT: self._updates}
 

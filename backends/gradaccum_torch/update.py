@@ -31,8 +31,8 @@ class Update:
         self.masters = masters
         self.is_running = False
         self.is_broken = False
-        """Whether an exception has interrupted an update or an addition to the sum,
-        which may therefore be incomplete.
+        """Whether an exception has interrupted an update or an addition to the sum. The
+        update or the sum may then be incomplete.
         """
         self.is_made = False
         """Whether the inner optimizer has made the update, even if a later hook raised
@@ -82,8 +82,9 @@ class Update:
             target = self.masters.worked_on(parameter)
             dtype = gradient_dtype(target)
             if total.requires_grad and divisor != 1:
-                # An optimizer that differentiates this gradient again then raises. This
-                # is intended, because the graph belongs to the undivided sum.
+                # An optimizer that differentiates this gradient again will then raise
+                # an error. This is intended, because the graph belongs to the undivided
+                # sum.
                 total = total.detach()
                 sums[parameter] = total
             if total.dtype == dtype:
@@ -105,8 +106,8 @@ def hooks_of(wrapper: torch.optim.Optimizer, kind: str) -> list[Callable[..., An
 
 
 def hook_tables() -> dict[str, Hooks]:
-    """Return the attributes in which a new torch optimizer stores its hooks, by name.
-    They are empty.
+    """Return the attributes in which a torch optimizer stores its hooks, by name, with
+    the empty values that they have in a new optimizer.
     """
     optimizer = torch.optim.SGD([torch.empty(0, device="cpu")])
     return {
@@ -116,19 +117,18 @@ def hook_tables() -> dict[str, Hooks]:
     }
 
 
-# Each inner optimizer has at most one wrapper. While the wrapper is alive, it makes all
-# steps of the inner optimizer.
+# Each inner optimizer has at most one wrapper. While the wrapper is alive, only the
+# wrapper may call the inner optimizer's step.
 
 
 UPDATES: WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Update]] = (
     WeakKeyDictionary()
 )
-"""For each inner optimizer, a reference to the `Update` object of its wrapper."""
+"""Maps each inner optimizer to a reference to the `Update` object of its wrapper."""
 
 
 def refuse_bypass(inner: torch.optim.Optimizer, *_: object) -> None:
-    """Raise if ``inner.step()`` is called directly although a wrapper of `inner` is
-    alive.
+    """Raise if ``inner.step()`` is called directly while a wrapper of `inner` is alive.
 
     A step with learning rates of 0 is allowed, because it changes no parameter:
     torch.distributed.checkpoint makes such a step to create the optimizer's state.

@@ -1,5 +1,5 @@
 """The interface for calls such as `gradaccum_torch.backward`, which process all
-micro-batches of a window and close it.
+micro-batches of a window and then close the window.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class WholeWindow:
         self.options = window.options
         self._gradients_before: dict[Tensor, Tensor] = {}
         self._updated_parts: list[int] = []
-        """The layers whose updates were made and cannot be undone."""
+        """The layers that were already updated. Their updates cannot be undone."""
 
     def __enter__(self) -> WholeWindow:
         self._window.update.require_usable()
@@ -48,8 +48,8 @@ class WholeWindow:
             for parameter in self._parameters()
             if parameter.grad is not None
         }
-        # zero_grad(set_to_none=False) leaves zeros, to which autograd adds. Any other
-        # value would become part of the window's sum.
+        # Zeros are allowed: zero_grad(set_to_none=False) leaves them, and autograd adds
+        # to them. Any other value would become part of the window's sum.
         if not all(map(is_zero, self._gradients_before.values())):
             raise UsageError(
                 ".grad: expected no gradients before the call, because the window"
@@ -164,7 +164,9 @@ class WholeWindow:
             )
 
     def _group_numbers(self) -> list[object]:
-        """Return the numbers in all parameter groups, such as a count of steps."""
+        """Return the numbers that the parameter groups contain, such as a count of
+        steps.
+        """
         return [
             (name, rate_mark(value))
             for group in self._window.masters.inner.param_groups

@@ -1,5 +1,5 @@
 """The open window of one optimizer: it counts micro-batches, and makes the update when
-it is full.
+the window is full.
 
 `gradaccum.kit` decides when a window ends, by which number its sum is divided, and
 whether an update is made. This module adds up the gradients, computes their norm,
@@ -113,8 +113,8 @@ class Window:
         """
         self.micro_batch = MicroBatch()
         self.passes_before = PASSES[0]
-        """The number of backward passes that all wrapped optimizers had seen when this
-        optimizer last counted a micro-batch.
+        """The value of `PASSES`, the backward passes of all wrapped optimizers, when
+        this optimizer last counted a micro-batch.
         """
         self.expects_one_pass = False
         """Whether the previous micro-batch had a single backward pass."""
@@ -123,7 +123,7 @@ class Window:
         gradient norm of the last window.
         """
         self.is_reduced = False
-        """Whether the gradients of all workers have been added up, but the update has
+        """Whether the gradients of all workers have been added up while the update has
         not been made yet.
         """
         self.has_just_loaded = False
@@ -298,12 +298,12 @@ class Window:
             loss.backward(**arguments)  # type: ignore[no-untyped-call]
         except BaseException:
             if self.workers.is_reducing:
-                # The other workers' sums already include gradients from before the
-                # error.
+                # The other workers' sums already include the gradients that were
+                # computed before the error.
                 self.update.is_broken = True
             elif self.has_new_gradient:
-                # The end of a reentrant checkpoint's inner pass may have cleared the
-                # flag before the outer pass raised.
+                # A reentrant checkpoint's inner pass may have cleared the flag when it
+                # ended, before the outer pass raised the error.
                 self.watch.is_running = True
             raise
         finally:
@@ -331,7 +331,8 @@ class Window:
         factor = self.factor(weight)
         if factor == 1:
             return loss
-        # backward() works inside torch.no_grad(), so this must work there too.
+        # loss.backward() works inside torch.no_grad(), so this method must work there
+        # too.
         with torch.enable_grad():
             return loss * factor
 
@@ -346,7 +347,7 @@ class Window:
         micro_batch = self.micro_batch
         if not micro_batch.has_loss:
             if loss is None and not self.has_new_gradient and not self._holds_users():
-                # A trainer's closure returns None to skip a micro-batch.
+                # A trainer's closure may return None to skip a micro-batch.
                 micro_batch.set_weight(0.0)
                 micro_batch.is_weighed = True
                 micro_batch.has_loss = True
@@ -370,7 +371,7 @@ class Window:
         weight = self.weight()
         self._require_right_gradient(weight)
         if not state.micro_step:
-            # Casting, freezing or replacing a parameter does not notify this object.
+            # This object is not notified when a parameter is cast, frozen or replaced.
             marks = parameter_marks(self.masters.parameters())
             if marks != self.parameter_marks:
                 self.parameters_changed()
@@ -423,8 +424,8 @@ class Window:
             if is_unscaled or factors - {factor}:
                 raise checks.not_scaled_error()
         if not (self.options.separate_sums or watch.is_intact()):
-            # As in a loop without gradaccum, the user may change ``.grad`` of a single
-            # micro-batch.
+            # If the window has only one micro-batch, the user may modify ``.grad``, as
+            # in a loop without gradaccum.
             is_users = self.size == 1 and factor == 1 and not self.workers.is_reducing
             if not is_users:
                 raise checks.changed_gradients_error()
@@ -466,8 +467,8 @@ class Window:
         if weight is not None and micro_batch.is_weighed and not micro_batch.has_loss:
             self.weigh(weight)
         if not set_to_none:
-            # Leave zeros, so that momentum and weight decay still change the
-            # parameters.
+            # Leave zeros in ``.grad`` so that momentum and weight decay still change
+            # the parameters.
             ids = set(map(id, [*had_gradient, *self.update.updated_parameters]))
             for parameter in parameters:
                 if id(parameter) in ids:
@@ -614,7 +615,7 @@ class Window:
             close()
 
     def flush(self, denominator: float | None = None) -> None:
-        """Close the open window, and take part in the windows of the other workers
+        """Close the open window. Then take part in the windows of the other workers
         until they flush too.
         """
         if denominator is not None:
@@ -641,7 +642,7 @@ class Window:
             raise kit.update_due_error(call)
 
     def _require_counted(self, call: str) -> None:
-        """Raise unless ``.grad`` is as it was after the last ``step``."""
+        """Raise if ``.grad`` has changed since the last ``step``."""
         if self.micro_batch.has_loss or self.has_new_gradient:
             raise checks.unfinished_error(call)
         if not self.watch.is_intact():
@@ -729,7 +730,7 @@ class Window:
     def restore(
         self, state: State, sums: Mapping[int, Tensor], entries: dict[str, Any]
     ) -> None:
-        """Restore a saved window. The gradient sums are copied."""
+        """Restore a saved window, with copies of the gradient sums."""
         self.gradient_sum.clear()
         parameters = self.masters.parameters()
         copies = {
@@ -772,7 +773,9 @@ def with_factor(
 def parameter_marks(
     parameters: list[Tensor],
 ) -> list[tuple[int, torch.dtype, bool]]:
-    """Return a list that changes when a parameter is replaced, cast or frozen."""
+    """Return a list that compares unequal after a parameter was replaced, cast or
+    frozen.
+    """
     return [
         (id(parameter), parameter.dtype, parameter.requires_grad)
         for parameter in parameters

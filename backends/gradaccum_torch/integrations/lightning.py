@@ -1,5 +1,5 @@
 """A callback for Lightning's ``Trainer``. It closes the last window of each epoch, and
-rejects settings that change single micro-batches.
+rejects settings that would clip, accumulate or step a scheduler for each micro-batch.
 
 Without this callback, Lightning clips the gradient and steps a scheduler after each
 micro-batch, and ends an epoch in the middle of a window. With ``separate_sums=True``,
@@ -20,7 +20,7 @@ from gradaccum_torch.saving import StateDict
 from gradaccum_torch.scheduler import GatedScheduler
 
 Output = Any
-"""The return value of ``training_step``, which Lightning passes on."""
+"""The return value of ``training_step``, which Lightning passes to callbacks."""
 
 
 class AccumulationCallback(Callback):  # type: ignore[misc]
@@ -28,9 +28,10 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
     checkpointing.
 
     Make it the first callback in the list. It also assigns weight 0 to a batch whose
-    ``training_step`` returns None, and steps wrapped schedulers with ``"interval":
-    "step"`` after the last update of an epoch. If the gradient sum is kept in
-    ``.grad``, a run can be resumed in the middle of a window only with this callback.
+    ``training_step`` returns None, and steps wrapped schedulers with
+    ``"interval": "step"`` after the last update of an epoch. A run whose gradient sum
+    is kept in ``.grad`` can be resumed in the middle of a window only with this
+    callback.
 
     Raises:
         UsageError: the ``Trainer`` would clip, accumulate or step a scheduler for each
@@ -79,9 +80,9 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
         batch: Output,
         batch_idx: int,
     ) -> None:
-        """Reject gradient clipping and accumulation by the ``Trainer``. Both are
-        checked at each batch, because a ``GradientAccumulationScheduler`` may enable
-        accumulation between two epochs.
+        """Reject gradient clipping and accumulation by the ``Trainer``. Both settings
+        are checked at each batch, because a ``GradientAccumulationScheduler`` may
+        enable accumulation between two epochs.
         """
         self._has_delivered = False
         _require_untouched_micro_batches(trainer)

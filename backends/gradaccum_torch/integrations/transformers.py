@@ -78,7 +78,8 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self.optimizer = wrap(
             trainer.optimizer.optimizer,
             None,
-            # The Trainer logs the norm, which is computed only if clip_norm is set.
+            # The Trainer logs the norm, but the norm is computed only if clip_norm is
+            # set.
             clip_norm=args.max_grad_norm or sys.float_info.max,
             loss_scale=accelerator.scaler,
             module=module if is_parallel else None,
@@ -141,7 +142,7 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
 
     def _prepare_inputs(self, prepare_inputs: Argument, inputs: Argument) -> Any:
         """Set the micro-batch's weight to the number of tokens by which TRL divides the
-        loss, even if these tokens belong to a larger batch.
+        loss, even if these are the tokens of a larger batch.
         """
         prepared = prepare_inputs(inputs)
         if isinstance(prepared, Mapping) and self._trainer.model.training:
@@ -159,14 +160,14 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
 
 
 def batch_size(inputs: Mapping[str, Any]) -> float:
-    """Return the number of rows in a batch's first tensor; 1 if there is no tensor."""
+    """Return the number of rows in a batch's first tensor, or 1 if it has no tensor."""
     sizes = [len(value) for value in inputs.values() if isinstance(value, Tensor)]
     return float(sizes[0]) if sizes else 1.0
 
 
 _BY_TOKENS = {"dapo", "cispo", "vespo"}
 _MEANS = {"grpo", "bnpo", "dr_grpo", "sapo", "luspo"}
-"""The names of TRL's losses that are a mean over a micro-batch. With such a loss, a
+"""The names of the TRL losses that are means over a micro-batch. With such a loss, a
 micro-batch is not weighted by its number of tokens. The losses in `_BY_TOKENS` are sums
 divided by ``num_items_in_batch``.
 """

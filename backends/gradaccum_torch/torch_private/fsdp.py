@@ -1,7 +1,7 @@
 """The private names of torch's FSDP2.
 
-`fully_shard` puts the parameters of a module into a group, which FSDP2 gathers and
-reduces together. Here such a group is called a `Unit`.
+`fully_shard` puts the parameters of a module into a group, and FSDP2 gathers and
+reduces the parameters of a group together. Here such a group is called a `Unit`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 Private = Any
-"""An object of torch that has no public type."""
+"""An object of torch whose type is not public."""
 
 
 class Unit:
@@ -35,8 +35,8 @@ class Unit:
 
     @property
     def divisor(self) -> float:
-        """The number by which FSDP2 divides gradients that it has added up over the
-        workers: the number of workers, unless the user has called
+        """The number by which FSDP2 divides the sums of the workers' gradients. This is
+        the number of workers, unless the user has called
         ``set_gradient_divide_factor``.
         """
         factor = getattr(self.group, "gradient_divide_factor", None)
@@ -76,8 +76,8 @@ class Unit:
             drop(parameter)
 
     def fill(self, parameter: Private) -> None:
-        """Set the unreduced gradient of `parameter` to zeros, because only another
-        worker has a gradient.
+        """Set the unreduced gradient of `parameter` to zeros, because another worker
+        has a gradient for it and this worker does not.
         """
         zeros = torch.zeros_like(parameter._unsharded_param, dtype=self.sum_dtype)
         if has_separate_sum(parameter):
@@ -172,8 +172,9 @@ def reduce(units: Sequence[Unit]) -> None:
     roots: dict[int, Private] = {}
     for unit in reversed(units):
         unit.group.post_backward()
-        # The first state of a module that has run belongs to the outermost module. If
-        # its backward pass is ended, this also ends the pass of all inner modules.
+        # If the module has run, the first of these states belongs to the outermost
+        # module. Ending the outermost module's backward pass also ends the passes of
+        # all inner modules.
         states = unit.modules[0]._get_fsdp_state()._state_ctx.all_states
         for root in states[:1]:
             roots[id(root)] = root
@@ -185,7 +186,8 @@ def end_pass(root: Private) -> None:
     context = root._state_ctx
     was_last_backward = context.is_last_backward
     context.is_last_backward = True
-    # From torch 2.15 on this is None unless a backward pass is to be finalized.
+    # From torch 2.15 on, this attribute is None unless a backward pass is to be
+    # finalized.
     if hasattr(context, "manual_backward_finalization_active"):
         context.manual_backward_finalization_active = False
     try:

@@ -1,7 +1,7 @@
 """The private names of torch that this package uses. FSDP2's private names are in
 `fsdp`.
 
-Three names that torch looks up on the wrapped optimizer are used elsewhere:
+Three names that torch looks up on the wrapped optimizer are used in other files:
 ``_step_supports_amp_scaling``, ``grad_scale`` and ``found_inf``.
 """
 
@@ -26,8 +26,8 @@ Node = Any
 """A node of autograd's graph. torch has no common type for these nodes."""
 
 version: Callable[[Tensor], int] = attrgetter("_version")
-"""Returns how often a tensor was written to in place. Only this number shows that
-something has changed ``.grad``.
+"""Returns how often a tensor was written to in place. Only this number shows that other
+code has changed ``.grad``.
 """
 flattened: Callable[[Sequence[Tensor]], Tensor] = _flatten_dense_tensors
 """Copies several dense tensors of one dtype into one flat tensor."""
@@ -66,7 +66,7 @@ _SUMS = ("Sum", "Dot", "Trace")
 _OF_ONE = ("Neg", "ToCopy", "Squeeze", "View", "Mul")
 _OF_SEVERAL = ("Add", "Sub")
 _REDUCED_BY_SUM = 2
-"""torch's number for ``reduction="sum"``."""
+"""The number with which torch encodes ``reduction="sum"``."""
 
 
 class Division(NamedTuple):
@@ -74,9 +74,9 @@ class Division(NamedTuple):
 
     divisor: float
     terms: int
-    """The number of terms in the sum that is divided."""
+    """How many terms were added up to form the dividend."""
     of_sums: bool
-    """Whether each term is the result of a sum, so that the division may compute a
+    """Whether each term is itself the result of a sum. The division may then compute a
     mean.
     """
 
@@ -98,8 +98,8 @@ def _divisor_of(node: Node) -> float | None:
     if kind not in ("Div", "Mul"):
         return None
     try:
-        # Reading a tensor that a node saved for its backward pass raises an error after
-        # the tensor was freed.
+        # Reading a tensor that a node saved for its backward pass raises an error if
+        # the tensor has already been freed.
         other = node._saved_other
     except (AttributeError, RuntimeError):
         return None
@@ -110,14 +110,14 @@ def _divisor_of(node: Node) -> float | None:
     number = float(other)
     if kind == "Div":
         return number
-    # Many losses contain a factor of 1/2, which hardly ever comes from a loop that
-    # accumulates gradients.
+    # Ignore a factor of 1/2. Many losses contain it, and it hardly ever comes from a
+    # loop that accumulates gradients.
     return 1 / number if number not in (0.0, 0.5) else None
 
 
 def _terms_of(node: Node) -> list[Node]:
-    """Return the graph nodes that computed the terms of a sum. The search ends at about
-    100 terms.
+    """Return the graph nodes that computed the terms of a sum. The search stops after
+    about 100 terms.
     """
     terms = list[Node]()
     nodes = [node]
@@ -142,7 +142,7 @@ def _kind_of(node: Node) -> str:
 
 
 def owns_memory(gradient: Tensor) -> bool:
-    """True if no other code may write into the memory of `gradient`.
+    """True if `gradient` has its own memory, into which no other code can write.
 
     Autograd does not copy the gradient of the first backward pass, so this gradient may
     share its memory, for example with a CUDA graph, which writes into the same memory
@@ -159,7 +159,7 @@ def owns_memory(gradient: Tensor) -> bool:
     if gradient.is_sparse:
         return False
     storage = gradient.untyped_storage()
-    # The variables `gradient` and `storage` count as two users.
+    # The variables `gradient` and `storage` account for two of the users.
     users = torch._C._storage_Use_Count(storage._cdata)
     return users <= 2 and storage.resizable()
 
@@ -177,9 +177,7 @@ class Versions:
         self._noted_versions = [(tensor, version(tensor)) for tensor in tensors]
 
     def moved(self) -> bool:
-        """True if something has written into one of the tensors since this object was
-        created.
-        """
+        """True if a tensor has been written to since this object was created."""
         return any(
             version(tensor) != noted_version
             for tensor, noted_version in self._noted_versions
@@ -190,7 +188,8 @@ def elements(tensor: Tensor) -> Tensor:
     """Return the elements of a gradient as a dense tensor that shares the gradient's
     memory. The elements of a sparse gradient are its values.
 
-    The public ``values()`` raises for a sum that torch has not marked as coalesced.
+    The public ``values()`` cannot be used, because it raises an error for a sum that
+    torch has not marked as coalesced.
     """
     return tensor._values() if tensor.is_sparse else tensor
 
@@ -210,7 +209,8 @@ def local(tensor: Tensor) -> Tensor:
     if not is_sharded(tensor):
         return tensor
     sharded_tensor: Any = tensor
-    # With gradients enabled, ``to_local`` returns a view instead of the part itself.
+    # If gradients are enabled, ``to_local`` returns a view instead of the local part
+    # itself.
     with torch.no_grad():
         part: Tensor = sharded_tensor.to_local()
     return part
@@ -228,7 +228,8 @@ def _frames() -> Any:
 
 
 def untraced(function: Callable[..., object]) -> None:
-    """Prevent Dynamo from compiling `function` and everything that it calls.
+    """Prevent Dynamo from compiling `function` and, from torch 2.8 on, everything that
+    it calls.
 
     `torch.compiler.disable` does the same, but imports the whole compiler and adds a
     frame to every call.
@@ -243,8 +244,9 @@ def untraced(function: Callable[..., object]) -> None:
 
 
 def untraced_within(function: _F) -> _F:
-    """Return `function` so that Dynamo compiles neither it nor anything that it calls.
-    Before torch 2.8 this covers only the function itself.
+    """Return a function that does the same as `function`, but neither it nor anything
+    that it calls is compiled by Dynamo. Before torch 2.8, `untraced` does not cover the
+    functions that are called.
     """
     if hasattr(_frames(), "_FrameExecStrategy"):
         untraced(function)
@@ -277,8 +279,8 @@ def note_step_called(optimizer: torch.optim.Optimizer) -> None:
 
 
 def unscaling_caller(frames: int) -> Mapping[str, Any] | None:
-    """Return the local variables of ``GradScaler._unscale_grads_`` if it is the caller
-    `frames` frames above, otherwise None. A scaler cannot be detected in any other way,
+    """If ``GradScaler._unscale_grads_`` is the caller `frames` frames above, return its
+    local variables, otherwise None. A scaler cannot be detected in any other way,
     because unscaling does not change a gradient's version.
     """
     frame = sys._getframe(frames)
@@ -286,8 +288,8 @@ def unscaling_caller(frames: int) -> Mapping[str, Any] | None:
 
 
 def is_called_by_model_state() -> bool:
-    """True if `torch.distributed.checkpoint.state_dict` called the caller of this
-    function.
+    """True if the caller of this function was called by
+    `torch.distributed.checkpoint.state_dict`.
     """
     module = sys._getframe(2).f_globals.get("__name__")
     return module == "torch.distributed.checkpoint.state_dict"
@@ -309,8 +311,8 @@ def scale_and_tracker(scaler: torch.amp.GradScaler) -> list[float]:
 
 def pending_update(scaler: torch.amp.GradScaler) -> Mapping[int, Any]:
     """Return the record that ``scaler.step`` makes for the next ``scaler.update()``.
-    The record is empty if there was no ``step``. ``update`` replaces it with a new
-    object.
+    The record is empty if there was no ``step``. ``update`` replaces the record with a
+    new object.
     """
     return scaler._per_optimizer_states
 
@@ -349,7 +351,8 @@ def waiting_modules() -> list[DistributedDataParallel]:
 
 
 def _wait(module: torch.nn.Module, *_: object) -> None:
-    # `Module.__setattr__` would take longer than the rest of this function.
+    # Bypass `Module.__setattr__`, which would take longer than the rest of this
+    # function.
     vars(module)["require_backward_grad_sync"] = False
 
 
@@ -357,8 +360,8 @@ def send_buffers(module: DistributedDataParallel) -> None:
     """Send the first worker's buffers to all workers, as a forward pass of `module`
     normally does. Collective.
 
-    Forward passes must not send buffers, because another worker may be at the end of
-    its window at the same time.
+    This is not done in forward passes, because another worker may be at the end of its
+    window at the same time.
     """
     vars(module)["require_forward_param_sync"] = True
     if module.will_sync_module_buffers():  # type: ignore[no-untyped-call]
@@ -368,7 +371,7 @@ def send_buffers(module: DistributedDataParallel) -> None:
 
 def are_flattened(parameters: Collection[Tensor]) -> bool:
     """True if FSDP1 has flattened some of `parameters`. A gradient norm would then
-    cover only this worker's part of these parameters.
+    include only this worker's part of these parameters.
     """
     if "torch.distributed.fsdp" not in sys.modules:
         return False
@@ -378,7 +381,9 @@ def are_flattened(parameters: Collection[Tensor]) -> bool:
 
 
 def processes() -> int:
-    """Return the number of processes of torch.distributed; 1 if it is not used."""
+    """Return the number of processes of torch.distributed, or 1 if torch.distributed is
+    not used.
+    """
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return 1

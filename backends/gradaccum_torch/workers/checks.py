@@ -1,8 +1,8 @@
 """Checks of the module, the parameters and the options that several workers pass to
 `gradaccum.wrap`, and the errors about a window that several workers share.
 
-A check of a worker's own arguments raises an error only on that worker. The other
-workers wait for that worker until the process group's timeout.
+If a check of a worker's own arguments fails, the error is raised only on that worker.
+The other workers wait for that worker until the process group's timeout.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ UNEQUAL_PARAMETERS = (
     " torch.distributed.broadcast, or load the same checkpoint on all workers."
 )
 CLOSE = 1e-3
-"""The relative difference up to which two workers' sums of a parameter's elements count
-as equal, because rounding may differ.
+"""Two workers' sums of a parameter's elements count as equal up to this relative
+difference, because rounding may differ.
 """
 
 
@@ -60,22 +60,24 @@ def parallel_module(module: torch.nn.Module) -> DistributedDataParallel:
     )
 
 
-# While a wrapper suppresses a module's own gradient reduction, no gradients are reduced
-# for another optimizer of the same module, unless that optimizer is wrapped too.
+# A wrapper suppresses the gradient reduction of its module. The gradients of another
+# optimizer of the same module are then not reduced either, unless that optimizer is
+# wrapped too.
 
 REDUCING_OPTIMIZERS: WeakSet[torch.optim.Optimizer] = WeakSet()
 """The inner optimizers that were wrapped with ``module=``."""
 CHECKED_OPTIMIZERS: WeakSet[torch.optim.Optimizer] = WeakSet()
-"""The optimizers whose gradients are all reduced, according to `require_reduced`."""
+"""The optimizers for which `require_reduced` has found that all gradients are reduced.
+"""
 STEP_HOOKS: list[RemovableHandle] = []
-"""The handle of the hook that runs before each step of any optimizer; empty until a
-module's reduction is suppressed.
+"""Contains the handle of the hook that runs before each step of any optimizer. The list
+is empty until a module's reduction is suppressed.
 """
 
 
 def require_reduced(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Raise before a step of `optimizer` if it has parameters of a module whose
-    reduction is suppressed, and no wrapper reduces their gradients.
+    """Called before each step of `optimizer`. Raise if it has parameters of a module
+    whose reduction is suppressed, and no wrapper reduces their gradients.
     """
     if optimizer in CHECKED_OPTIMIZERS:
         return
@@ -167,7 +169,7 @@ def describe_options(
     workers.
     """
     settings = options._asdict()
-    # Functions and scalers are different objects on different workers.
+    # Functions and scalers cannot be compared, because each worker has its own objects.
     if not kit.is_known(options.steps):
         settings["steps"] = "a function"
     settings["scaler"] = type(options.scaler)

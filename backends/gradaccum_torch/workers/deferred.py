@@ -1,9 +1,10 @@
-"""FSDP2 with deferred reduction: gradients are kept until the window ends, and are only
-then reduced.
+"""FSDP2 with deferred reduction: gradients are kept without reduction until the window
+ends.
 
-If `opt.backward` is known to end the window, and every worker has a gradient for every
-parameter, FSDP2 reduces during that backward pass. Otherwise the gradients are reduced
-after the last backward pass, and a worker that lacks a gradient contributes zeros.
+If it is known that a call of `opt.backward` ends the window, and every worker has a
+gradient for every parameter, FSDP2 reduces the gradients during that backward pass.
+Otherwise the gradients are reduced after the last backward pass, and a worker that
+lacks a gradient contributes zeros.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ GradientSync = Literal["micro_batch", "window"]
 
 
 class DeferredReduction:
-    """FSDP2 modules whose gradient reduction is deferred while this object is alive."""
+    """A set of FSDP2 modules. While this object is alive, their gradient reduction is
+    deferred.
+    """
 
     def __init__(self, units: Sequence[Unit], mesh: DeviceMesh) -> None:
         self.units = units
@@ -60,9 +63,9 @@ class DeferredReduction:
 
     @contextmanager
     def last_pass(self) -> Iterator[None]:
-        """Let FSDP2 reduce gradients during the backward pass inside the block if every
-        worker has a gradient for every parameter, because all workers must reduce the
-        same parameters. Collective.
+        """If every worker has a gradient for every parameter, let FSDP2 reduce
+        gradients during the backward pass inside the block. The condition is needed
+        because all workers must reduce the same parameters. Collective.
         """
         has_gradients = [has_gradient(parameter) for _, parameter in self.trainable()]
         if all(self.compare_flags(has_gradients, dist.ReduceOp.MIN)):
@@ -115,8 +118,8 @@ class DeferredReduction:
     def compare_flags(
         self, flags: Sequence[bool], operation: dist.ReduceOp.RedOpType
     ) -> list[bool]:
-        """Return for each flag whether it is true on any worker (`operation` MAX), or
-        on all workers (MIN).
+        """For each flag, return whether it is true on any worker (if `operation` is
+        MAX) or on all workers (if it is MIN).
         """
         numbers = torch.tensor(flags, dtype=torch.int32, device=self.mesh.device_type)
         for dimension in range(self.mesh.ndim):
@@ -169,8 +172,8 @@ def reduce_again(
 
 
 class SumInFSDP(GradientSum):
-    """The sum of the open window's gradients, which FSDP2 keeps unreduced. When the sum
-    is needed, it is reduced, and each worker's shard is put into ``.grad``.
+    """The sum of the open window's gradients. FSDP2 keeps it unreduced until it is
+    needed. Then it is reduced, and each worker's shard is put into ``.grad``.
     """
 
     def __init__(
@@ -183,7 +186,7 @@ class SumInFSDP(GradientSum):
         super().__init__(parameters, watch)
         self.deferred_reduction = deferred_reduction
         self.is_reduced = False
-        """Whether the sum was reduced, so that all of it is in ``.grad``."""
+        """Whether the sum was reduced. All of it is then in ``.grad``."""
         deferred_reduction.watch = watch
 
     def add_micro_batch(self, guard: UpdateGuard) -> bool:

@@ -1,5 +1,6 @@
 """Workers with different shards of the same parameters (FSDP2, tensor parallelism). The
-parallel module reduces the gradients, and this module reduces the weights.
+parallel module reduces the gradients, and the code here reduces the weights of the
+windows.
 
 FSDP2 averages gradients over its workers, so the weight is averaged too. In tensor
 parallelism, all workers process the same items.
@@ -55,8 +56,7 @@ class ShardGroup(Workers):
         self.groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
         self.device = mesh.device_type
         self.is_undivided = is_undivided
-        """Whether the sum over all workers is not divided, because of
-        ``reduction="sum"``.
+        """True with ``reduction="sum"``: the sum over all workers is then not divided.
         """
         self.deferred_reduction = deferred_reduction
         if deferred_reduction is not None:
@@ -67,8 +67,8 @@ class ShardGroup(Workers):
         self.place = (rank, mesh.size())
         self.units = units_holding(parameters_of(optimizer))
         self.divisor = max((unit.workers for unit in self.units), default=1)
-        """The number of workers by which FSDP2 divides each gradient; 1 with tensor
-        parallelism only.
+        """The number of workers by which FSDP2 divides each gradient. It is 1 if there
+        is only tensor parallelism.
         """
         checks.require_all_sharded(parameters_of(optimizer), self.units)
 
@@ -99,12 +99,12 @@ class ShardGroup(Workers):
     def average(
         self, state: State, numbers: Sequence[float]
     ) -> tuple[float, bool, list[float]]:
-        """Return the average weight of the workers' windows, whether any worker has an
-        overflow, and the average of each of `numbers` over the workers.
+        """Return the average weight of the workers' windows, whether there was an
+        overflow on any worker, and the average of each of `numbers` over the workers.
         """
         rates = learning_rates(self.optimizer)
-        # If only one worker has called discard(), the micro-batch counts, and so these
-        # bits, differ.
+        # If only one worker has called discard(), its number of micro-batches differs
+        # from the other workers' numbers, and so do these bits.
         bits = rate_bits(state.micro_step, *rates)
         size = self.mesh.size()
         has_smaller_mesh = any(

@@ -1,8 +1,8 @@
 """The workers of one process group, each with a copy of the model. Their gradient sums
 are added up when the window ends.
 
-First the gradient sums are added up in buckets. Then a few numbers are added up, which
-also show for which parameters at least one worker had a sum. A worker that runs out of
+First the gradient sums are added up in buckets. Then a few numbers are added up. They
+also show which parameters had a sum on at least one worker. A worker that runs out of
 data calls ``flush``, and takes part in the windows of the other workers until they
 flush too.
 
@@ -37,8 +37,9 @@ from gradaccum_torch.workers.interface import (
 from gradaccum_torch.workers.overlap import BucketReduction
 
 OPTIMIZERS: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-"""How many optimizers were wrapped for each process group. The groups themselves are the
-keys, because torch gives a group the name of an earlier group that was destroyed.
+"""How many optimizers were wrapped for each process group. The keys are the groups
+themselves and not their names, because torch may reuse the name of a group that was
+destroyed.
 """
 
 
@@ -122,8 +123,8 @@ class WorkerGroup(Workers):
         has_shards = any(map(names.is_sharded, self.parameters()))
         if self.size > 1 and is_only_pass and not has_shards:
             reduction = self.begin(gradient_sum)
-            # A single bucket would be complete only at the end of the backward pass, so
-            # nothing would be gained.
+            # If there is only one bucket, it is complete only at the end of the
+            # backward pass, so nothing would be gained.
             if len(reduction.buckets) > 1 and gradient_sum.follow_additions(
                 reduction.gradient_added
             ):
@@ -133,7 +134,8 @@ class WorkerGroup(Workers):
     def begin(
         self, gradient_sum: GradientSum, part: Sequence[Tensor] | None = None
     ) -> BucketReduction:
-        # A parameter that was frozen after the window began may have a sum.
+        # A parameter may have been frozen after the window began, and already have a
+        # sum.
         parameters = [
             parameter
             for parameter in (self.parameters() if part is None else part)
@@ -210,8 +212,8 @@ class WorkerGroup(Workers):
     def abandon(self, numbers: Sequence[float]) -> None:
         reduction = self.reduction
         if reduction is not None and reduction.launch_count:
-            # If another worker is gone, the reduction raises. This worker discards its
-            # window in any case.
+            # If another worker has exited, the reduction raises an error. This worker
+            # discards its window in any case.
             with suppress(RuntimeError):
                 self.finish(
                     reduction, kit.initial_state(1.0), numbers, is_discarded=True

@@ -17,8 +17,8 @@ from gradaccum_torch.gradient_watch import GradientWatch
 from gradaccum_torch.torch_private.names import is_sharded, mesh_of
 
 Measure = Callable[[Gradients], tuple[float, bool]]
-"""A function that returns the norm of gradient sums that are on the same workers, and
-whether the sums are finite.
+"""A function that returns the norm of gradient sums, and whether they are finite. All
+of the sums must be on the same workers.
 """
 MakeGradientSum = Callable[
     [Callable[[], list[Tensor]], GradientWatch, Options], GradientSum
@@ -37,8 +37,8 @@ class ReducedWindow(NamedTuple):
     is_open: bool
     """Whether any worker has a micro-batch in the window."""
     numbers: Sequence[float]
-    """The numbers that the window's observers returned, added up or averaged over the
-    workers like the gradients.
+    """The numbers that the window's observers returned. Like the gradients, they have
+    been added up or averaged over the workers.
     """
 
 
@@ -48,14 +48,14 @@ class Workers:
     """
 
     is_shared = False
-    """Whether other workers share the window, so that `all_reduce` has to be called
+    """Whether other workers share the window. If they do, `all_reduce` has to be called
     when the window ends.
     """
     place = (0, 1)
     """This worker's rank, and the number of workers. Checkpoints contain both."""
     group: dist.ProcessGroup | None = None
-    """The process group of the workers. None if there is only one worker, or if the
-    parameters are sharded over a mesh.
+    """The process group of the workers. It is None if there is only one worker, or if
+    the parameters are sharded over a mesh.
     """
     is_reducing = False
     """Whether the reduction of the open window's gradients has begun."""
@@ -66,13 +66,13 @@ class Workers:
     """
     norm_groups: Sequence[dist.ProcessGroup] = ()
     """The process groups over which the squares of the gradient norm are added up. It
-    is empty unless some parameters are on only some of the workers.
+    is empty unless there are parameters that only some of the workers have.
     """
     device: torch.device | str = "cpu"
     """The device on which workers add up numbers such as weights."""
     make_gradient_sum: MakeGradientSum | None = None
     """A function that creates the gradient sum if the parallel module itself keeps the
-    sum; otherwise None.
+    sum, otherwise None.
     """
 
     def all_reduce(
@@ -86,7 +86,8 @@ class Workers:
         """Add up the gradient sums, weights and `numbers` of all workers. Collective.
 
         - `guard`: its `is_broken` flag is set while the sums are written.
-        - `parameters`: the parameters whose sums are added up; None means all.
+        - `parameters`: the parameters whose sums are added up. None means all
+          parameters.
         """
         gradients = gradient_sum.gradients()
         is_open = state.micro_step > 0
@@ -95,8 +96,8 @@ class Workers:
     def flush(
         self, close: Callable[[], None], between: Callable[[], None], is_open: bool
     ) -> None:
-        """Call ``close()`` for the open window, and again for each further window that
-        other workers still have. Call ``between()`` between two windows.
+        """Call ``close()`` once for the open window, and once for each further window
+        of the other workers. Call ``between()`` between two windows.
         """
         if is_open:
             close()
@@ -124,8 +125,8 @@ class Workers:
 
     def _share_of_square(self, sums: Gradients, measure: Measure) -> tuple[float, bool]:
         """Return this worker's share of the squared gradient norm, and whether it is
-        finite. Each parameter's square is divided by the number of workers that have
-        the parameter.
+        finite. The squared norm of each parameter's gradient is divided by the number
+        of workers that have the parameter.
         """
         parts: dict[Any, Gradients] = {}
         for parameter, total in sums.items():
@@ -140,8 +141,9 @@ class Workers:
         return square, is_finite
 
     def weightless_pass(self) -> AbstractContextManager[object] | None:
-        """Return a context in which a backward pass produces zeros. Return None unless
-        other workers wait for the backward pass of a loss with weight 0.
+        """If other workers wait for this worker's backward pass although its loss has
+        weight 0, return a context in which that pass produces zeros. Otherwise return
+        None.
         """
         return None
 
@@ -157,11 +159,13 @@ class Workers:
         return nullcontext()
 
     def take_part(self) -> None:
-        """Begin to share windows, after all checks of the optimizer have passed."""
+        """Begin to share windows. This is called after all checks of the optimizer have
+        passed.
+        """
 
     def abandon(self, numbers: Sequence[float]) -> None:
-        """Finish a reduction that has already begun, although this worker discards its
-        window. All workers then raise an error.
+        """Finish a reduction that has already begun, even though this worker discards
+        its window. All workers then raise an error.
         """
 
     def window_ended(self) -> None:
@@ -196,8 +200,8 @@ def add_numbers(
     device: torch.device | str,
     state: State,
 ) -> list[float]:
-    """Return the sums of `numbers` over the workers of all `groups`, which are the
-    dimensions of a mesh. Collective.
+    """Return the sums of `numbers` over the workers of all `groups`. If there are
+    several groups, they are the dimensions of one mesh. Collective.
 
     Raises:
         UsageError: a worker did not arrive in time.

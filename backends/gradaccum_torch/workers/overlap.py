@@ -27,7 +27,7 @@ from gradaccum_torch.torch_private import names
 Bucket = list[Tensor]
 """Parameters whose gradient sums are reduced together."""
 BUCKET_BYTES = 25 * 2**20
-"""The maximum size of a bucket, the default of `DistributedDataParallel`."""
+"""The maximum size of a bucket, which is the default of `DistributedDataParallel`."""
 LARGE_BYTES = 4 * 2**20
 """A tensor of at least this size is reduced by itself, because copying it into a bucket
 and back takes longer than a separate all-reduce (measured with gloo, two processes).
@@ -60,8 +60,8 @@ class BucketReduction:
         self.launch_count = 0
         self.works: list[dist.Work] = []
         self.copies: list[tuple[Tensor, Tensor]] = []
-        """For each sum that is not contiguous: the sum, and the tensor from which its
-        reduced values must be copied.
+        """For each sum that is not contiguous, the sum itself and the tensor from which
+        the reduced values must be copied into it.
         """
 
     def gradient_added(self, parameter: Tensor) -> None:
@@ -127,7 +127,8 @@ def buckets(
     bucket: Bucket = []
     size = 0
     for tensor in tensors:
-        # Use only the size, which is the same on every worker; a layout may differ.
+        # Look only at the size, which is the same on every worker. The memory layout
+        # may differ.
         nbytes = tensor.numel() * dtype_of(tensor).itemsize
         if nbytes >= LARGE_BYTES:
             complete_buckets.append([tensor])

@@ -35,7 +35,7 @@ from gradaccum_torch.workers.group import WorkerGroup
 from gradaccum_torch.workers.interface import Workers
 
 ALONE = "alone"
-"""The value of ``process_group=`` for a process that shares no window."""
+"""The value of ``process_group=`` for a process that does not share its windows."""
 UNNAMED_WORKERS = (
     "gradaccum: {} processes are running, but it is not known which of them share"
     " this optimizer's windows, so each process divides by its own weights. Write"
