@@ -143,6 +143,11 @@ def keeps_dtypes(accumulator: Tree, divisor: Scalar) -> bool:
     )
 
 
+def is_small(accumulator: Tree) -> bool:
+    """True if no array has more than `SMALL_SIZE` elements."""
+    return all(leaf.size <= SMALL_SIZE for leaf in jax.tree.leaves(accumulator))
+
+
 def emptied(accumulator: Tree, where: Scalar) -> Tree:
     return jax.tree.map(
         lambda leaf: select(where, lax.full_like(leaf, 0), leaf), accumulator
@@ -193,13 +198,14 @@ def measure(accumulator: Tree, dtype: DType, shard_axes: ShardAxes = None) -> Sc
     squares = _sum_of_squares(arrays, jnp.ones((), dtype), shard_axes)
     in_range = (squares > smallest_exact) & (squares < jnp.inf)
 
-    def measure_again(norm: Scalar) -> Scalar:
-        factor = jnp.where(squares < 1, large, 1 / large)
+    def measure_again(factor: Scalar) -> Scalar:
         again = _sum_of_squares(arrays, factor, shard_axes)
         norm = jnp.minimum(_square_root(again) / factor, float(limits.max))
         return jnp.where(again < jnp.inf, norm, jnp.inf)
 
-    return run_if(~in_range, measure_again, _square_root(squares))
+    factor = jnp.where(squares < 1, large, 1 / large)
+    norm_or_factor = jnp.where(in_range, _square_root(squares), factor)
+    return run_if(~in_range, measure_again, norm_or_factor)
 
 
 def _square_root(squares: Scalar) -> Scalar:
@@ -219,11 +225,15 @@ def _sum_of_squares(arrays: Leaves, factor: Scalar, shard_axes: ShardAxes) -> Sc
     for group in _groups_of_one_type(arrays):
         axes = shards_of(group[0], shard_axes)
         total = sums.get(axes, jnp.zeros_like(factor))
-        # Before JAX 0.10, XLA:CPU writes the squares to memory. `total` is never
-        # negative, so this select always returns `factor`. But it makes XLA process the
-        # groups one after the other. This reduces the temporary memory of AdamW on four
-        # arrays from 1.0 to 0.25 times the size of the parameters (JAX 0.7.1).
-        group_factor = jnp.where(total < 0, total, factor)
+        group_factor = factor
+        if group[0].size > SMALL_SIZE:
+            # Before JAX 0.10, XLA:CPU writes the squares to memory. `total` is never
+            # negative, so this select always returns `factor`, but it makes XLA process
+            # one array after the other. AdamW on four arrays then needs temporary
+            # memory of 0.25 times the size of the parameters instead of 1.0 times (JAX
+            # 0.7.1). Small groups do without it, because a kernel that XLA has compiled
+            # before costs less than half (JAX 0.7.1).
+            group_factor = jnp.where(total < 0, total, factor)
         squares = [jnp.square(array * group_factor) for array in group]
         sums[axes] = total + jnp.sum(functools.reduce(operator.add, squares))
     for axes, total in sums.items():

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_batching import custom_vmap
 
 from gradaccum.kit import Scalar
-from gradaccum_jax.arrays import Tree
+from gradaccum_jax.arrays import Array, Leaves, Tree
 from gradaccum_jax.sharding import manual_axes, with_axes_of_results
 
 T = TypeVar("T")
@@ -48,3 +49,48 @@ def run_if(predicate: Scalar, function: Callable[[T], T], operand: T) -> T:
     if manual_axes():
         function, arrays = with_axes_of_results(predicate, function, arrays)
     return cast(T, lax.cond(predicate, function, lambda arrays: arrays, arrays))
+
+
+# XLA:CPU compiles a kernel for each scalar that a branch returns, which takes about 4 ms
+# (JAX 0.7.1). Only a reduction may have several results. XLA does not simplify a
+# reduction that selects the later one of two equal elements.
+
+
+def in_one_kernel(numbers: T) -> T:
+    """Return a tree of scalars unchanged, but let XLA compute them in one kernel."""
+    leaves, structure = jax.tree.flatten(numbers)
+    # XLA:CPU refuses a reduction of two float precisions, and JAX refuses one of arrays
+    # that vary along different mesh axes.
+    if manual_axes() or any(leaf.dtype == jnp.float64 for leaf in leaves):
+        return numbers
+    return cast(T, jax.tree.unflatten(structure, _reduced(*leaves)))
+
+
+@jax.custom_jvp
+def _reduced(*numbers: Array) -> Leaves:
+    return cast(Leaves, _later_of_two(*numbers))
+
+
+@_reduced.defjvp
+def _(primals: Leaves, tangents: Leaves) -> tuple[Leaves, Leaves]:
+    return _reduced(*primals), list(tangents)
+
+
+@custom_vmap
+def _later_of_two(*numbers: Array) -> Leaves:
+    positions = jnp.arange(2, dtype=jnp.int32)
+    pairs = [jnp.stack([number, number]) for number in numbers]
+    zeros = [jnp.zeros_like(number) for number in numbers]
+    return list(
+        lax.reduce((positions, *pairs), (jnp.int32(-1), *zeros), _later, (0,))[1:]
+    )
+
+
+@_later_of_two.def_vmap
+def _(size: int, batched: list[bool], *numbers: Array) -> tuple[Leaves, list[bool]]:
+    return list(numbers), list(batched)
+
+
+def _later(a: Leaves, b: Leaves) -> Leaves:
+    is_later = a[0] >= b[0]
+    return [lax.select(is_later, one, other) for one, other in zip(a, b, strict=True)]

@@ -8,7 +8,7 @@ state, and reads the decision and the gradient sums after it has written the sta
 branch returns a value that it computed. Each function returns a value, because
 MindSpore would pass a None to the Python interpreter.
 
-The compiler copies the rest of a function after an ``if`` into both branches.
+The compiler copies everything that follows an ``if`` in a function into both branches.
 
 If a method calls a global function of the same name, the compiler confuses the two. So
 the methods call ``kit.close`` and ``kit.discard`` through their module. The structure,
