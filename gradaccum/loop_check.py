@@ -8,13 +8,14 @@ module interprets the coefficients.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
-from gradaccum.least_squares import SolvedUpdate
+from gradaccum.least_squares import SolvedUpdate, Vector, solve_updates
 from gradaccum.options import Reduction, require_reduction
 from gradaccum.registry import backend_of
 
@@ -187,6 +188,36 @@ def as_arguments(micro_batch: Any) -> tuple[Any, ...]:
     if isinstance(micro_batch, list | tuple):
         return tuple(micro_batch)
     return (micro_batch,)
+
+
+def loop_report(
+    gradients: Sequence[Vector],
+    updates: Sequence[Vector],
+    weights: Sequence[float],
+    epsilon: float,
+    *,
+    norms: Sequence[float] | None = None,
+    **options: Any,
+) -> LoopReport:
+    """Report which micro-batches each update contained, and with what weight.
+
+    Args:
+        gradients: the gradient of each micro-batch.
+        updates: the gradients that the optimizer received.
+        weights: the weight of each micro-batch.
+        epsilon: the machine epsilon of the coarsest parameter.
+        norms: the norm of each update, if `updates` contains only some elements.
+        options: as in `read_coefficients`.
+    """
+    solutions = solve_updates(gradients, updates)
+    if norms is not None:
+        solutions = [
+            solution._replace(norm=norm)
+            for solution, norm in zip(solutions, norms, strict=True)
+        ]
+    # A float64 model may compute its loss in float32, so the limit is at least 1e-6.
+    limit = max(16 * epsilon, math.pow(epsilon, 0.6), 1e-6)
+    return read_coefficients(solutions, weights, limit=limit, **options)
 
 
 def read_coefficients(

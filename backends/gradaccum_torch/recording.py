@@ -137,16 +137,13 @@ class LoopRecord:
         workers = processes()
         if workers > 1:
             gradients, weights = _gathered(gradients, weights, workers)
-        solutions = [
-            kit.solve_update(gradients, update)._replace(norm=norm)
-            for update, norm in zip(self._updates, self._norms, strict=True)
-        ]
-        epsilon = max(torch.finfo(each.dtype).eps for each in self._parameters)
-        return kit.read_coefficients(
-            solutions,
+        return kit.loop_report(
+            gradients,
+            self._updates,
             weights,
+            max(torch.finfo(each.dtype).eps for each in self._parameters),
+            norms=self._norms,
             workers=workers,
-            limit=kit.rounding_limit(epsilon),
             **options,
         )
 

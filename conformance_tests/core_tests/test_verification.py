@@ -14,7 +14,7 @@ import pytest
 
 import gradaccum
 from gradaccum import ArgumentTypeError, ArgumentValueError
-from gradaccum.kit import Precision, examine
+from gradaccum.kit import examine
 from gradaccum.verification.comparison import (
     ROUNDING_LIMIT,
     Comparison,
@@ -308,14 +308,12 @@ def test_floor_of_a_unit(
     up in pairs, in float32 at the coarsest.
     """
 
-    class Coarse(PlainSubject):
-        def precision(self, name: str) -> Precision:
-            return Precision(2.0**-8, 1e-3, 4, terms)
-
-    subject = Coarse(lambda x, n, world: {"w": 3.0}, names=["w"])
+    subject = PlainSubject(lambda x, n, world: {"w": 3.0}, names=["w"])
+    subject.precision = (2.0**-8, 1e-3)
+    subject.batch.terms = terms
     comparison = Comparison(subject, partitions(8, 2), reduction)
     relative = (2.0**-8 + additions * 2.0**-23) * 2 * factor * math.hypot(3, 6)
-    floor = relative + 2 * 1e-3 * 2
+    floor = relative + 2 * 1e-3 * math.sqrt(2)
     assert comparison.floors == {"w": pytest.approx(floor, rel=1e-12)}
 
 

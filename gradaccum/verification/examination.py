@@ -11,21 +11,21 @@ import math
 from collections.abc import Iterable
 
 from gradaccum.errors import require_int
+from gradaccum.least_squares import Vector
 from gradaccum.options import Reduction, require_reduction
+from gradaccum.verification.batch import Items
 from gradaccum.verification.comparison import (
     ROUNDING_LIMIT,
     Coefficients,
     Comparison,
-    Gradients,
     Parts,
     cut,
     deal,
-    difference,
-    linear_combination,
+    is_finite,
     partitions,
 )
 from gradaccum.verification.report import Cause, VerificationReport
-from gradaccum.verification.subject import Items, Subject
+from gradaccum.verification.subject import Subject
 
 KINDS = (
     "not_finite",
@@ -61,18 +61,19 @@ def examine(
     gradients differ.
     """
     if steps is None:
-        steps = max(2, min(USUAL_STEPS, subject.items))
+        steps = max(2, min(USUAL_STEPS, subject.batch.items))
     number = require_int("steps", steps, at_least=2, fix="Write steps=2 or more.")
     require_int(
         "items in the batch",
-        subject.items,
+        subject.batch.items,
         at_least=number,
         fix="Pass a larger batch or a smaller steps=.",
     )
-    by_parts = partitions(subject.items, number)
+    by_parts = partitions(subject.batch.items, number)
     comparison = Comparison(subject, by_parts, require_reduction(reduction))
     try:
-        return _Examination(comparison).report()
+        with subject.isolated():
+            return _Examination(comparison).report()
     except Exception as error:
         error.add_note(OF_A_PART)
         raise
@@ -97,7 +98,6 @@ class _Examination:
         """
 
     def report(self) -> VerificationReport:
-        reached_gradients = self.comparison.large.gradients
         can_compare = (
             self.is_finite()
             and self.is_repeatable()
@@ -107,11 +107,10 @@ class _Examination:
         comparison = self.comparison
         if can_compare and comparison.moved:
             self.find_causes()
-        names = [
-            name for name in comparison.subject.names if name not in reached_gradients
-        ]
+        norms = comparison.norms(comparison.large.gradient)
+        names = [name for name, norm in norms.items() if norm == 0]
         if names:
-            self.notes.append(f"{joined_names(names)}: not reached by the loss.")
+            self.notes.append(f"{joined_names(names)}: the gradient is zero.")
         return VerificationReport(
             not self.causes and not comparison.moved,
             tuple(self.causes),
@@ -158,11 +157,8 @@ class _Examination:
     # Can the gradients be compared at all?
 
     def is_finite(self) -> bool:
-        names = [
-            name
-            for name, gradient in self.comparison.large.gradients.items()
-            if not math.isfinite(self.comparison.norm(gradient))
-        ]
+        norms = self.comparison.norms(self.comparison.large.gradient)
+        names = [name for name, norm in norms.items() if math.isinf(norm)]
         if names:
             self.add(
                 "not_finite",
@@ -174,8 +170,8 @@ class _Examination:
 
     def is_repeatable(self) -> bool:
         comparison = self.comparison
-        again = comparison.runs([comparison.items])[0].gradients
-        distances = comparison.distances(again, comparison.large.gradients)
+        again = comparison.runs([comparison.items])[0].gradient
+        distances = comparison.norms(again - comparison.large.gradient)
         # Units are measured with repeated runs, so they would hide the difference.
         names = [
             name
@@ -200,9 +196,9 @@ class _Examination:
         """
         names: dict[str, None] = {}
         for scale in SCALES:
-            gradients = self.comparison.under(scale=scale).large.gradients
-            if self.comparison.is_finite(gradients):
-                names |= dict.fromkeys(self.differing_from_large(gradients))
+            gradient = self.comparison.under(scale=scale).large.gradient
+            if is_finite(gradient):
+                names |= dict.fromkeys(self.differing_from_large(gradient))
         if names:
             self.add(
                 "custom_backward",
@@ -216,8 +212,8 @@ class _Examination:
             )
         return not names
 
-    def differing_from_large(self, gradients: Gradients) -> tuple[str, ...]:
-        return self.comparison.differing(gradients, self.comparison.large.gradients)
+    def differing_from_large(self, gradient: Vector) -> tuple[str, ...]:
+        return self.comparison.differing(gradient, self.comparison.large.gradient)
 
     def draws_random_numbers(self) -> bool:
         """Test whether the gradient changes because an item gets different random
@@ -225,8 +221,8 @@ class _Examination:
         """
         if not self.comparison.moved:
             return False
-        gradients = self.comparison.under(seed=1).large.gradients
-        if not self.differing_from_large(gradients):
+        gradient = self.comparison.under(seed=1).large.gradient
+        if not self.differing_from_large(gradient):
             return False
         self.add(
             "not_repeatable",
@@ -253,8 +249,8 @@ class _Examination:
             comparison.runs(parts), alone.runs(parts), strict=True
         ):
             changed_state |= dict.fromkeys(run.changed_state)
-            gradients = (run.gradients, run_alone.gradients)
-            if any(map(comparison.is_finite, gradients)):
+            gradients = (run.gradient, run_alone.gradient)
+            if any(map(is_finite, gradients)):
                 names |= dict.fromkeys(comparison.differing(*gradients))
         if names:
             self.comparison = alone
@@ -396,7 +392,7 @@ class _Examination:
     def has_infinite_parts(self) -> bool:
         for parts, words in self.comparison.partitions.items():
             runs = self.comparison.runs(parts)
-            if not all(self.comparison.is_finite(run.gradients) for run in runs):
+            if not all(is_finite(run.gradient) for run in runs):
                 self.add(
                     "not_finite",
                     "the loss",
@@ -424,19 +420,19 @@ class _Examination:
             return list(comparison.moved)
         reduction: Reduction = "mean" if comparison.reduction == "mean" else "sum"
         growth = GROWTH[reduction]
-        large = comparison.runs([items])[0].gradients
+        large = comparison.runs([items])[0].gradient
         plain_comparison = comparison.weighing_items(reduction)
         two, four, four_dealt = (
-            difference(plain_comparison.accumulate(parts), large)
+            plain_comparison.accumulate(parts) - large
             for parts in (
                 cut(items, len(items) // 2),
                 cut(items, len(items) // 4),
                 deal(items, 4),
             )
         )
-        sizes = comparison.distances(four, {})
-        by_growth = comparison.distances(four, linear_combination([two], [growth]))
-        by_order = comparison.distances(four, four_dealt)
+        sizes = comparison.norms(four)
+        by_growth = comparison.norms(four - two * growth)
+        by_order = comparison.norms(four - four_dealt)
         counted_names = []
         for name in comparison.moved:
             room = 2 * growth * ROUNDING_LIMIT * comparison.units[name]
