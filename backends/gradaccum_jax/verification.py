@@ -38,22 +38,14 @@ class JaxSubject(Subject):
         super().__init__(params, *arguments, **options)
         self._host = HostRandom()
         self._compiled: dict[int, Callable[..., Any]] = {}
-        paths_and_leaves, self._structure = jax.tree_util.tree_flatten_with_path(params)
-        self._leaves = [leaf for _, leaf in paths_and_leaves]
-        self._indices: dict[str, int] = {}
-        """The index of each floating-point parameter in `_leaves`, by the parameter's
-        name.
-        """
-        for index, (path, leaf) in enumerate(paths_and_leaves):
-            if self.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact):
-                self._indices[jax.tree_util.keystr(path) or "params"] = index
-        self._parameters = [self._leaves[index] for index in self._indices.values()]
-        self._values = self._parameters
+        self._parameters = jax.tree.map(
+            lambda leaf: leaf if is_floating(leaf) else None, params
+        )
+        self._perturbed_parameters = self._parameters
         self.places = places_of(
             {
-                name: self._leaves[index].size
-                * (1 + jnp.iscomplexobj(self._leaves[index]))
-                for name, index in self._indices.items()
+                jax.tree_util.keystr(path) or "params": wide(leaf).size
+                for path, leaf in jax.tree_util.tree_leaves_with_path(self._parameters)
             }
         )
 
@@ -81,16 +73,19 @@ class JaxSubject(Subject):
             self._host.restore()
 
     def prepare(self, conditions: Conditions) -> None:
-        self._values = self._parameters
+        self._perturbed_parameters = self._parameters
         if conditions.perturbation is None:
             return
         roundoff, _ = self.precision
         generator = np.random.default_rng(conditions.perturbation)
-        self._values = []
-        for value in self._parameters:
-            signs = generator.choice((-1.0, 1.0), value.shape)
-            perturbed_value = wide(value) * (1 + roundoff * signs)
-            self._values.append(perturbed_value.astype(value.dtype))
+
+        def perturbed(leaf: Any) -> Numbers:
+            signs = generator.choice((-1.0, 1.0), leaf.shape)
+            value = np.asarray(leaf)
+            factor = 1 + roundoff * signs
+            return (value * factor).astype(value.dtype)
+
+        self._perturbed_parameters = jax.tree.map(perturbed, self._parameters)
 
     def set_random_state(self, seed: int) -> None:
         self._host.restore(seed)
@@ -101,10 +96,11 @@ class JaxSubject(Subject):
         if conditions.seed not in self._compiled:
             self._compiled[conditions.seed] = jax.jit(jax.grad(self._scaled_loss))
         differentiate = self._compiled[conditions.seed]
-        arguments = self.batch.part(part)
-        gradients = differentiate(self._values, arguments, conditions.scale)
-        vectors = [wide(gradient).reshape(-1) for gradient in gradients]
-        return np.concatenate([v.view(np.float64) for v in vectors]) / conditions.scale
+        gradients = differentiate(
+            self._perturbed_parameters, self.batch.part(part), conditions.scale
+        )
+        vectors = map(wide, jax.tree.leaves(gradients))
+        return np.concatenate(list(vectors)) / conditions.scale
 
     def arrays(self, part: Sequence[int]) -> list[tuple[str, Any]]:
         return [
@@ -113,11 +109,10 @@ class JaxSubject(Subject):
             if isinstance(array, np.ndarray)
         ]
 
-    def _scaled_loss(self, values: list[Any], arguments: Any, scale: Any) -> Any:
-        leaves = list(self._leaves)
-        for index, value in zip(self._indices.values(), values, strict=True):
-            leaves[index] = value
-        params = jax.tree.unflatten(self._structure, leaves)
+    def _scaled_loss(self, parameters: Any, arguments: Any, scale: Any) -> Any:
+        params = jax.tree.map(
+            lambda old, new: old if new is None else new, self.model, parameters
+        )
         with jax.default_matmul_precision("highest"):
             loss = self.loss(params, arguments)
         return loss * jnp.asarray(scale, jnp.result_type(loss))
@@ -131,10 +126,18 @@ class JaxSubject(Subject):
         program = jax.make_jaxpr(self._scaled_loss)(self._parameters, arguments, 1.0)
         names = re.findall(r"\b(b?f\d+)", str(program))
         roundoff = max(ROUNDOFFS[name] for name in names if name in ROUNDOFFS)
-        limits = [jnp.finfo(value.dtype) for value in self._parameters]
+        leaves = jax.tree.leaves(self._parameters)
+        limits = [jnp.finfo(leaf.dtype) for leaf in leaves]
         return roundoff, max(float(each.smallest_normal) for each in limits)
 
 
+def is_floating(leaf: object) -> bool:
+    return JaxSubject.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)  # type: ignore[attr-defined]
+
+
 def wide(array: Any) -> Numbers:
+    """Return an array as a float64 vector, in which a complex number becomes two real
+    numbers.
+    """
     dtype = np.complex128 if jnp.iscomplexobj(array) else np.float64
-    return np.asarray(array).astype(dtype)
+    return np.asarray(array).astype(dtype).reshape(-1).view(np.float64)

@@ -230,12 +230,7 @@ class RandomState:
         """
         self._host.restore(seed)
         set_counters(self._counters)
-        SEEDS._GLOBAL_SEED = UNUSUAL_SEED + seed if seed else self._seed
-
-
-UNUSUAL_SEED = 0x5EED0
-"""The base of the seeds that are set here. It is far from the seeds that users write.
-"""
+        SEEDS._GLOBAL_SEED = seed or self._seed
 
 
 def is_floating(value: object) -> bool:

@@ -154,14 +154,11 @@ class LoopRecord:
         trained_parameters = [each for each in self._parameters if each.requires_grad]
         with torch.enable_grad():
             value = loss()
-        gradients = iter(
-            torch.autograd.grad(value, trained_parameters, allow_unused=True)
+        gradients = torch.autograd.grad(value, trained_parameters, allow_unused=True)
+        by_parameter = dict(zip(trained_parameters, gradients, strict=True))
+        return self._vector(
+            self._dense([by_parameter.get(each) for each in self._parameters])
         )
-        in_order = [
-            next(gradients) if parameter.requires_grad else None
-            for parameter in self._parameters
-        ]
-        return self._vector(self._dense(in_order))
 
     def _dense(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """Return each gradient as a dense tensor that is not sharded. A missing
@@ -229,5 +226,5 @@ def recording(optimizer: Any, model: Any) -> Iterator[LoopRecord]:
         handles.append(model.register_forward_hook(record.note_call, with_kwargs=True))
     with ExitStack() as ending:
         for handle in handles:
-            ending.callback(handle.remove)
+            ending.enter_context(handle)
         yield record

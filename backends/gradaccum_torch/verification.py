@@ -15,9 +15,6 @@ from gradaccum.kit import Conditions, HostRandom, Subject, places_of
 from gradaccum_torch.large_batch.gradients import REENTRANT_NODE, leaves_of_graph
 from gradaccum_torch.large_batch.replay import RandomState, random_devices
 
-UNUSUAL_SEED = 0x5EED0
-"""A seed that users are unlikely to choose."""
-
 
 class TorchSubject(Subject):
     """Gradients come from `torch.autograd.grad`, so that ``.grad`` is not used and
@@ -98,7 +95,7 @@ class TorchSubject(Subject):
         self._random.put_back()
         if seed:
             HostRandom().restore(seed)
-            torch.manual_seed(UNUSUAL_SEED + seed)
+            torch.manual_seed(seed)
 
     def gradient(self, part: Sequence[int], conditions: Conditions) -> Tensor:
         loss = self.loss(self.model, self.batch.part(part)) * conditions.scale

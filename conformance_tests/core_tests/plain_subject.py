@@ -14,7 +14,6 @@ import numpy as np
 
 from gradaccum.kit import Conditions, Subject, places_of
 from gradaccum.verification.batch import Batch
-from gradaccum.verification.subject import Run
 
 X = (0.5, -1.25, 2.0, 0.75, 1.5, -0.625, 0.25, 3.0)
 COUNTS = (3.0, 1.0, 2.0, 5.0, 1.0, 4.0, 2.0, 1.0)
@@ -93,7 +92,7 @@ class PlainSubject(Subject):
             conditions.scale,
             self.state,
             len(part) == items,
-            0.1 * conditions.seed,
+            0.1 * bool(conditions.seed),
             conditions.random_layers,
         )
         found = self.slopes(

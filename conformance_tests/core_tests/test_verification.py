@@ -307,7 +307,6 @@ def test_floor_of_a_unit(
     """Each of two gradients (3, 6) is rounded once, and its sum as often as it is added
     up in pairs, in float32 at the coarsest.
     """
-
     subject = PlainSubject(lambda x, n, world: {"w": 3.0}, names=["w"])
     subject.precision = (2.0**-8, 1e-3)
     subject.batch.terms = terms

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from gradaccum.least_squares import Vector
 from gradaccum.verification.batch import Batch, Items
@@ -191,23 +191,20 @@ class HostRandom:
 
     def restore(self, seed: int = 0) -> None:
         """Restore the saved random states, or set other states if `seed` is not 0."""
-        if seed:
-            random.seed(UNUSUAL_SEED + seed)
-        else:
-            random.setstate(self._state)
-        if self._numpy is not None and seed:
-            self._numpy.seed(UNUSUAL_SEED + seed)
-        elif self._numpy is not None:
+        random.setstate(self._state)
+        if self._numpy is not None:
             self._numpy.set_state(self._numpy_state)
+        if seed:
+            random.seed(seed)
+        if seed and self._numpy is not None:
+            self._numpy.seed(seed)
 
 
-UNUSUAL_SEED = 0x5EED0
-"""This is added to a seed, so that the sum differs from the seeds that users choose."""
 OUTPUTS = ("input", "output", "out", "logits", "pred", "y_pred", "y_hat")
 """A function counts as a criterion if the name of its first argument begins with one of
 these words.
 """
-LossFunction = Callable[..., Any]
+LossFunction: TypeAlias = Callable[..., Any]
 
 
 def as_loss(
