@@ -18,7 +18,6 @@ from gradaccum.errors import (
 from gradaccum.loop_check import (
     LoopProblem,
     LoopReport,
-    assert_accumulates,
     check_loop,
     recording,
 )
@@ -52,7 +51,6 @@ __all__ = [
     "VerificationReport",
     "Window",
     "Windows",
-    "assert_accumulates",
     "available_backends",
     "check_loop",
     "effective_batch_size",

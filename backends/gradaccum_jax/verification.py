@@ -81,8 +81,8 @@ class JaxSubject(Subject):
 
         def perturbed(leaf: Any) -> Numbers:
             signs = generator.choice((-1.0, 1.0), leaf.shape)
-            value = np.asarray(leaf)
-            factor = 1 + roundoff * signs
+            value: Numbers = np.asarray(leaf)
+            factor: Numbers = 1 + roundoff * signs
             return (value * factor).astype(value.dtype)
 
         self._perturbed_parameters = jax.tree.map(perturbed, self._parameters)
@@ -99,8 +99,9 @@ class JaxSubject(Subject):
         gradients = differentiate(
             self._perturbed_parameters, self.batch.part(part), conditions.scale
         )
-        vectors = map(wide, jax.tree.leaves(gradients))
-        return np.concatenate(list(vectors)) / conditions.scale
+        vectors = [wide(leaf) for leaf in jax.tree.leaves(gradients)]
+        gradient: Numbers = np.concatenate(vectors) / conditions.scale
+        return gradient
 
     def arrays(self, part: Sequence[int]) -> list[tuple[str, Any]]:
         return [

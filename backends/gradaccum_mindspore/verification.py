@@ -118,7 +118,8 @@ class MindSporeSubject(Subject):
             forget_recorded()
             raise
         vectors = [wide(gradient).reshape(-1) for gradient in gradients]
-        return np.concatenate(vectors) / conditions.scale
+        gradient: NDArray[np.float64] = np.concatenate(vectors) / conditions.scale
+        return gradient
 
     def loss(self, model: nn.Cell, arguments: tuple[Any, ...]) -> Tensor:
         loss = super().loss(model, arguments)

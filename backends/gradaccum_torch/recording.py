@@ -133,7 +133,7 @@ class LoopRecord:
         count = weight or _items_of
         losses = [partial(loss_fn, *batch, **keywords) for batch, keywords in calls]
         weights = [float(count(*batch, **keywords)) for batch, keywords in calls]
-        gradients = torch.stack([self._gradient_of(loss) for loss in losses])
+        gradients = [self._gradient_of(loss) for loss in losses]
         workers = processes()
         if workers > 1:
             gradients, weights = _gathered(gradients, weights, workers)
@@ -194,22 +194,23 @@ def _items_of(*arguments: Any, **keywords: Any) -> float:
 
 
 def _gathered(
-    gradients: Tensor, weights: list[float], workers: int
-) -> tuple[Tensor, list[float]]:
-    """Return the gradients, one row per micro-batch, and the weights of all workers, in
-    the order of the ranks.
+    gradients: list[Tensor], weights: list[float], workers: int
+) -> tuple[list[Tensor], list[float]]:
+    """Return the gradients and weights of all workers' micro-batches, in the order of
+    the ranks.
     """
     parts: list[Any] = [None] * workers
     dist.all_gather_object(parts, (gradients, weights))
-    lengths = [len(rows) for rows, _ in parts]
+    lengths = [len(part_weights) for _, part_weights in parts]
     if len(set(lengths)) > 1:
         raise UsageError(
             "micro_batches: expected the same number of micro-batches on each worker;"
             f" got {lengths}. Check a loop in which all workers have equally many"
             " micro-batches."
         )
+    all_gradients = [gradient for part, _ in parts for gradient in part]
     all_weights = [weight for _, part in parts for weight in part]
-    return torch.cat([rows for rows, _ in parts]), all_weights
+    return all_gradients, all_weights
 
 
 @contextmanager

@@ -190,17 +190,6 @@ def hardly_maximal(x, counts, world):
     return multiplied(maximal(x, counts, world), 1 / 100)
 
 
-def coupled_in_order(x, counts, world):
-    """A sum beside a mean, and a coupling of the first item with the second in
-    micro-batches.
-    """
-    found = part_summed(x, counts, world)
-    return {
-        **found,
-        "v": found["v"] + (1 < len(x) < len(X) and math.dist(x[:2], X[:2]) < 1e-9),
-    }
-
-
 def by_place(x, counts, world):
     """Each item times a number of a table that is read by its place in the
     micro-batch.

@@ -33,7 +33,6 @@ from .plain_subject import (
     by_place,
     by_two_counts,
     coupled,
-    coupled_in_order,
     deviating,
     drawing,
     drawing_always,
@@ -104,8 +103,7 @@ BY_MEANS: list[Caused] = [
     (counted(over_positives, readable=POSITIVE), "weights", "(batch[1] != 0).sum()"),
     (counted(over_positives), "weights", "the denominator of the loss"),
     (PlainSubject(deviating), "not_finite", "the loss"),
-    (PlainSubject(part_summed), "weights", "v"),
-    (PlainSubject(coupled_in_order), "coupled", "the loss"),
+    (PlainSubject(part_summed), "coupled", "the loss"),
     (PlainSubject(in_training, layers=["norm"]), "batch_statistics", "norm"),
     (PlainSubject(in_training), "batch_statistics", "the model"),
     (PlainSubject(coupled, layers=["norm"]), "batch_statistics coupled", "norm"),
@@ -124,7 +122,7 @@ BY_MEANS: list[Caused] = [
 BY_SUMS: list[Caused] = [
     (PlainSubject(sound), "weights", "the loss"),
     (counted(by_count, readable=TOKENS), "weights", "(batch[1] != 0).sum()"),
-    (PlainSubject(repeated), "weights", "v"),
+    (PlainSubject(repeated), "coupled", "the loss"),
 ]
 
 

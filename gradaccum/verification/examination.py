@@ -19,8 +19,6 @@ from gradaccum.verification.comparison import (
     Coefficients,
     Comparison,
     Parts,
-    cut,
-    deal,
     is_finite,
     partitions,
 )
@@ -141,20 +139,21 @@ class _Examination:
             return
         if self.has_infinite_parts():
             return
-        names = self.without_counted_terms()
-        if names:
-            self.add(
-                "coupled",
-                "the loss",
-                "No weights make the micro-batches add up to the large batch's gradient"
-                f" in {joined_names(names)}: the loss of one item depends on other"
-                " items. Contrastive, ranking and load-balancing losses do this, and so"
-                " do statistics over the batch and branches that depend on the batch.",
-                "Split the loss into outputs per item and a loss of all outputs, and"
-                " call coupled_backward (torch) or coupled_value_and_grad (JAX,"
-                " MindSpore). If the loss only adds terms that divide by different"
-                " counts, use gradaccum.windows.",
-            )
+        self.add(
+            "coupled",
+            "the loss",
+            "No weights make the micro-batches add up to the large batch's gradient in"
+            f" {joined_names(self.comparison.moved)}. Either the loss of one item"
+            " depends on other items, as in contrastive, ranking and load-balancing"
+            " losses, statistics over the batch and branches that depend on the batch."
+            " Or the loss adds terms that need different weights, such as a sum over"
+            " the items and a penalty.",
+            "Split the loss into outputs per item and a loss of all outputs, and call"
+            " coupled_backward (torch) or coupled_value_and_grad (JAX, MindSpore). If"
+            " the loss only adds terms that divide by different counts, use"
+            " gradaccum.windows. Multiply a penalty beside a sum by the micro-batch's"
+            " share of the items.",
+        )
 
     # Can the gradients be compared at all?
 
@@ -405,66 +404,6 @@ class _Examination:
                 )
                 return True
         return False
-
-    def without_counted_terms(self) -> list[str]:
-        """Report the parameters whose gradient has a term that each micro-batch adds in
-        full, or divides once too often. Return the other parameters whose gradient is
-        wrong.
-
-        Let the gradient be A + B, where only A accumulates correctly. Under "sum" a
-        penalty gives A + N B in N micro-batches: its error (N - 1) B triples from two
-        micro-batches to four. Under "mean" a sum over items gives A + B / N: its error
-        grows by a half.
-        """
-        comparison = self.comparison
-        items = comparison.items[: len(comparison.items) // 4 * 4]
-        if not items:
-            return list(comparison.moved)
-        reduction: Reduction = "mean" if comparison.reduction == "mean" else "sum"
-        growth = GROWTH[reduction]
-        large = comparison.runs([items])[0].gradient
-        plain_comparison = comparison.weighing_items(reduction)
-        two, four, four_dealt = (
-            plain_comparison.accumulate(parts) - large
-            for parts in (
-                cut(items, len(items) // 2),
-                cut(items, len(items) // 4),
-                deal(items, 4),
-            )
-        )
-        sizes = comparison.norms(four)
-        by_growth = comparison.norms(four - two * growth)
-        by_order = comparison.norms(four - four_dealt)
-        counted_names = []
-        for name in comparison.moved:
-            room = 2 * growth * ROUNDING_LIMIT * comparison.units[name]
-            rest = max(by_growth[name], by_order[name])
-            if sizes[name] > room and rest <= min(room, sizes[name] / 4):
-                counted_names.append(name)
-        if counted_names:
-            explanation, fix = COUNTED_TERMS[reduction]
-            self.add("weights", joined_names(counted_names), explanation, fix)
-        return [name for name in comparison.moved if name not in counted_names]
-
-
-GROWTH = {"mean": 1.5, "sum": 3.0}
-COUNTED_TERMS = {
-    "mean": (
-        "A part of the gradient of these parameters shrinks with the number of"
-        " micro-batches: the loss adds a sum over the items to a mean over them, and"
-        " reduction='mean' divides both.",
-        "Make each term of the loss a mean over items, or each term a sum.",
-    ),
-    "sum": (
-        "The gradient of these parameters grows with the number of micro-batches,"
-        " because each micro-batch adds a part of it in full. That part comes from a"
-        " penalty, an auxiliary loss, or a parameter of the loss itself, such as a"
-        " temperature.",
-        "Multiply that term by the micro-batch's share of the window's items, or use"
-        " coupled_backward, which differentiates it once.",
-    ),
-}
-"""By reduction, the explanation and the fix for terms that micro-batches repeat."""
 
 
 def are_weights(fit: Coefficients) -> bool:
