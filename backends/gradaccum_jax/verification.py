@@ -72,12 +72,12 @@ class JaxSubject(Subject):
         finally:
             self._host.restore()
 
-    def prepare(self, conditions: Conditions) -> None:
+    def restore_model(self) -> None:
         self._perturbed_parameters = self._parameters
-        if conditions.perturbation is None:
-            return
+
+    def perturb(self, seed: int) -> None:
         roundoff, _ = self.precision
-        generator = np.random.default_rng(conditions.perturbation)
+        generator = np.random.default_rng(seed)
 
         def perturbed(leaf: Any) -> Numbers:
             signs = generator.choice((-1.0, 1.0), leaf.shape)

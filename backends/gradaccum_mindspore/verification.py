@@ -82,22 +82,19 @@ class MindSporeSubject(Subject):
                 self._state.restore()
                 self._random.restore()
 
-    def prepare(self, conditions: Conditions) -> None:
+    def restore_model(self) -> None:
         self._state.restore()
-        if not conditions.random_layers:
-            for _, cell in self.model.cells_and_names():
-                if "Dropout" in type(cell).__name__:
-                    cell.training = False
-        if not conditions.training:
-            self.model.set_train(False)
-        if conditions.perturbation is None:
-            return
+
+    def perturb(self, seed: int) -> None:
         roundoff, _ = self.precision
-        generator = np.random.default_rng(conditions.perturbation)
+        generator = np.random.default_rng(seed)
         for parameter in self._parameters.values():
             signs = generator.choice((-1.0, 1.0), parameter.shape)
             values = wide(parameter) * (1 + roundoff * signs)
             ops.assign(parameter, Tensor(values, parameter.dtype))
+
+    def named_layers(self) -> Iterator[tuple[str, nn.Cell]]:
+        return self.model.cells_and_names()
 
     def set_random_state(self, seed: int) -> None:
         self._random.restore(seed)
@@ -134,18 +131,8 @@ class MindSporeSubject(Subject):
     def changed_state(self) -> tuple[str, ...]:
         return self._state.changed_names()
 
-    def statistics_layers(self) -> list[str]:
-        return self._layers("BatchNorm")
-
     def random_layers(self) -> list[str]:
-        return self._layers("Dropout")
-
-    def _layers(self, word: str) -> list[str]:
-        return [
-            name
-            for name, cell in self.model.cells_and_names()
-            if cell.training and word in type(cell).__name__
-        ]
+        return self.training_layers("Dropout")
 
     @cached_property
     def precision(self) -> tuple[float, float]:

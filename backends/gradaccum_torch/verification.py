@@ -75,21 +75,19 @@ class TorchSubject(Subject):
             for parameter, gradient in gradients:
                 parameter.grad = gradient
 
-    def prepare(self, conditions: Conditions) -> None:
+    def restore_model(self) -> None:
         self._state.restore()
-        if not conditions.training:
-            self.model.eval()
-        if not conditions.random_layers:
-            for name in self._random_layers:
-                self.model.get_submodule(name).training = False
-        if conditions.perturbation is None:
-            return
+
+    def perturb(self, seed: int) -> None:
         roundoff, _ = self.precision
-        generator = torch.Generator().manual_seed(conditions.perturbation)
+        generator = torch.Generator().manual_seed(seed)
         for parameter in self._parameters.values():
             bits = torch.randint(0, 2, parameter.shape, generator=generator)
             signs = 2 * bits.double().to(parameter.device) - 1
             parameter.data.copy_(parameter.data * (1 + roundoff * signs))
+
+    def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
+        return self.model.named_modules()
 
     def set_random_state(self, seed: int) -> None:
         self._random.put_back()
@@ -107,19 +105,8 @@ class TorchSubject(Subject):
     def changed_state(self) -> tuple[str, ...]:
         return self._state.changed_names()
 
-    def statistics_layers(self) -> list[str]:
-        return [
-            name
-            for name, module in self.model.named_modules()
-            if module.training and "BatchNorm" in type(module).__name__
-        ]
-
     def random_layers(self) -> list[str]:
-        return self._random_layers
-
-    @cached_property
-    def _random_layers(self) -> list[str]:
-        """The names of the training-mode modules that draw random numbers in their own
+        """Return the names of the training-mode modules that draw random numbers in their own
         forward pass, outside of their submodules.
         """
         names = {module: name for name, module in self.model.named_modules()}

@@ -73,8 +73,11 @@ class PlainSubject(Subject):
     def isolated(self) -> Any:
         return np.errstate(all="ignore")
 
-    def prepare(self, conditions: Conditions) -> None:
+    def restore_model(self) -> None:
         self.state = [0.0]
+
+    def perturb(self, seed: int) -> None:
+        """See `gradient`."""
 
     def set_random_state(self, seed: int) -> None:
         self.before = list(self.state)
@@ -93,7 +96,7 @@ class PlainSubject(Subject):
             self.state,
             len(part) == items,
             0.1 * bool(conditions.seed),
-            conditions.random_layers,
+            not conditions.quiet_layers,
         )
         found = self.slopes(
             [X[item] * move[item] for item in part],
@@ -112,8 +115,8 @@ class PlainSubject(Subject):
             for path, rows in self.readable.items()
         ]
 
-    def statistics_layers(self) -> Sequence[str]:
-        return self.layers
+    def training_layers(self, word: str) -> list[str]:
+        return [*self.layers]
 
     def random_layers(self) -> Sequence[str]:
         return self.drawing

@@ -182,15 +182,6 @@ def test_flax_batch_norm_couples_items(normalised: bool) -> None:
     assert [cause.kind for cause in report.causes] == [kind], str(report)
 
 
-def test_loss_with_aux() -> None:
-    def with_aux(params: Any, x: Any, y: Any) -> Any:
-        return plain(params, x, y), {"items": len(x)}
-
-    assert verify(PARAMS, with_aux, (X, Y), has_aux=True).equivalent
-    report = verify(PARAMS, with_aux, (X, Y), has_aux=True, reduction="sum")
-    assert [cause.kind for cause in report.causes] == ["weights"]
-
-
 def test_numpy_arrays_of_the_user_stay() -> None:
     arrays = jax.tree.map(np.array, (PARAMS, (X, Y)))
     before = jax.tree.map(np.copy, arrays)

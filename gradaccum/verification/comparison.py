@@ -140,12 +140,6 @@ class Comparison:
     weighs_items: bool = False
     """True if a micro-batch's weight is its number of items, not the user's weight."""
 
-    def weighing_items(self, reduction: Reduction) -> Comparison:
-        """Return this comparison with another reduction, and with the number of items
-        instead of the user's weights.
-        """
-        return replace(self, reduction=reduction, weighs_items=True)
-
     def under(self, **conditions: Any) -> Comparison:
         """Return this comparison with some conditions changed."""
         return replace(self, conditions=replace(self.conditions, **conditions))

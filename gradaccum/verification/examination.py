@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 from gradaccum.errors import require_int
 from gradaccum.least_squares import Vector
@@ -87,7 +88,7 @@ class _Examination:
         self.notes: list[str] = []
         layers = comparison.subject.random_layers()
         if layers:
-            comparison = comparison.under(random_layers=False)
+            comparison = comparison.under(quiet_layers=tuple(layers))
             self.notes.append(
                 f"{joined_names(layers)}: compared in evaluation mode, because an item"
                 " gets different random numbers in a different micro-batch."
@@ -329,7 +330,7 @@ class _Examination:
 
     def has_other_reduction(self, right: Reduction) -> bool:
         """Test whether reduction `right` without weights makes accumulation right."""
-        if self.comparison.weighing_items(right).moved:
+        if replace(self.comparison, reduction=right, weighs_items=True).moved:
             return False
         fix = "Write reduction='mean' and no weight=."
         if right == "sum":
@@ -374,7 +375,7 @@ class _Examination:
         """Test whether the items are independent in evaluation mode, in which layers
         use the stored statistics.
         """
-        layers = self.comparison.subject.statistics_layers()
+        layers = self.comparison.subject.training_layers("BatchNorm")
         evaluation = self.comparison.under(training=False)
         if evaluation.moved and not layers:
             return False

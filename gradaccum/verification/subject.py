@@ -28,8 +28,9 @@ class Conditions:
 
     training: bool = True
     """False means that the model runs in evaluation mode."""
-    random_layers: bool = True
-    """False means that layers that draw random numbers run in evaluation mode."""
+    quiet_layers: tuple[str, ...] = ()
+    """The names of layers that run in evaluation mode because they draw random numbers.
+    """
     carry_state: bool = True
     """False means that the model's state is restored before each micro-batch."""
     seed: int = 0
@@ -109,9 +110,37 @@ class Subject(ABC):
         windows are run inside the block.
         """
 
-    @abstractmethod
     def prepare(self, conditions: Conditions) -> None:
         """Restore the model, set the mode of its layers, and perturb its parameters."""
+        self.restore_model()
+        for name, layer in self.named_layers():
+            if not conditions.training or name in conditions.quiet_layers:
+                layer.training = False
+        if conditions.perturbation is not None:
+            self.perturb(conditions.perturbation)
+
+    @abstractmethod
+    def restore_model(self) -> None: ...
+
+    @abstractmethod
+    def perturb(self, seed: int) -> None:
+        """Increase or decrease each element of the parameters at random by one rounding
+        error.
+        """
+
+    def named_layers(self) -> Iterable[tuple[str, Any]]:
+        """Return the layers of the model, each with its name."""
+        return ()
+
+    def training_layers(self, word: str) -> list[str]:
+        """Return the names of the layers in training mode whose class has a name that
+        contains `word`.
+        """
+        return [
+            name
+            for name, layer in self.named_layers()
+            if layer.training and word in type(layer).__name__
+        ]
 
     @abstractmethod
     def set_random_state(self, seed: int) -> None:
@@ -156,10 +185,6 @@ class Subject(ABC):
         """Return the names of the buffers and attributes that have changed since
         `prepare`.
         """
-        return ()
-
-    def statistics_layers(self) -> Sequence[str]:
-        """Return the names of the batch norm layers that are in training mode."""
         return ()
 
     def random_layers(self) -> Sequence[str]:
