@@ -93,7 +93,7 @@ class MindSporeSubject(Subject):
             values = wide(parameter) * (1 + roundoff * signs)
             ops.assign(parameter, Tensor(values, parameter.dtype))
 
-    def named_layers(self) -> Iterator[tuple[str, nn.Cell]]:
+    def named_layers(self) -> Any:
         return self.model.cells_and_names()
 
     def set_random_state(self, seed: int) -> None:

@@ -86,7 +86,7 @@ class TorchSubject(Subject):
             signs = 2 * bits.double().to(parameter.device) - 1
             parameter.data.copy_(parameter.data * (1 + roundoff * signs))
 
-    def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
+    def named_layers(self) -> Any:
         return self.model.named_modules()
 
     def set_random_state(self, seed: int) -> None:
