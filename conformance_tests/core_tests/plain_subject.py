@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,12 @@ of each parameter. The losses below are such functions.
 """
 
 
+class BatchNorm:
+    """A layer that a loss may have."""
+
+    training = True
+
+
 class PlainSubject(Subject):
     """A loss in one variable; each parameter has the gradient (slope, 2 x slope)."""
 
@@ -57,7 +63,7 @@ class PlainSubject(Subject):
     ) -> None:
         self.slopes = slopes
         self.readable = readable or {}
-        self.layers = layers
+        self.layers = {name: BatchNorm() for name in layers}
         self.drawing = drawing
         self.places = places_of(dict.fromkeys(names, 2))
         self.batch = Batch(
@@ -65,6 +71,7 @@ class PlainSubject(Subject):
         )
         self.state = [0.0]
         self.before = [0.0]
+        self.perturbation: int | None = None
 
     is_array = staticmethod(lambda value: True)
     take = staticmethod(lambda array, axis, items: array[list(items)])
@@ -75,23 +82,27 @@ class PlainSubject(Subject):
 
     def restore_model(self) -> None:
         self.state = [0.0]
+        self.perturbation = None
+        for layer in self.layers.values():
+            layer.training = True
 
     def perturb(self, seed: int) -> None:
-        """See `gradient`."""
+        self.perturbation = seed
 
     def set_random_state(self, seed: int) -> None:
         self.before = list(self.state)
 
     def gradient(self, part: Sequence[int], conditions: Conditions) -> Any:
-        own = random.Random(conditions.perturbation)
+        own = random.Random(self.perturbation)
         factors = [1 - EPSILON, 1 + EPSILON]
-        if conditions.perturbation is None:
+        if self.perturbation is None:
             factors = [1.0]
         items = self.batch.items
         move = [own.choice(factors) for _ in range(items + 1)]
+        layers = self.layers.values()
         world = World(
             1.5 * move[-1],
-            conditions.training,
+            conditions.training and all(each.training for each in layers),
             conditions.scale,
             self.state,
             len(part) == items,
@@ -115,8 +126,8 @@ class PlainSubject(Subject):
             for path, rows in self.readable.items()
         ]
 
-    def training_layers(self, word: str) -> list[str]:
-        return [*self.layers]
+    def named_layers(self) -> Iterable[tuple[str, Any]]:
+        return self.layers.items()
 
     def random_layers(self) -> Sequence[str]:
         return self.drawing
