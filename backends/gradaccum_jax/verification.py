@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradaccum.kit import Conditions, HostRandom, Subject, places_of
+from gradaccum.options import Reduction
 
 ROUNDOFFS = {
     "f8": 2.0**-2,
@@ -118,14 +119,29 @@ class JaxSubject(Subject):
             loss = self.loss(params, arguments)
         return loss * jnp.asarray(scale, jnp.result_type(loss))
 
+    def is_divided_by(self, steps: int, reduction: Reduction) -> bool:
+        """A division computes a mean if the dividend is a sum."""
+        operations = self._program.eqns[-3:-1]  # the operations before the scaling
+        names = [operation.primitive.name for operation in operations]
+        if reduction == "sum" or names[-1:] != ["div"]:
+            return False
+        if names[0] in ("add", "reduce_sum"):
+            return False
+        return bool(getattr(operations[-1].invars[1], "val", 0) == steps)
+
+    @cached_property
+    def _program(self) -> Any:
+        """The loss of the whole batch as a JAX program (jaxpr)."""
+        arguments = self.batch.part(range(self.batch.items))
+        loss = partial(self._scaled_loss, scale=1.0)
+        return jax.make_jaxpr(loss)(self._parameters, arguments)
+
     @cached_property
     def precision(self) -> tuple[float, float]:
         """The relative rounding error of the coarsest dtype in the compiled loss. The
         smallest number is a normal number, because XLA flushes subnormal numbers to 0.
         """
-        arguments = self.batch.part(range(self.batch.items))
-        program = jax.make_jaxpr(self._scaled_loss)(self._parameters, arguments, 1.0)
-        names = re.findall(r"\b(b?f\d+)", str(program))
+        names = re.findall(r"\b(b?f\d+)", str(self._program))
         roundoff = max(ROUNDOFFS[name] for name in names if name in ROUNDOFFS)
         leaves = jax.tree.leaves(self._parameters)
         limits = [jnp.finfo(leaf.dtype) for leaf in leaves]

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from gradaccum.kit import Conditions, HostRandom, Subject, places_of
+from gradaccum.options import Reduction
+from gradaccum_torch.extensions import is_divided_by
 from gradaccum_torch.large_batch.gradients import REENTRANT_NODE, leaves_of_graph
 from gradaccum_torch.large_batch.replay import RandomState, random_devices
+from gradaccum_torch.torch_private.names import Division, last_division
 
 
 class TorchSubject(Subject):
@@ -140,11 +143,28 @@ class TorchSubject(Subject):
         self._state.restore()
         return [name for name in drawing if self.model.get_submodule(name).training]
 
-    @cached_property
+    def unreached_parameters(self) -> list[str]:
+        return [
+            name
+            for name, parameter in self._parameters.items()
+            if parameter not in self._graph.leaves
+        ]
+
+    def is_divided_by(self, steps: int, reduction: Reduction) -> bool:
+        return is_divided_by(self._graph.division, steps, reduction)
+
+    @property
     def precision(self) -> tuple[float, float]:
         """The precision of the coarsest dtype among the parameters and the tensors that
         autograd saves for the backward pass, including copies made by autocast.
         """
+        dtypes = self._graph.dtypes
+        floating = [torch.finfo(each) for each in dtypes if each.is_floating_point]
+        coarsest = max(floating, key=lambda limits: limits.eps)
+        return coarsest.eps, coarsest.smallest_normal * coarsest.eps
+
+    @cached_property
+    def _graph(self) -> LossGraph:
         dtypes = {parameter.dtype for parameter in self._parameters.values()}
 
         def note(tensor: Tensor) -> Tensor:
@@ -154,11 +174,20 @@ class TorchSubject(Subject):
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             loss = self.loss(self.model, self.batch.part(range(self.batch.items)))
         self._state.restore()
-        leaves_of_graph([loss], set(), {REENTRANT_NODE})
         dtypes.add(loss.dtype)
-        floating = [torch.finfo(each) for each in dtypes if each.is_floating_point]
-        coarsest = max(floating, key=lambda limits: limits.eps)
-        return coarsest.eps, coarsest.smallest_normal * coarsest.eps
+        leaves = {*leaves_of_graph([loss], set(), {REENTRANT_NODE})}
+        return LossGraph(dtypes, leaves, last_division(loss))
+
+
+class LossGraph(NamedTuple):
+    """The graph with which autograd differentiates the loss of the whole batch."""
+
+    dtypes: set[torch.dtype]
+    """The dtypes of the parameters, of the saved tensors and of the loss."""
+    leaves: set[Tensor]
+    """The tensors that the loss is differentiated with respect to."""
+    division: Division | None
+    """The last operation that computed the loss, if it divides by a number."""
 
 
 class ModelState:

@@ -208,6 +208,23 @@ def test_missing_where_it_is_right_is_zero() -> None:
     assert report.notes == ()
 
 
+@pytest.mark.parametrize("steps", [None, 2, 4])
+def test_remarks_of_a_framework_are_noted(steps: int | None) -> None:
+    """It is asked about the number of steps that the user chose."""
+
+    class Remarking(PlainSubject):
+        def unreached_parameters(self) -> list[str]:
+            return ["u"]
+
+        def is_divided_by(self, steps: int, reduction: str) -> bool:
+            return (steps, reduction) == (4, "mean")
+
+    notes = examine(Remarking(sound), steps).notes
+    assert notes[0] == "u: not reached by the loss."
+    divided = [note for note in notes if "divided by 4" in note]
+    assert len(divided) == len(notes) - 1 == (steps == 4)
+
+
 def test_two_items_are_enough() -> None:
     assert examine(PlainSubject(sound, items=2), None).equivalent
     assert examine(PlainSubject(sound), None).partitions[0].startswith("4 ")

@@ -121,6 +121,26 @@ def test_mistake_is_named(name: str) -> None:
     assert (report.causes[0].kind, report.causes[0].where) == (kind, where), str(report)
 
 
+@pytest.mark.parametrize(
+    ("loss_fn", "notes"),
+    [
+        (lambda p, x, y: plain(p, x, y) / 4, 1),
+        (lambda p, x, y: (plain(p, x, y) / 4, x), 1),
+        (lambda p, x, y: (plain(p, x, y) + plain(p, x, y)) / 4, 0),
+        (lambda p, x, y: plain(p, x, y) / 2, 0),
+        (lambda p, x, y: jnp.mean(jnp.square(x[:4, 0] * p["v"].sum())), 0),
+    ],
+    ids=["divided", "with aux", "mean of losses", "by another number", "mean of four"],
+)
+def test_loss_that_is_still_divided_by_the_steps_has_a_note(
+    loss_fn: Any, notes: int
+) -> None:
+    has_aux = isinstance(loss_fn(PARAMS, X, Y), tuple)
+    report = verify(PARAMS, loss_fn, (X, Y), steps=4, has_aux=has_aux)
+    divided = [note for note in report.notes if "delete the division" in note]
+    assert len(divided) == notes
+
+
 def in_bfloat16(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tree)
 

@@ -103,13 +103,22 @@ def test_reentrant_checkpoint_is_refused() -> None:
         gradaccum.verify(net(nn.BatchNorm1d(4)), loss, (X, LABELS))
 
 
-def test_parameters_without_a_gradient_are_noted() -> None:
+def test_notes() -> None:
+    """Parameters that the loss does not reach, and a division by the steps: the window
+    divides too, so that each update would be four times too small.
+    """
     model = nn.ModuleDict({"used": net(), "unused": nn.Linear(1, 1)})
-    report = gradaccum.verify(
-        model, lambda m, x, y: of_model(m["used"], x, y), (X, LABELS)
-    )
-    assert report.equivalent
-    assert report.notes == ("unused.weight, unused.bias: the gradient is zero.",)
+    for divisor, notes in ((1, 1), (4, 2), (5, 1)):
+        report = gradaccum.verify(
+            model,
+            lambda m, x, y, n=divisor: of_model(m["used"], x, y) / n,
+            (X, LABELS),
+            steps=4,
+        )
+        assert report.equivalent
+        unused = "unused.weight, unused.bias: not reached by the loss."
+        assert report.notes[0] == unused
+        assert len(report.notes) == notes
 
 
 def test_module_that_workers_share_is_verified_bare() -> None:

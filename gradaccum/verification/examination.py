@@ -47,6 +47,11 @@ SAME = 1e-3
 """Measured coefficients count as equal to the expected coefficients up to this
 difference.
 """
+DIVIDED_LOSS = (
+    "the loss is divided by {steps}, but gradaccum already divides by the window's"
+    " {steps} micro-batches. Most likely `loss / {steps}` is left from the old loop."
+    " Each update is {steps} times too small: delete the division."
+)
 OF_A_PART = (
     "gradaccum: verify runs loss_fn on parts of the batch, which may contain any of its"
     " items. If loss_fn accepts only the full batch, because some items belong"
@@ -61,7 +66,8 @@ def examine(
     """Compare the partitions of the subject's batch, and look for the causes if their
     gradients differ.
     """
-    if steps is None:
+    is_chosen = steps is not None
+    if not is_chosen:
         steps = max(2, min(USUAL_STEPS, subject.batch.items))
     number = require_int("steps", steps, at_least=2, fix="Write steps=2 or more.")
     require_int(
@@ -74,7 +80,10 @@ def examine(
     comparison = Comparison(subject, by_parts, require_reduction(reduction))
     try:
         with subject.isolated():
-            return _Examination(comparison).report()
+            examination = _Examination(comparison)
+            if is_chosen and subject.is_divided_by(number, comparison.reduction):
+                examination.notes.append(DIVIDED_LOSS.format(steps=number))
+            return examination.report()
     except Exception as error:
         error.add_note(OF_A_PART)
         raise
@@ -93,6 +102,9 @@ class _Examination:
                 f"{joined_names(layers)}: compared in evaluation mode, because an item"
                 " gets different random numbers in a different micro-batch."
             )
+        names = comparison.subject.unreached_parameters()
+        if names:
+            self.notes.append(f"{joined_names(names)}: not reached by the loss.")
         self.comparison = comparison
         """The comparison under the conditions of training, excluding the causes that
         were found.
@@ -108,10 +120,6 @@ class _Examination:
         comparison = self.comparison
         if can_compare and comparison.moved:
             self.find_causes()
-        norms = comparison.norms(comparison.large.gradient)
-        names = [name for name, norm in norms.items() if norm == 0]
-        if names:
-            self.notes.append(f"{joined_names(names)}: the gradient is zero.")
         return VerificationReport(
             not self.causes and not comparison.moved,
             tuple(self.causes),

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from gradaccum.least_squares import Vector
+from gradaccum.options import Reduction
 from gradaccum.verification.batch import Batch, Items
 
 
@@ -151,6 +152,18 @@ class Subject(ABC):
         """Return the gradient of a micro-batch: all parameters in one float64 vector,
         with zeros for a parameter that the loss did not reach.
         """
+
+    def unreached_parameters(self) -> Sequence[str]:
+        """Return the names of the parameters that the loss does not reach, if the
+        framework tells them apart from parameters whose gradient is zero.
+        """
+        return ()
+
+    def is_divided_by(self, steps: int, reduction: Reduction) -> bool:
+        """True if the loss is divided by `steps` in its last operation, most likely by
+        mistake. The division is right if it computes a mean.
+        """
+        return False
 
     @property
     @abstractmethod
