@@ -18,6 +18,7 @@ from gradaccum.errors import (
 from gradaccum.loop_check import (
     LoopProblem,
     LoopReport,
+    assert_accumulates,
     check_loop,
     recording,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "VerificationReport",
     "Window",
     "Windows",
+    "assert_accumulates",
     "available_backends",
     "check_loop",
     "effective_batch_size",

@@ -192,6 +192,21 @@ def check_loop(
     )
 
 
+def assert_accumulates(
+    train: Callable[[], object],
+    optimizer: Any,
+    loss_fn: Callable[..., Any],
+    micro_batches: Sequence[Any],
+    **options: Any,
+) -> None:
+    """Run `check_loop`, and raise an AssertionError with its report unless the loop is
+    right. Use it in a test of your own trainer.
+    """
+    report = check_loop(train, optimizer, loss_fn, micro_batches, **options)
+    if not report.right:
+        raise AssertionError(str(report))
+
+
 def items_of(*micro_batch: Any) -> float:
     """Return the number of items in a micro-batch, which is the length of its first
     argument.

@@ -18,7 +18,7 @@ from conformance_tests.framework_tests.torch_large_batch import (
     cross_entropy,
     make_model,
 )
-from gradaccum import check_loop, recording
+from gradaccum import assert_accumulates, check_loop, recording
 
 SIZES = (4, 2, 3, 1)
 
@@ -164,15 +164,30 @@ def test_right_loop_is_right(name: str, fused: bool) -> None:
     if options is not None:
         optimizer = gradaccum.wrap(optimizer, steps=3, **options)
     before = [parameter.detach().clone() for parameter in net.parameters()]
-    report = check_loop(
+    assert_accumulates(
         lambda: loop(net, optimizer, data),
         optimizer,
         lambda x, y: cross_entropy(net(x), y),
         data,
         clip_norm=0.1,
     )
-    assert report.right, report
     assert all(map(torch.equal, net.parameters(), before)), "they are put back"
+
+
+def test_wrong_loop_fails_an_assertion() -> None:
+    net = make_model()
+    data = batches()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+
+    def train() -> None:
+        for x, y in data:
+            cross_entropy(net(x), y).backward()
+        optimizer.step()
+
+    with pytest.raises(AssertionError, match="The loop is wrong"):
+        assert_accumulates(
+            train, optimizer, lambda x, y: cross_entropy(net(x), y), data
+        )
 
 
 def test_closure_that_runs_again_is_one_update() -> None:
