@@ -12,18 +12,17 @@ classes, is in `gradaccum` itself.
 - `Listeners`: functions that are called after each window. Closed windows need to be
   recorded only while ``added`` is not empty;
 - `described`, `status`: a description of the state in one line;
-- `examine`, `Subject`, `Conditions`, `Run`: the experiments of `gradaccum.verify`;
+- `examine`, `Subject`, `Conditions`, `places_of`: the experiments of `gradaccum.verify`;
 - `Backend`: the protocol that a backend implements;
 - `Steps`, `WrapOptions`, `wrap_with`: the parts of a backend's own typed ``wrap``.
 """
 
 from gradaccum.errors import require_bool, require_choice, require_weight
-from gradaccum.least_squares import rounding_limit, solve_update
 from gradaccum.loop_check import (
     LoopReport,
     as_arguments,
     items_of,
-    read_coefficients,
+    loop_report,
 )
 from gradaccum.nests import (
     Leaf,
@@ -131,14 +130,11 @@ from gradaccum.transitions import (
     with_denominator,
 )
 from gradaccum.verification import (
-    Batch,
     Conditions,
     HostRandom,
-    Precision,
-    Run,
     Subject,
-    as_loss,
     examine,
+    places_of,
 )
 from gradaccum.watching import Handle, Listener, Listeners
 from gradaccum.window_loop import Epoch, Sizes, epoch
@@ -148,7 +144,6 @@ __all__ = [
     "FORMAT",
     "RATE_MOVED",
     "Backend",
-    "Batch",
     "Conditions",
     "Cut",
     "Decision",
@@ -163,8 +158,6 @@ __all__ = [
     "LoopReport",
     "Nest",
     "Options",
-    "Precision",
-    "Run",
     "Scalar",
     "ScaleRule",
     "Schedule",
@@ -180,7 +173,6 @@ __all__ = [
     "accumulate_dtype_error",
     "add_loss",
     "as_arguments",
-    "as_loss",
     "at_rest",
     "children_of",
     "close",
@@ -210,6 +202,7 @@ __all__ = [
     "largest_number",
     "leaves_of",
     "lists_of_one_kind",
+    "loop_report",
     "make_division",
     "make_options",
     "mapped",
@@ -218,8 +211,8 @@ __all__ = [
     "missing_worker_error",
     "moving_weight_error",
     "optimizer_error",
+    "places_of",
     "rate_bits",
-    "read_coefficients",
     "redistributed",
     "require_bool",
     "require_choice",
@@ -235,11 +228,9 @@ __all__ = [
     "require_weight",
     "resumed",
     "round_to_float32",
-    "rounding_limit",
     "scalar_loss_error",
     "select",
     "shared_until_weight_error",
-    "solve_update",
     "spread",
     "status",
     "steps_at",

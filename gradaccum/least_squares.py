@@ -6,8 +6,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
+Vector: TypeAlias = Any
+"""A float64 vector of NumPy or torch, which supports ``+``, ``-``, ``* float`` and
+``@``.
+"""
 PIVOT = 1e-12
 """Gradients count as distinguishable if each pivot of their normalised Gram matrix is
 larger than this number.
@@ -37,74 +41,77 @@ class SolvedUpdate(NamedTuple):
     """The 2-norm of each micro-batch's gradient."""
 
 
-def solve_update(gradients: Any, update: Any) -> SolvedUpdate:
-    """Return the weighted sum of the micro-batches' gradients that is nearest to the
-    gradient that the optimizer received.
+def dot(a: Vector, b: Vector) -> float:
+    return float(a @ b)
+
+
+def solve_updates(
+    gradients: Sequence[Vector],
+    updates: Sequence[Vector],
+    product: Callable[[Vector, Vector], float] = dot,
+) -> list[SolvedUpdate]:
+    """Return, for each update, the weighted sum of the micro-batches' gradients that is
+    nearest to it.
 
     Args:
-        gradients: a float64 array of NumPy or torch, one row per micro-batch, shape
-            (micro-batches, elements).
-        update: the gradient that the optimizer received, shape (elements,).
+        gradients: the gradient of each micro-batch.
+        updates: the gradients that the optimizer received.
+        product: the dot product of two vectors, which defines what "nearest" means.
     """
-
-    def rest_of(coefficients: Sequence[float]) -> tuple[list[float], float]:
-        residual = update
-        for coefficient, gradient in zip(coefficients, gradients, strict=True):
-            residual = residual - coefficient * gradient
-        return (gradients @ residual).tolist(), math.sqrt(float(residual @ residual))
-
-    gram = (gradients @ gradients.T).tolist()
-    return solve_coefficients(gram, rest_of, gradients.shape[1])
-
-
-def solve_coefficients(
-    gram: Sequence[Sequence[float]],
-    rest_of: Callable[[Sequence[float]], tuple[Sequence[float], float]],
-    elements: int,
-) -> SolvedUpdate:
-    """Return the coefficients c_k for which sum(c_k g_k) is nearest to a vector v.
-
-    Args:
-        gram: the dot products of the g_k with each other.
-        rest_of: takes the coefficients, and returns the dot products of the g_k with
-            the residual v - sum(c_k g_k), and the norm of the residual.
-        elements: the number of elements of v.
-    """
-    places = range(len(gram))
-    coefficients = [0.0] * len(gram)
-    products, norm = rest_of(coefficients)
-    norms = [math.sqrt(max(gram[k][k], 0.0)) for k in places]
-    count = sum(size > 0 for size in norms)
-    scales = [size or 1.0 for size in norms]
+    gram = [[product(a, b) for b in gradients] for a in gradients]
+    norms = [math.sqrt(row[place]) for place, row in enumerate(gram)]
+    scales = [norm or 1.0 for norm in norms]
+    elements = len(gradients[0])
+    count = sum(norm > 0 for norm in norms)
     inverse = None
-    if 0 < count < elements and all(map(math.isfinite, [*norms, norm])):
+    if 0 < count < elements and all(map(math.isfinite, norms)):
         inverse = _inverse(
-            [[gram[j][k] / scales[j] / scales[k] for k in places] for j in places]
+            [
+                [
+                    value / scale / other
+                    for value, other in zip(row, scales, strict=True)
+                ]
+                for row, scale in zip(gram, scales, strict=True)
+            ]
         )
-    if inverse is None:
-        unknown = (math.nan,) * len(gram)
-        return SolvedUpdate(unknown, math.inf, 0.0, norm, tuple(norms))
-    residual = norm
-    for _ in range(3):  # In exact arithmetic one pass would be enough.
-        scaled_products = [products[k] / scales[k] for k in places]
-        for k in places:
-            pairs = zip(inverse[k], scaled_products, strict=True)
-            coefficients[k] += math.fsum(a * b for a, b in pairs) / scales[k]
-        products, residual = rest_of(coefficients)
-    total = sum(abs(c) * size for c, size in zip(coefficients, norms, strict=True))
-    largest = max(map(abs, coefficients))
-    # The standard error of least squares for a residual of 1 per element.
-    spread = max(
-        math.sqrt(max(inverse[k][k], 0.0)) / norms[k] for k in places if norms[k]
-    )
-    error = 4 * residual / math.sqrt(elements - count) * spread
-    return SolvedUpdate(
-        tuple(coefficients),
-        error / (largest or 1.0),
-        residual / (total or 1.0),
-        norm,
-        tuple(norms),
-    )
+
+    def solved(update: Vector) -> SolvedUpdate:
+        norm = math.sqrt(product(update, update))
+        if inverse is None or not math.isfinite(norm):
+            unknown = (math.nan,) * len(norms)
+            return SolvedUpdate(unknown, math.inf, 0.0, norm, tuple(norms))
+        coefficients = [0.0] * len(norms)
+        rest = update
+        for _ in range(3):  # In exact arithmetic one pass would be enough.
+            products = [
+                product(gradient, rest) / scale
+                for gradient, scale in zip(gradients, scales, strict=True)
+            ]
+            for k, row in enumerate(inverse):
+                total = sum(a * b for a, b in zip(row, products, strict=True))
+                coefficients[k] += total / scales[k]
+            rest = update
+            for coefficient, gradient in zip(coefficients, gradients, strict=True):
+                rest = rest - gradient * coefficient
+        residual = math.sqrt(product(rest, rest))
+        total = sum(abs(c) * norm for c, norm in zip(coefficients, norms, strict=True))
+        largest = max(map(abs, coefficients))
+        # The standard error of least squares for a residual of 1 per element.
+        spread = max(
+            math.sqrt(max(inverse[k][k], 0.0)) / norm
+            for k, norm in enumerate(norms)
+            if norm
+        )
+        error = 4 * residual / math.sqrt(elements - count) * spread
+        return SolvedUpdate(
+            tuple(coefficients),
+            error / (largest or 1.0),
+            residual / (total or 1.0),
+            norm,
+            tuple(norms),
+        )
+
+    return [solved(update) for update in updates]
 
 
 def _inverse(matrix: list[list[float]]) -> list[list[float]] | None:
@@ -125,11 +132,3 @@ def _inverse(matrix: list[list[float]]) -> list[list[float]] | None:
                 row[k] = 0.0
                 row[:] = [a - factor * b for a, b in zip(row, top, strict=True)]
     return matrix
-
-
-def rounding_limit(epsilon: float) -> float:
-    """Return the largest `SolvedUpdate.unexplained` that rounding alone can cause if
-    `epsilon` is the machine epsilon. The limit is at least 1e-6, because a float64
-    model may compute its loss in float32.
-    """
-    return max(16 * epsilon, math.pow(epsilon, 0.6), 1e-6)

@@ -8,13 +8,14 @@ module interprets the coefficients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
-from gradaccum.least_squares import SolvedUpdate
+from gradaccum.least_squares import SolvedUpdate, Vector, solve_updates
 from gradaccum.options import Reduction, require_reduction
 from gradaccum.registry import backend_of
 
@@ -71,10 +72,43 @@ class LoopReport:
         return not self.problems and not self.uncertain
 
     def __str__(self) -> str:
-        return "\n".join(_lines(self))
+        counts = f"micro-batches: {len(self.weights)}, updates: {len(self.updates)}"
+        verdict = (
+            f"The loop is right ({counts}): each update is the large batch's update."
+        )
+        if self.uncertain:
+            verdict = (
+                f"Cannot tell whether the loop is right ({counts}). {self.uncertain}"
+            )
+        if self.problems:
+            verdict = f"The loop is wrong ({counts})."
+        lines = [verdict]
+        for problem in self.problems:
+            explanation = problem.explanation
+            lines.append(f"- {explanation[0].upper()}{explanation[1:]}")
+        lines += [f"- Note: {note}" for note in self.notes]
+        shown = zip(self.updates[:SHOWN], self.expected, strict=False)
+        for number, (update, expected) in enumerate(shown, 1):
+            lines += [
+                f"Update {number}, factors of the micro-batches:",
+                f"    in the loop        {self._row(update.coefficients)}",
+                f"    in the large batch {self._row(expected)}",
+            ]
+        if len(self.updates) > SHOWN:
+            lines.append(f"and {len(self.updates) - SHOWN} more updates.")
+        return "\n".join(lines)
 
     def __repr__(self) -> str:
         return str(self)
+
+    def _row(self, coefficients: Sequence[float]) -> str:
+        length = len(coefficients) // self.workers
+        least = LEAST * max(map(abs, coefficients), default=0.0)
+        row = ""
+        for place, value in enumerate(coefficients):
+            separator = " | " if place and place % length == 0 else " "
+            row += separator + (f"{value:.3g}" if abs(value) > least else "0")
+        return row[1:]
 
 
 class LoopRecord(Protocol):
@@ -189,17 +223,38 @@ def as_arguments(micro_batch: Any) -> tuple[Any, ...]:
     return (micro_batch,)
 
 
-def read_coefficients(
-    updates: Sequence[SolvedUpdate],
+def loop_report(
+    gradients: Sequence[Vector],
+    updates: Sequence[Vector],
     weights: Sequence[float],
+    epsilon: float,
     *,
-    reduction: Reduction = "mean",
-    steps: int | None = None,
-    clip_norm: float | None = None,
-    workers: int = 1,
-    limit: float = 1e-4,
+    norms: Sequence[float] | None = None,
+    **options: Any,
 ) -> LoopReport:
-    """Report what the coefficients of a loop's updates mean.
+    """Report which micro-batches each update contained, and with what weight.
+
+    Args:
+        gradients: the gradient of each micro-batch.
+        updates: the gradients that the optimizer received.
+        weights: the weight of each micro-batch.
+        epsilon: the machine epsilon of the coarsest parameter.
+        norms: the norm of each update, if `updates` contains only some elements.
+        options: as in `LoopReader`.
+    """
+    solutions = solve_updates(gradients, updates)
+    if norms is not None:
+        solutions = [
+            solution._replace(norm=norm)
+            for solution, norm in zip(solutions, norms, strict=True)
+        ]
+    # A float64 model may compute its loss in float32, so the limit is at least 1e-6.
+    limit = max(16 * epsilon, math.pow(epsilon, 0.6), 1e-6)
+    return LoopReader(solutions, weights, limit=limit, **options).report()
+
+
+class LoopReader:
+    """Finds out what the coefficients of a loop's updates mean.
 
     Args:
         updates: the updates, in the order in which they were made.
@@ -210,37 +265,28 @@ def read_coefficients(
         workers: the number of workers; all have the same number of micro-batches.
         limit: the largest `SolvedUpdate.unexplained` that rounding can cause.
     """
-    require_reduction(reduction)
-    reader = _CoefficientReader(
-        tuple(updates), tuple(weights), reduction, steps, clip_norm, workers
-    )
-    uncertain = reader.why_uncertain(limit)
-    if not uncertain:
-        reader.find_problems(limit)
-    return LoopReport(
-        reader.updates,
-        tuple(reader.expected),
-        reader.weights,
-        workers,
-        tuple(reader.problems),
-        tuple(reader.notes),
-        uncertain,
-    )
 
-
-@dataclass
-class _CoefficientReader:
-    updates: tuple[SolvedUpdate, ...]
-    weights: tuple[float, ...]
-    reduction: Reduction
-    steps: int | None
-    clip_norm: float | None
-    workers: int
-    problems: list[LoopProblem] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.length = len(self.weights) // self.workers
+    def __init__(
+        self,
+        updates: Sequence[SolvedUpdate],
+        weights: Sequence[float],
+        *,
+        reduction: Reduction = "mean",
+        steps: int | None = None,
+        clip_norm: float | None = None,
+        workers: int = 1,
+        limit: float = 1e-4,
+    ) -> None:
+        self.updates = tuple(updates)
+        self.weights = tuple(weights)
+        self.reduction = require_reduction(reduction)
+        self.steps = steps
+        self.clip_norm = clip_norm
+        self.workers = workers
+        self.limit = limit
+        self.problems: list[LoopProblem] = []
+        self.notes: list[str] = []
+        self.length = len(self.weights) // workers
         """The number of micro-batches that each worker ran."""
         self.members = [self.members_of(update) for update in self.updates]
         """For each update, the indices of the micro-batches that it contains."""
@@ -248,6 +294,20 @@ class _CoefficientReader:
             self.right_coefficients([k for k in members if k not in before] or members)
             for before, members in pairwise([[], *self.members])
         ]
+
+    def report(self) -> LoopReport:
+        uncertain = self.why_uncertain()
+        if not uncertain:
+            self.find_problems()
+        return LoopReport(
+            self.updates,
+            tuple(self.expected),
+            self.weights,
+            self.workers,
+            tuple(self.problems),
+            tuple(self.notes),
+            uncertain,
+        )
 
     def members_of(self, update: SolvedUpdate) -> list[int]:
         sizes = [abs(coefficient) for coefficient in update.coefficients]
@@ -258,15 +318,12 @@ class _CoefficientReader:
         total = sum(self.weights[number] for number in members) or 1.0
         coefficients = [0.0] * len(self.weights)
         for number in members:
-            if self.reduction == "sum":
-                coefficients[number] = 1.0
-            elif self.reduction == "mean":
+            coefficients[number] = 1.0 if self.reduction == "sum" else 1.0 / total
+            if self.reduction == "mean":
                 coefficients[number] = self.weights[number] / total
-            else:
-                coefficients[number] = 1.0 / total
         return tuple(coefficients)
 
-    def why_uncertain(self, limit: float) -> str:
+    def why_uncertain(self) -> str:
         for number, update in enumerate(self.updates, 1):
             pairs = zip(update.norms, self.weights, strict=False)
             flat = [k for k, (norm, weight) in enumerate(pairs) if weight and not norm]
@@ -276,7 +333,7 @@ class _CoefficientReader:
                     " cannot tell where it went. Use other data, or set the weight to"
                     " 0."
                 )
-            if update.unexplained <= limit and update.uncertainty > 0.1:
+            if update.unexplained <= self.limit and update.uncertainty > 0.1:
                 return (
                     "The micro-batches' gradients are too similar to distinguish in"
                     f" update {number}. Check with other data, with more parameters"
@@ -284,15 +341,15 @@ class _CoefficientReader:
                 )
         return ""
 
-    def find_problems(self, limit: float) -> None:
+    def find_problems(self) -> None:
         if not self.updates:
             self.say("no_update", 0, "The optimizer made no update.")
             return
-        if all(update.unexplained <= limit for update in self.updates):
+        if all(update.unexplained <= self.limit for update in self.updates):
             self.read_places()
             self.read_reduction()
         for number, update in enumerate(self.updates, 1):
-            if update.unexplained > limit:
+            if update.unexplained > self.limit:
                 self.say(
                     "unexplained",
                     number,
@@ -370,9 +427,8 @@ class _CoefficientReader:
 
     def read_reduction(self) -> None:
         for number, members in enumerate(self.members, 1):
-            counts = [0] * self.workers
-            for member in members:
-                counts[member // self.length] += 1
+            workers = [member // self.length for member in members]
+            counts = [workers.count(worker) for worker in range(self.workers)]
             if len(set(counts)) > 1:
                 words = [f"{count} of worker {k}" for k, count in enumerate(counts)]
                 self.say(
@@ -471,8 +527,6 @@ class _CoefficientReader:
 
     def place_names(self, members: Sequence[int]) -> str:
         places = sorted({member % self.length + 1 for member in members})
-        if not places:
-            return "none"
         if len(places) == 1:
             return f"micro-batch {places[0]}"
         if len(places) == places[-1] - places[0] + 1:
@@ -525,41 +579,3 @@ def uneven_weights(
 
 def are_equal(numbers: Sequence[float], room: float) -> bool:
     return max(numbers) - min(numbers) <= room * max(map(abs, numbers))
-
-
-# The functions below write the text of a report.
-
-
-def _lines(report: LoopReport) -> Iterator[str]:
-    yield _verdict(report)
-    for problem in report.problems:
-        yield f"- {problem.explanation[0].upper()}{problem.explanation[1:]}"
-    for note in report.notes:
-        yield f"- Note: {note}"
-    shown = zip(report.updates[:SHOWN], report.expected, strict=False)
-    for number, (update, expected) in enumerate(shown, 1):
-        yield f"Update {number}, factors of the micro-batches:"
-        yield f"    in the loop        {_row(update.coefficients, report.workers)}"
-        yield f"    in the large batch {_row(expected, report.workers)}"
-    if len(report.updates) > SHOWN:
-        yield f"and {len(report.updates) - SHOWN} more updates."
-
-
-def _verdict(report: LoopReport) -> str:
-    counts = f"micro-batches: {len(report.weights)}, updates: {len(report.updates)}"
-    if report.uncertain:
-        return f"Cannot tell whether the loop is right ({counts}). {report.uncertain}"
-    if report.problems:
-        return f"The loop is wrong ({counts})."
-    return f"The loop is right ({counts}): each update is the large batch's update."
-
-
-def _row(coefficients: Sequence[float], workers: int) -> str:
-    length = len(coefficients) // workers
-    least = LEAST * max(map(abs, coefficients), default=0.0)
-    words = [f"{value:.3g}" if abs(value) > least else "0" for value in coefficients]
-    rows = [
-        " ".join(words[start : start + length])
-        for start in range(0, len(words), length)
-    ]
-    return " | ".join(rows)

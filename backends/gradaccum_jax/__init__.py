@@ -18,7 +18,6 @@ from gradaccum_jax.optimizer import discard, epoch, flush
 from gradaccum_jax.recording import LoopRecorder
 from gradaccum_jax.saving import check_state
 from gradaccum_jax.state import AccumulationState, describe, result, scale_loss
-from gradaccum_jax.verification import verify
 from gradaccum_jax.workers.data_parallel import data_parallel
 from gradaccum_jax.workers.layout import redistributed
 
@@ -44,6 +43,5 @@ __all__ += [
 __all__ += [
     "value_and_grad",
     "value_and_update",
-    "verify",
     "wrap",
 ]

@@ -4,13 +4,12 @@ The core imports `backend` by name, and `gradaccum.wrap` uses it for optax optim
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Unpack, cast
 
 import jax
 import optax
 
-from gradaccum import LossScale, VerificationReport
+from gradaccum import LossScale
 from gradaccum.kit import (
     Options,
     Steps,
@@ -23,7 +22,7 @@ from gradaccum.kit import (
 from gradaccum_jax.checks import require_dtype
 from gradaccum_jax.optimizer import Accumulation, accumulation_of
 from gradaccum_jax.optimizer import Wrapped as Wrapped
-from gradaccum_jax.verification import check
+from gradaccum_jax.verification import JaxSubject
 from gradaccum_jax.window import check_known
 from gradaccum_jax.workers.data_parallel import start_on
 from gradaccum_jax.workers.group import names_of
@@ -35,19 +34,10 @@ class JaxBackend:
     """The backend for optax gradient transformations."""
 
     name = "jax"
+    subject_type = JaxSubject
 
     def verifies(self, model: object) -> bool:
-        return check.verifies(model)
-
-    def verify(
-        self,
-        model: object,
-        loss_fn: Callable[..., Any],
-        batch: object,
-        steps: int | None,
-        **options: Any,
-    ) -> VerificationReport:
-        return check.verify(model, loss_fn, batch, steps, **options)
+        return any(map(JaxSubject.is_array, jax.tree.leaves(model)))
 
     def wrap(
         self,

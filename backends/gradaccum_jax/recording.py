@@ -89,19 +89,13 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
         )
         batches = [kit.as_arguments(each) for each in micro_batches]
         count = weight or kit.items_of
-        gradients = np.stack(
-            [_vector(jax.grad(loss_fn)(params, *batch)) for batch in batches]
-        )
-        solutions = [
-            kit.solve_update(gradients, vectors[number])
-            for number in range(int(recorder_state.updates))
-        ]
+        gradients = [_vector(jax.grad(loss_fn)(params, *batch)) for batch in batches]
         dtypes = [jnp.asarray(leaf).dtype for leaf in jax.tree.leaves(params)]
-        epsilon = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
-        return kit.read_coefficients(
-            solutions,
+        return kit.loop_report(
+            gradients,
+            [vectors[number] for number in range(int(recorder_state.updates))],
             [float(count(*batch)) for batch in batches],
-            limit=kit.rounding_limit(epsilon),
+            max(float(jnp.finfo(dtype).eps) for dtype in dtypes),
             **options,
         )
 

@@ -10,7 +10,6 @@ from gradaccum_mindspore.optimizer import AccumulatingOptimizer
 from gradaccum_mindspore.recording import LoopRecorder
 from gradaccum_mindspore.saving import load_checkpoint_into
 from gradaccum_mindspore.training import FlushAtEpochEnd, TrainOneStepCell
-from gradaccum_mindspore.verification import verify
 from gradaccum_mindspore.workers.layout import redistributed
 
 __all__ = [
@@ -24,6 +23,5 @@ __all__ = [
     "redistributed",
     "value_and_grad",
     "value_and_update",
-    "verify",
     "wrap",
 ]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Unpack, cast
+from typing import Unpack, cast
 
 from mindspore import nn
 from mindspore.experimental import optim
 
-from gradaccum import LossScale, VerificationReport
+from gradaccum import LossScale
 from gradaccum.kit import (
     Options,
     Steps,
@@ -24,7 +23,7 @@ from gradaccum_mindspore.optimizer import (
 )
 from gradaccum_mindspore.recording import LoopRecorder, recording
 from gradaccum_mindspore.scheduler import SCHEDULERS, GatedScheduler
-from gradaccum_mindspore.verification.check import verify
+from gradaccum_mindspore.verification import MindSporeSubject
 from gradaccum_mindspore.workers.agreement import shares_windows
 
 
@@ -34,6 +33,7 @@ class MindSporeBackend:
     """
 
     name = "mindspore"
+    subject_type = MindSporeSubject
 
     def is_scheduler(self, candidate: object) -> bool:
         return isinstance(candidate, SCHEDULERS)
@@ -43,16 +43,6 @@ class MindSporeBackend:
 
     def verifies(self, model: object) -> bool:
         return isinstance(model, nn.Cell)
-
-    def verify(
-        self,
-        model: nn.Cell,
-        loss_fn: Callable[..., Any],
-        batch: Any,
-        steps: int | None = None,
-        **options: Any,
-    ) -> VerificationReport:
-        return verify(model, loss_fn, batch, steps, **options)
 
     def recording(
         self, optimizer: object, model: object

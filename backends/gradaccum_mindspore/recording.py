@@ -83,18 +83,16 @@ class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
         batches = [kit.as_arguments(each) for each in micro_batches]
         count = weight or kit.items_of
         differentiate = ms.value_and_grad(loss_fn, None, self.parameters)
-        gradients = np.stack([_vector(differentiate(*batch)[1]) for batch in batches])
-        solutions = [
-            kit.solve_update(
-                gradients, _vector(record[number] for record in self.records)
-            )
+        gradients = [_vector(differentiate(*batch)[1]) for batch in batches]
+        updates = [
+            _vector(record[number] for record in self.records)
             for number in range(update_count)
         ]
-        epsilon = max(LIMITS[parameter.dtype][0] for parameter in self.parameters)
-        return kit.read_coefficients(
-            solutions,
+        return kit.loop_report(
+            gradients,
+            updates,
             [float(count(*batch)) for batch in batches],
-            limit=kit.rounding_limit(epsilon),
+            max(LIMITS[parameter.dtype][0] for parameter in self.parameters),
             **options,
         )
 

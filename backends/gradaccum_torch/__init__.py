@@ -9,7 +9,6 @@ from gradaccum_torch.layered import layered_backward
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.saving import redistributed
 from gradaccum_torch.scheduler import GatedScheduler
-from gradaccum_torch.verification import verify
 
 __all__ = [
     "AccumulatingOptimizer",
@@ -22,6 +21,5 @@ __all__ = [
 ]
 __all__ += [
     "redistributed",
-    "verify",
     "wrap",
 ]

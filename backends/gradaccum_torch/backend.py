@@ -4,14 +4,13 @@ optimizers and schedulers, and wraps them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Unpack, cast
 
 import torch
 from torch.amp import GradScaler
 
-from gradaccum import LossScale, VerificationReport
+from gradaccum import LossScale
 from gradaccum.kit import (
     Options,
     ScaleRule,
@@ -27,7 +26,7 @@ from gradaccum_torch.grad_scaler import scaler_rule
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.recording import LoopRecord, recording
 from gradaccum_torch.scheduler import GatedScheduler, is_scheduler
-from gradaccum_torch.verification import verify
+from gradaccum_torch.verification import TorchSubject
 from gradaccum_torch.workers.deferred import GradientSync
 from gradaccum_torch.workers.workers import workers_of
 
@@ -38,6 +37,7 @@ class TorchBackend:
     """
 
     name = "torch"
+    subject_type = TorchSubject
     scaler_kind = "a torch.amp.GradScaler"
 
     def scaler_rule(self, scaler: object) -> ScaleRule | None:
@@ -134,16 +134,6 @@ class TorchBackend:
 
     def verifies(self, model: object) -> bool:
         return isinstance(model, torch.nn.Module)
-
-    def verify(
-        self,
-        model: torch.nn.Module,
-        loss_fn: Callable[..., torch.Tensor],
-        batch: Any,
-        steps: int | None = None,
-        **options: Any,
-    ) -> VerificationReport:
-        return verify(model, loss_fn, batch, steps, **options)
 
     def recording(
         self, optimizer: torch.optim.Optimizer, model: Any

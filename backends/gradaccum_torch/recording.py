@@ -133,20 +133,17 @@ class LoopRecord:
         count = weight or _items_of
         losses = [partial(loss_fn, *batch, **keywords) for batch, keywords in calls]
         weights = [float(count(*batch, **keywords)) for batch, keywords in calls]
-        gradients = torch.stack([self._gradient_of(loss) for loss in losses])
+        gradients = [self._gradient_of(loss) for loss in losses]
         workers = processes()
         if workers > 1:
             gradients, weights = _gathered(gradients, weights, workers)
-        solutions = [
-            kit.solve_update(gradients, update)._replace(norm=norm)
-            for update, norm in zip(self._updates, self._norms, strict=True)
-        ]
-        epsilon = max(torch.finfo(each.dtype).eps for each in self._parameters)
-        return kit.read_coefficients(
-            solutions,
+        return kit.loop_report(
+            gradients,
+            self._updates,
             weights,
+            max(torch.finfo(each.dtype).eps for each in self._parameters),
+            norms=self._norms,
             workers=workers,
-            limit=kit.rounding_limit(epsilon),
             **options,
         )
 
@@ -157,14 +154,11 @@ class LoopRecord:
         trained_parameters = [each for each in self._parameters if each.requires_grad]
         with torch.enable_grad():
             value = loss()
-        gradients = iter(
-            torch.autograd.grad(value, trained_parameters, allow_unused=True)
+        gradients = torch.autograd.grad(value, trained_parameters, allow_unused=True)
+        by_parameter = dict(zip(trained_parameters, gradients, strict=True))
+        return self._vector(
+            self._dense([by_parameter.get(each) for each in self._parameters])
         )
-        in_order = [
-            next(gradients) if parameter.requires_grad else None
-            for parameter in self._parameters
-        ]
-        return self._vector(self._dense(in_order))
 
     def _dense(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """Return each gradient as a dense tensor that is not sharded. A missing
@@ -200,22 +194,23 @@ def _items_of(*arguments: Any, **keywords: Any) -> float:
 
 
 def _gathered(
-    gradients: Tensor, weights: list[float], workers: int
-) -> tuple[Tensor, list[float]]:
-    """Return the gradients, one row per micro-batch, and the weights of all workers, in
-    the order of the ranks.
+    gradients: list[Tensor], weights: list[float], workers: int
+) -> tuple[list[Tensor], list[float]]:
+    """Return the gradients and weights of all workers' micro-batches, in the order of
+    the ranks.
     """
     parts: list[Any] = [None] * workers
     dist.all_gather_object(parts, (gradients, weights))
-    lengths = [len(rows) for rows, _ in parts]
+    lengths = [len(part_weights) for _, part_weights in parts]
     if len(set(lengths)) > 1:
         raise UsageError(
             "micro_batches: expected the same number of micro-batches on each worker;"
             f" got {lengths}. Check a loop in which all workers have equally many"
             " micro-batches."
         )
+    all_gradients = [gradient for part, _ in parts for gradient in part]
     all_weights = [weight for _, part in parts for weight in part]
-    return torch.cat([rows for rows, _ in parts]), all_weights
+    return all_gradients, all_weights
 
 
 @contextmanager
@@ -232,5 +227,5 @@ def recording(optimizer: Any, model: Any) -> Iterator[LoopRecord]:
         handles.append(model.register_forward_hook(record.note_call, with_kwargs=True))
     with ExitStack() as ending:
         for handle in handles:
-            ending.callback(handle.remove)
+            ending.enter_context(handle)
         yield record

@@ -98,14 +98,13 @@ def check(count: int) -> gradaccum.LoopReport:
         torch.cat(recorder.gradients[start : start + size])
         for start in range(0, len(recorder.gradients), size)
     ]
-    micro_batches = torch.stack(rows)
-    return kit.read_coefficients(
-        [kit.solve_update(micro_batches, update) for update in updates],
+    return kit.loop_report(
+        rows,
+        updates,
         weights,
+        torch.finfo(torch.float64).eps,
         reduction="mean",
         steps=STEPS,
-        clip_norm=None,
-        limit=kit.rounding_limit(torch.finfo(torch.float64).eps),
     )
 
 

@@ -6,30 +6,18 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from gradaccum.kit import Conditions, Precision, Run
+from gradaccum.kit import Conditions, Subject, places_of
+from gradaccum.verification.batch import Batch
 
 X = (0.5, -1.25, 2.0, 0.75, 1.5, -0.625, 0.25, 3.0)
 COUNTS = (3.0, 1.0, 2.0, 5.0, 1.0, 4.0, 2.0, 1.0)
 EPSILON = 2.0**-52
-
-
-class Vector(tuple[float, ...]):
-    """Enough of an array to be a gradient, without NumPy's warnings of infinities."""
-
-    def __add__(self, other: Any) -> Vector:
-        return Vector(a + b for a, b in zip(self, other, strict=True))
-
-    def __sub__(self, other: Any) -> Vector:
-        return Vector(a - b for a, b in zip(self, other, strict=True))
-
-    def __mul__(self, factor: Any) -> Vector:
-        return Vector(a * factor for a in self)
 
 
 @dataclass
@@ -54,60 +42,83 @@ of each parameter. The losses below are such functions.
 """
 
 
-@dataclass
-class PlainSubject:
+class BatchNorm:
+    """A layer that a loss may have."""
+
+    training = True
+
+
+class PlainSubject(Subject):
     """A loss in one variable; each parameter has the gradient (slope, 2 x slope)."""
 
-    slopes: Slopes
-    readable: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    layers: Sequence[str] = ()
-    drawing: Sequence[str] = ()
-    weights: Sequence[float] | None = None
-    items: int = len(X)
-    names: Sequence[str] = ("w", "v")
-    windows: list[Conditions] = field(default_factory=list)
+    def __init__(
+        self,
+        slopes: Slopes,
+        readable: Mapping[str, Sequence[Any]] | None = None,
+        layers: Sequence[str] = (),
+        drawing: Sequence[str] = (),
+        weights: Sequence[float] | None = None,
+        items: int = len(X),
+        names: Sequence[str] = ("w", "v"),
+    ) -> None:
+        self.slopes = slopes
+        self.readable = readable or {}
+        self.layers = {name: BatchNorm() for name in layers}
+        self.drawing = drawing
+        self.places = places_of(dict.fromkeys(names, 2))
+        self.batch = Batch(
+            (np.zeros(items),), 0, self.is_array, self.take, weights and weights[:items]
+        )
+        self.state = [0.0]
+        self.before = [0.0]
+        self.perturbation: int | None = None
 
-    def window(
-        self, parts: Sequence[Sequence[int]], conditions: Conditions
-    ) -> list[Run]:
-        self.windows.append(conditions)
-        weights = self.weights or [1.0] * self.items
-        state = [0.0]
-        runs = []
-        for part in parts:
-            state = state if conditions.carry_state else [0.0]
-            before = list(state)
-            own = random.Random(conditions.perturbation)
-            factors = [1 - EPSILON, 1 + EPSILON]
-            if conditions.perturbation is None:
-                factors = [1.0]
-            move = [own.choice(factors) for _ in range(self.items + 1)]
-            world = World(
-                1.5 * move[-1],
-                conditions.training,
-                conditions.scale,
-                state,
-                len(part) == self.items,
-                0.1 * conditions.seed,
-                conditions.random_layers,
-            )
-            found = self.slopes(
-                [X[item] * move[item] for item in part],
-                [COUNTS[item] for item in part],
-                world,
-            )
-            gradients = {
-                name: Vector((slope, 2 * slope)) for name, slope in found.items()
-            }
-            weight = sum(weights[item] for item in part)
-            runs.append(Run(gradients, weight, ("counter",) if state != before else ()))
-        return runs
+    is_array = staticmethod(lambda value: True)
+    take = staticmethod(lambda array, axis, items: array[list(items)])
+    precision = (EPSILON, 5e-324)
 
-    def dot(self, a: Vector, b: Vector) -> float:
-        return sum(p * q for p, q in zip(a, b, strict=True))
+    def isolated(self) -> Any:
+        return np.errstate(all="ignore")
 
-    def precision(self, name: str) -> Precision:
-        return Precision(EPSILON, 5e-324, 2, self.items)
+    def restore_model(self) -> None:
+        self.state = [0.0]
+        self.perturbation = None
+        for layer in self.layers.values():
+            layer.training = True
+
+    def perturb(self, seed: int) -> None:
+        self.perturbation = seed
+
+    def set_random_state(self, seed: int) -> None:
+        self.before = list(self.state)
+
+    def gradient(self, part: Sequence[int], conditions: Conditions) -> Any:
+        own = random.Random(self.perturbation)
+        factors = [1 - EPSILON, 1 + EPSILON]
+        if self.perturbation is None:
+            factors = [1.0]
+        items = self.batch.items
+        move = [own.choice(factors) for _ in range(items + 1)]
+        layers = self.layers.values()
+        world = World(
+            1.5 * move[-1],
+            conditions.training and all(each.training for each in layers),
+            conditions.scale,
+            self.state,
+            len(part) == items,
+            0.1 * bool(conditions.seed),
+            not conditions.quiet_layers,
+        )
+        found = self.slopes(
+            [X[item] * move[item] for item in part],
+            [COUNTS[item] for item in part],
+            world,
+        )
+        slopes = [found.get(name, 0.0) for name in self.places]
+        return np.array([(slope, 2 * slope) for slope in slopes]).reshape(-1)
+
+    def changed_state(self) -> tuple[str, ...]:
+        return ("counter",) if self.state != self.before else ()
 
     def arrays(self, part: Sequence[int]) -> list[tuple[str, Any]]:
         return [
@@ -115,8 +126,8 @@ class PlainSubject:
             for path, rows in self.readable.items()
         ]
 
-    def statistics_layers(self) -> Sequence[str]:
-        return self.layers
+    def named_layers(self) -> Iterable[tuple[str, Any]]:
+        return self.layers.items()
 
     def random_layers(self) -> Sequence[str]:
         return self.drawing
@@ -191,17 +202,6 @@ def by_later_counts(x, counts, world):
 def hardly_maximal(x, counts, world):
     """Its gradients have norms below 1."""
     return multiplied(maximal(x, counts, world), 1 / 100)
-
-
-def coupled_in_order(x, counts, world):
-    """A sum beside a mean, and a coupling of the first item with the second in
-    micro-batches.
-    """
-    found = part_summed(x, counts, world)
-    return {
-        **found,
-        "v": found["v"] + (1 < len(x) < len(X) and math.dist(x[:2], X[:2]) < 1e-9),
-    }
 
 
 def by_place(x, counts, world):

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradaccum.kit import Batch, HostRandom, as_loss
+from gradaccum.kit import HostRandom
+from gradaccum.verification.batch import Batch
+from gradaccum.verification.subject import as_loss
 
 
 class Model:
@@ -96,12 +98,13 @@ def test_loss_is_left_alone_where_nothing_is_known_of_it() -> None:
     assert as_loss(max, (1, 2)) == (max, (1, 2))
 
 
-def make_batch(*arguments: Any, axes: Any = 0) -> Batch:
+def make_batch(*arguments: Any, axes: Any = 0, weight: Any = None) -> Batch:
     return Batch(
         arguments,
         axes,
         lambda value: isinstance(value, np.ndarray),
         lambda array, axis, items: array if axis is None else array.take(items, axis),
+        weight,
     )
 
 
@@ -131,8 +134,8 @@ def test_part_of_a_batch() -> None:
     ],
 )
 def test_weight_of_a_micro_batch(weight: Any, value: float) -> None:
-    batch = make_batch(np.asarray([5, 10, 15]))
-    assert batch.weight_of(weight)([0, 2]) == value
+    batch = make_batch(np.asarray([5, 10, 15]), weight=weight)
+    assert batch.weight([0, 2]) == value
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 
 import gradaccum
 from gradaccum import ArgumentTypeError, ArgumentValueError
-from gradaccum.kit import Precision, examine
+from gradaccum.kit import examine
 from gradaccum.verification.comparison import (
     ROUNDING_LIMIT,
     Comparison,
@@ -33,7 +33,6 @@ from .plain_subject import (
     by_place,
     by_two_counts,
     coupled,
-    coupled_in_order,
     deviating,
     drawing,
     drawing_always,
@@ -104,8 +103,7 @@ BY_MEANS: list[Caused] = [
     (counted(over_positives, readable=POSITIVE), "weights", "(batch[1] != 0).sum()"),
     (counted(over_positives), "weights", "the denominator of the loss"),
     (PlainSubject(deviating), "not_finite", "the loss"),
-    (PlainSubject(part_summed), "weights", "v"),
-    (PlainSubject(coupled_in_order), "coupled", "the loss"),
+    (PlainSubject(part_summed), "coupled", "the loss"),
     (PlainSubject(in_training, layers=["norm"]), "batch_statistics", "norm"),
     (PlainSubject(in_training), "batch_statistics", "the model"),
     (PlainSubject(coupled, layers=["norm"]), "batch_statistics coupled", "norm"),
@@ -124,7 +122,7 @@ BY_MEANS: list[Caused] = [
 BY_SUMS: list[Caused] = [
     (PlainSubject(sound), "weights", "the loss"),
     (counted(by_count, readable=TOKENS), "weights", "(batch[1] != 0).sum()"),
-    (PlainSubject(repeated), "weights", "v"),
+    (PlainSubject(repeated), "coupled", "the loss"),
 ]
 
 
@@ -208,6 +206,23 @@ def test_missing_where_it_is_right_is_zero() -> None:
     report = examine(PlainSubject(slopes), 4)
     assert report.equivalent
     assert report.notes == ()
+
+
+@pytest.mark.parametrize("steps", [None, 2, 4])
+def test_remarks_of_a_framework_are_noted(steps: int | None) -> None:
+    """It is asked about the number of steps that the user chose."""
+
+    class Remarking(PlainSubject):
+        def unreached_parameters(self) -> list[str]:
+            return ["u"]
+
+        def is_divided_by(self, steps: int, reduction: str) -> bool:
+            return (steps, reduction) == (4, "mean")
+
+    notes = examine(Remarking(sound), steps).notes
+    assert notes[0] == "u: not reached by the loss."
+    divided = [note for note in notes if "divided by 4" in note]
+    assert len(divided) == len(notes) - 1 == (steps == 4)
 
 
 def test_two_items_are_enough() -> None:
@@ -307,15 +322,12 @@ def test_floor_of_a_unit(
     """Each of two gradients (3, 6) is rounded once, and its sum as often as it is added
     up in pairs, in float32 at the coarsest.
     """
-
-    class Coarse(PlainSubject):
-        def precision(self, name: str) -> Precision:
-            return Precision(2.0**-8, 1e-3, 4, terms)
-
-    subject = Coarse(lambda x, n, world: {"w": 3.0}, names=["w"])
+    subject = PlainSubject(lambda x, n, world: {"w": 3.0}, names=["w"])
+    subject.precision = (2.0**-8, 1e-3)
+    subject.batch.terms = terms
     comparison = Comparison(subject, partitions(8, 2), reduction)
     relative = (2.0**-8 + additions * 2.0**-23) * 2 * factor * math.hypot(3, 6)
-    floor = relative + 2 * 1e-3 * 2
+    floor = relative + 2 * 1e-3 * math.sqrt(2)
     assert comparison.floors == {"w": pytest.approx(floor, rel=1e-12)}
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gradaccum_jax import verify
+from gradaccum import verify
 
 RNG = np.random.default_rng(0)
 ITEMS, WIDTH, CLASSES = 12, 5, 4
@@ -200,15 +200,6 @@ def test_flax_batch_norm_couples_items(normalised: bool) -> None:
     report = verify(variables["params"], loss_fn, (X, Y, KEY))
     kind = "coupled" if normalised else "not_repeatable"
     assert [cause.kind for cause in report.causes] == [kind], str(report)
-
-
-def test_loss_with_aux() -> None:
-    def with_aux(params: Any, x: Any, y: Any) -> Any:
-        return plain(params, x, y), {"items": len(x)}
-
-    assert verify(PARAMS, with_aux, (X, Y), has_aux=True).equivalent
-    report = verify(PARAMS, with_aux, (X, Y), has_aux=True, reduction="sum")
-    assert [cause.kind for cause in report.causes] == ["weights"]
 
 
 def test_numpy_arrays_of_the_user_stay() -> None:

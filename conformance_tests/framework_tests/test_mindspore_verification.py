@@ -16,8 +16,8 @@ import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
 from conformance_tests.framework_tests.mindspore_common import pynative_after  # noqa: F401
+from gradaccum import verify
 from gradaccum_conformance.deep import deep_but
-from gradaccum_mindspore import verify
 
 ITEMS = 8
 RNG = np.random.default_rng(0)

@@ -174,6 +174,22 @@ def test_right_loop_is_right(name: str, fused: bool) -> None:
     assert all(map(torch.equal, net.parameters(), before)), "they are put back"
 
 
+def test_wrong_loop_fails_an_assertion() -> None:
+    net = make_model()
+    data = batches()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+
+    def train() -> None:
+        for x, y in data:
+            cross_entropy(net(x), y).backward()
+        optimizer.step()
+
+    with pytest.raises(AssertionError, match="The loop is wrong"):
+        assert_accumulates(
+            train, optimizer, lambda x, y: cross_entropy(net(x), y), data
+        )
+
+
 def test_closure_that_runs_again_is_one_update() -> None:
     """The second run is at other parameters, or adds the same gradients again. Nor
     does the step of the base class count, which torch reports too.

@@ -91,18 +91,6 @@ def test_two_mistakes_are_both_named() -> None:
     assert kinds_of(report) == ["batch_statistics", "weights"]
 
 
-def test_parameters_that_each_have_another_weight() -> None:
-    """A mean over tokens, one over sequences, and heads that each have one of them."""
-
-    def loss(model: nn.ModuleDict, x: Tensor, kept: Tensor) -> Tensor:
-        tokens = (model["tokens"](x)[..., 0].square() * kept).sum() / kept.sum()
-        return tokens + model["sequence"](x[:, 0]).square().mean()
-
-    model = nn.ModuleDict({"tokens": net(), "sequence": net()})
-    report = gradaccum.verify(model, loss, (ARRAYS["tokens"], ARRAYS["mask"]))
-    assert kinds_of(report) == ["coupled"]
-
-
 def test_reentrant_checkpoint_is_refused() -> None:
     """Its parameters would seem to be unused, and a mistake in them to be none."""
 

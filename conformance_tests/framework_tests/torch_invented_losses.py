@@ -236,6 +236,10 @@ add(
         out.log_softmax(-1), y, weight=torch.tensor([4.0, 1, 1, 2])
     ),
     partial(cross_entropy, reduction="sum"),
+)
+add(
+    "coupled",
+    "x labels",
     lambda out, y: cross_entropy(out, y) + 0.05 * out.square().sum(),
 )
 add(
@@ -264,7 +268,7 @@ add(
     reduction="sum",
 )
 add(
-    "weights",
+    "coupled",
     "x target",
     lambda m, x, t: (
         (m(x) - t).square().sum() + sum(p.square().sum() for p in m.parameters())

@@ -179,13 +179,13 @@ cli.main()
 
 LOOPS = """
 from gradaccum.least_squares import SolvedUpdate
-from gradaccum.loop_check import read_coefficients
+from gradaccum.loop_check import LoopReader
 
 def right():
-    return read_coefficients([SolvedUpdate((0.5, 0.5), 0.0, 0.0, 1.0)], (1.0, 1.0))
+    return LoopReader([SolvedUpdate((0.5, 0.5), 0.0, 0.0, 1.0)], (1.0, 1.0)).report()
 
 def wrong():
-    return read_coefficients([SolvedUpdate((1.0, 1.0), 0.0, 0.0, 1.0)], (1.0, 1.0))
+    return LoopReader([SolvedUpdate((1.0, 1.0), 0.0, 0.0, 1.0)], (1.0, 1.0)).report()
 
 def nothing():
     return None

@@ -26,17 +26,9 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     },
     "gradaccum/verification/examination.py": {
         "return is_exact and (abs(math.fsum(fit.best) - 1) <= room)": EDGE,
-        "distances = comparison.distances(comparison.large.gradients, again)": SYMMETRIC,
         "by_neighbour = comparison.differing(swapped_gradients, gradients)": SYMMETRIC,
         "by_place = comparison.differing(turned_gradients, gradients)": SYMMETRIC,
-        "if (sizes[name] >= room) and rest <= min(room, sizes[name] / 4):": EDGE,
         "for share, norm in zip(fit.best, fit.norms, strict=False):": "each micro-batch has a coefficient and a norm",
-    },
-    "gradaccum/verification/comparison.py": {
-        "return moved_names(self.in_units(b, a))": SYMMETRIC,
-    },
-    "gradaccum/verification/subject.py": {
-        "terms: int = 2": "one number or two have one addition at most",
     },
     "gradaccum/window_loop.py": {
         "by_name = dict(zip(self.count, totals[1:], strict=False))": "a reduction of another length was refused",

@@ -1,31 +1,23 @@
 """`verify` checks whether accumulation is right for a user's loss."""
 
-from gradaccum.verification.batch import Batch
 from gradaccum.verification.examination import examine
-from gradaccum.verification.report import (
-    Cause,
-    VerificationReport,
-    VerifyingBackend,
-    verify,
-)
+from gradaccum.verification.frameworks import VerifyingBackend, verify
+from gradaccum.verification.report import Cause, VerificationReport
 from gradaccum.verification.subject import (
     Conditions,
     HostRandom,
-    Precision,
-    Run,
     Subject,
-    as_loss,
+    places_of,
 )
 
 __all__ = [
-    "Batch",
     "Cause",
     "Conditions",
     "HostRandom",
-    "Precision",
-    "Run",
     "Subject",
     "VerificationReport",
     "VerifyingBackend",
+    "examine",
+    "places_of",
+    "verify",
 ]
-__all__ += ["as_loss", "examine", "verify"]

@@ -5,14 +5,15 @@ arguments for each micro-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 from gradaccum.errors import require_weight
 from gradaccum.nests import leaves_of, spread, with_leaves
 from gradaccum.splitting import require_item_weights, require_one_size
-from gradaccum.verification.subject import Items
 
+Items: TypeAlias = Sequence[int]
+"""Indices along the batch axis, in the order of the items in a micro-batch."""
 KEY = "key"
 """Used instead of an axis for a random key, which each micro-batch gets whole."""
 
@@ -28,6 +29,7 @@ class Batch:
         is_array: returns True if a leaf is an array.
         take: ``take(array, axis, items)`` returns the slices of `array` that belong to
             `items`, or the whole array if `axis` is None.
+        weight: None, ``weight(*micro_batch)``, or one number per item.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class Batch:
         axes: Any,
         is_array: Callable[[object], bool],
         take: Callable[[Any, int | None, Items], Any],
+        weight: Any = None,
     ) -> None:
         self._arguments = arguments
         self._leaves = leaves_of(arguments, "batch")
@@ -55,6 +58,9 @@ class Batch:
         """The approximate number of terms that are added up for one element of a
         gradient.
         """
+        self._weight = weight
+        if weight is not None and not callable(weight):
+            self._weight = require_item_weights(weight, self.items)
 
     def part(self, items: Items) -> tuple[Any, ...]:
         """Return the arguments that the loss function gets for some of the items."""
@@ -74,18 +80,13 @@ class Batch:
             for path, array, axis in self._split()
         ]
 
-    def weight_of(self, weight: Any) -> Callable[[Items], float]:
-        """Return the weight of a micro-batch as a function of its items.
-
-        Args:
-            weight: None, ``weight(*micro_batch)``, or one number per item.
-        """
-        if weight is None:
-            return lambda part: float(len(part))
-        if callable(weight):
-            return lambda part: require_weight(weight(*self.part(part)))
-        weights = require_item_weights(weight, self.items)
-        return lambda part: math.fsum(weights[item] for item in part)
+    def weight(self, items: Items) -> float:
+        """Return the weight of the micro-batch of these items."""
+        if self._weight is None:
+            return float(len(items))
+        if callable(self._weight):
+            return require_weight(self._weight(*self.part(items)))
+        return math.fsum(self._weight[item] for item in items)
 
     def _split(self) -> Iterator[tuple[str, Any, int]]:
         for leaf, axis in zip(self._leaves, self._axes, strict=True):

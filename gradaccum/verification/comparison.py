@@ -13,14 +13,15 @@ largest gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from gradaccum.least_squares import solve_coefficients
+from gradaccum.least_squares import Vector, dot, solve_updates
 from gradaccum.options import Reduction
-from gradaccum.verification.subject import Conditions, Gradient, Items, Run, Subject
+from gradaccum.verification.batch import Items
+from gradaccum.verification.subject import Conditions, Run, Subject
 
 PERTURBATIONS = 4
 """The number of perturbed runs from which the rounding error is measured, for the large
@@ -40,9 +41,6 @@ coefficient, is at most this number.
 
 TRAINING = Conditions()
 
-Gradients = Mapping[str, Gradient]
-"""The gradients by parameter name. A parameter that is left out has a gradient of zero.
-"""
 Parts = tuple[tuple[int, ...], ...]
 """The indices of the items in each micro-batch, in order."""
 
@@ -142,19 +140,13 @@ class Comparison:
     weighs_items: bool = False
     """True if a micro-batch's weight is its number of items, not the user's weight."""
 
-    def weighing_items(self, reduction: Reduction) -> Comparison:
-        """Return this comparison with another reduction, and with the number of items
-        instead of the user's weights.
-        """
-        return replace(self, reduction=reduction, weighs_items=True)
-
     def under(self, **conditions: Any) -> Comparison:
         """Return this comparison with some conditions changed."""
         return replace(self, conditions=replace(self.conditions, **conditions))
 
     @property
     def items(self) -> tuple[int, ...]:
-        return tuple(range(self.subject.items))
+        return tuple(range(self.subject.batch.items))
 
     @property
     def first_parts(self) -> Parts:
@@ -173,22 +165,27 @@ class Comparison:
         """Return the factor with which accumulation multiplies each micro-batch's
         gradient, so that the sum is the gradient of the large batch.
         """
+        if self.reduction == "sum":
+            return [1.0] * len(runs)
         weights = [run.weight for run in runs]
         if self.weighs_items:
             weights = [float(len(part)) for part in parts]
         total = math.fsum(weights)
-        if self.reduction == "sum":
-            return [1.0] * len(runs)
-        if total == 0:
-            return [0.0] * len(runs)
         if self.reduction == "sum_per_item":
             return [self.large.weight / total] * len(runs)
         return [weight / total for weight in weights]
 
-    def accumulate(self, parts: Sequence[Items]) -> Gradients:
+    def accumulate(self, parts: Sequence[Items]) -> Vector:
+        """Return the accumulated gradient. A micro-batch with a factor of 0 is left
+        out, even if its gradient is NaN.
+        """
         runs = self.runs(parts)
         factors = self.factors(runs, parts)
-        return linear_combination([run.gradients for run in runs], factors)
+        return sum(
+            run.gradient * factor
+            for run, factor in zip(runs, factors, strict=True)
+            if factor
+        )
 
     @property
     def moved(self) -> tuple[str, ...]:
@@ -202,41 +199,30 @@ class Comparison:
         """For each parameter, the largest distance between a partition's gradient and
         the large batch's gradient, in units of the rounding error.
         """
-        worst = dict.fromkeys(self.subject.names, 0.0)
+        worst = dict.fromkeys(self.subject.places, 0.0)
         for parts in self.partitions:
-            total = self.accumulate(parts)
-            for name, error in self.in_units(total, self.large.gradients).items():
+            difference = self.accumulate(parts) - self.large.gradient
+            for name, error in self.in_units(difference).items():
                 worst[name] = max(worst[name], error)
         return worst
 
-    def differing(self, a: Gradients, b: Gradients) -> tuple[str, ...]:
+    def differing(self, a: Vector, b: Vector) -> tuple[str, ...]:
         """Return the names of the parameters whose gradient differs between `a` and `b`
         by more than rounding.
         """
-        return moved_names(self.in_units(a, b))
+        return moved_names(self.in_units(a - b))
 
-    def in_units(self, a: Gradients, b: Gradients) -> dict[str, float]:
-        return {
-            name: distance / self.units[name]
-            for name, distance in self.distances(a, b).items()
-        }
+    def in_units(self, gradient: Vector) -> dict[str, float]:
+        norms = self.norms(gradient)
+        return {name: norm / self.units[name] for name, norm in norms.items()}
 
-    def distances(self, a: Gradients, b: Gradients) -> dict[str, float]:
-        """Return the 2-norm of the difference between two gradients for each parameter;
-        inf if the difference is not finite.
-        """
-        distances = dict.fromkeys(self.subject.names, 0.0)
-        for name, gradient in difference(a, b).items():
-            distances[name] = self.norm(gradient)
-        return distances
-
-    def norm(self, gradient: Gradient) -> float:
-        """Return the 2-norm of a gradient; inf if it is NaN."""
-        square = self.subject.dot(gradient, gradient)
-        return math.inf if math.isnan(square) else math.sqrt(square)
-
-    def is_finite(self, gradients: Gradients) -> bool:
-        return all(math.isfinite(self.norm(each)) for each in gradients.values())
+    def norms(self, gradient: Vector) -> dict[str, float]:
+        """Return the 2-norm of a gradient for each parameter; inf if it is NaN."""
+        norms = {}
+        for name, place in self.subject.places.items():
+            square = dot(gradient[place], gradient[place])
+            norms[name] = math.inf if math.isnan(square) else math.sqrt(square)
+        return norms
 
     @cached_property
     def units(self) -> dict[str, float]:
@@ -244,11 +230,10 @@ class Comparison:
         for parts in ((self.items,), self.first_parts):
             exact = self.accumulate(parts)
             for number in range(PERTURBATIONS):
-                perturbed_gradients = self.under(perturbation=number).accumulate(parts)
-                distances = self.distances(perturbed_gradients, exact)
-                for name, distance in distances.items():
-                    if math.isfinite(distance):
-                        units[name] = max(units[name], distance)
+                perturbed_gradient = self.under(perturbation=number).accumulate(parts)
+                for name, change in self.norms(perturbed_gradient - exact).items():
+                    if math.isfinite(change):
+                        units[name] = max(units[name], change)
         return units
 
     @cached_property
@@ -258,23 +243,23 @@ class Comparison:
         smallest number of the dtype.
         """
         runs = self.runs(self.first_parts)
-        sizes = dict.fromkeys(self.subject.names, 0.0)
+        sizes = dict.fromkeys(self.subject.places, 0.0)
         factors = self.factors(runs, self.first_parts)
         for factor, run in zip(factors, runs, strict=True):
-            for name, gradient in run.gradients.items():
-                size = factor * self.norm(gradient) if factor else 0.0
-                sizes[name] += size if math.isfinite(size) else 0.0
-        largest = max(sizes.values(), default=0.0)
+            for name, norm in self.norms(run.gradient).items():
+                if math.isfinite(norm):
+                    sizes[name] += factor * norm
+        largest = max(sizes.values())
+        roundoff, smallest = self.subject.precision
+        additions = math.log2(max(self.subject.batch.terms, 2))
+        sum_error = additions * min(roundoff, SUM_ROUNDOFF)
         floors = {}
-        for name, size in sizes.items():
-            precision = self.subject.precision(name)
-            additions = math.log2(max(precision.terms, 2))
-            sum_error = additions * min(precision.roundoff, SUM_ROUNDOFF)
+        for name, place in self.subject.places.items():
+            size = sizes[name]
             if size <= sum_error * largest:
                 size = largest  # The terms cancel each other.
-            absolute = precision.smallest * math.sqrt(max(precision.elements, 1))
-            relative = (precision.roundoff + sum_error) * size
-            floors[name] = relative + len(runs) * absolute
+            absolute = smallest * math.sqrt(place.stop - place.start)
+            floors[name] = (roundoff + sum_error) * size + len(runs) * absolute
         return floors
 
     def coefficients(self, parts: Parts) -> Coefficients | None:
@@ -287,59 +272,36 @@ class Comparison:
         is not finite.
         """
         runs = self.runs(parts)
-        large = self.large.gradients
+        large = self.large.gradient
         gradients = [
-            run.gradients if self.is_finite(run.gradients) else {} for run in runs
+            run.gradient if is_finite(run.gradient) else large * 0.0 for run in runs
         ]
 
-        def product(a: Gradients, b: Gradients) -> float:
-            return math.fsum(
-                self.subject.dot(a[name], b[name]) / self.units[name] / self.units[name]
-                for name in a.keys() & b.keys()
+        def product(a: Vector, b: Vector) -> float:
+            return sum(
+                dot(a[place], b[place]) / self.units[name] / self.units[name]
+                for name, place in self.subject.places.items()
             )
 
-        def rest_of(values: Sequence[float]) -> tuple[list[float], float]:
-            rest = difference(large, linear_combination(gradients, values))
-            products = [product(each, rest) for each in gradients]
-            return products, math.sqrt(product(rest, rest))
-
-        elements = sum(self.subject.precision(name).elements for name in large)
-        try:
-            gram = [[product(a, b) for b in gradients] for a in gradients]
-            solution = solve_coefficients(gram, rest_of, elements)
-        except OverflowError:
+        (solution,) = solve_updates(gradients, [large], product)
+        is_certain = solution.uncertainty <= COEFFICIENT_ERROR
+        if not is_certain and not solution.unexplained > COEFFICIENT_ERROR:
             return None
-        is_uncertain = solution.uncertainty > COEFFICIENT_ERROR
-        if is_uncertain and not solution.unexplained > COEFFICIENT_ERROR:
-            return None
-        total = linear_combination(gradients, solution.coefficients)
+        rest = large
+        for gradient, best in zip(gradients, solution.coefficients, strict=True):
+            rest = rest - gradient * best
         return Coefficients(
             best=solution.coefficients,
             used=tuple(self.factors(runs, parts)),
             unexplained=solution.unexplained,
             uncertainty=solution.uncertainty,
-            error=max(self.in_units(total, large).values(), default=0.0),
+            error=max(self.in_units(rest).values()),
             norms=solution.norms,
         )
 
 
-def linear_combination(
-    gradients: Iterable[Gradients], factors: Iterable[float]
-) -> dict[str, Gradient]:
-    """Return the sum of the micro-batches' gradients, each multiplied by its factor. A
-    micro-batch with a factor of 0 is left out, even if its gradient is NaN.
-    """
-    total: dict[str, Gradient] = {}
-    for each, factor in zip(gradients, factors, strict=True):
-        if factor:
-            for name, gradient in each.items():
-                term = gradient * factor
-                total[name] = total[name] + term if name in total else term
-    return total
-
-
-def difference(a: Gradients, b: Gradients) -> dict[str, Gradient]:
-    return linear_combination([a, b], [1.0, -1.0])
+def is_finite(gradient: Vector) -> bool:
+    return math.isfinite(dot(gradient, gradient))
 
 
 def moved_names(errors: Mapping[str, float]) -> tuple[str, ...]:

@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 from gradaccum.errors import require_int
+from gradaccum.least_squares import Vector
 from gradaccum.options import Reduction, require_reduction
+from gradaccum.verification.batch import Items
 from gradaccum.verification.comparison import (
     ROUNDING_LIMIT,
     Coefficients,
     Comparison,
-    Gradients,
     Parts,
-    cut,
-    deal,
-    difference,
-    linear_combination,
+    is_finite,
     partitions,
 )
 from gradaccum.verification.report import Cause, VerificationReport
-from gradaccum.verification.subject import Items, Subject
+from gradaccum.verification.subject import Subject
 
 KINDS = (
     "not_finite",
@@ -42,10 +41,17 @@ SCALES = (2.0**8, 2.0**16)
 """Powers of two, which scale every step of a linear backward pass exactly. The larger
 scale is the initial scale of `torch.amp.GradScaler`.
 """
+OTHER_SEED = 0x5EED1
+"""A seed that users are unlikely to choose."""
 SAME = 1e-3
 """Measured coefficients count as equal to the expected coefficients up to this
 difference.
 """
+DIVIDED_LOSS = (
+    "the loss is divided by {steps}, but gradaccum already divides by the window's"
+    " {steps} micro-batches. Most likely `loss / {steps}` is left from the old loop."
+    " Each update is {steps} times too small: delete the division."
+)
 OF_A_PART = (
     "gradaccum: verify runs loss_fn on parts of the batch, which may contain any of its"
     " items. If loss_fn accepts only the full batch, because some items belong"
@@ -60,19 +66,24 @@ def examine(
     """Compare the partitions of the subject's batch, and look for the causes if their
     gradients differ.
     """
-    if steps is None:
-        steps = max(2, min(USUAL_STEPS, subject.items))
+    is_chosen = steps is not None
+    if not is_chosen:
+        steps = max(2, min(USUAL_STEPS, subject.batch.items))
     number = require_int("steps", steps, at_least=2, fix="Write steps=2 or more.")
     require_int(
         "items in the batch",
-        subject.items,
+        subject.batch.items,
         at_least=number,
         fix="Pass a larger batch or a smaller steps=.",
     )
-    by_parts = partitions(subject.items, number)
+    by_parts = partitions(subject.batch.items, number)
     comparison = Comparison(subject, by_parts, require_reduction(reduction))
     try:
-        return _Examination(comparison).report()
+        with subject.isolated():
+            examination = _Examination(comparison)
+            if is_chosen and subject.is_divided_by(number, comparison.reduction):
+                examination.notes.append(DIVIDED_LOSS.format(steps=number))
+            return examination.report()
     except Exception as error:
         error.add_note(OF_A_PART)
         raise
@@ -86,18 +97,20 @@ class _Examination:
         self.notes: list[str] = []
         layers = comparison.subject.random_layers()
         if layers:
-            comparison = comparison.under(random_layers=False)
+            comparison = comparison.under(quiet_layers=tuple(layers))
             self.notes.append(
                 f"{joined_names(layers)}: compared in evaluation mode, because an item"
                 " gets different random numbers in a different micro-batch."
             )
+        names = comparison.subject.unreached_parameters()
+        if names:
+            self.notes.append(f"{joined_names(names)}: not reached by the loss.")
         self.comparison = comparison
         """The comparison under the conditions of training, excluding the causes that
         were found.
         """
 
     def report(self) -> VerificationReport:
-        reached_gradients = self.comparison.large.gradients
         can_compare = (
             self.is_finite()
             and self.is_repeatable()
@@ -107,11 +120,6 @@ class _Examination:
         comparison = self.comparison
         if can_compare and comparison.moved:
             self.find_causes()
-        names = [
-            name for name in comparison.subject.names if name not in reached_gradients
-        ]
-        if names:
-            self.notes.append(f"{joined_names(names)}: not reached by the loss.")
         return VerificationReport(
             not self.causes and not comparison.moved,
             tuple(self.causes),
@@ -140,29 +148,27 @@ class _Examination:
             return
         if self.has_infinite_parts():
             return
-        names = self.without_counted_terms()
-        if names:
-            self.add(
-                "coupled",
-                "the loss",
-                "No weights make the micro-batches add up to the large batch's gradient"
-                f" in {joined_names(names)}: the loss of one item depends on other"
-                " items. Contrastive, ranking and load-balancing losses do this, and so"
-                " do statistics over the batch and branches that depend on the batch.",
-                "Split the loss into outputs per item and a loss of all outputs, and"
-                " call coupled_backward (torch) or coupled_value_and_grad (JAX,"
-                " MindSpore). If the loss only adds terms that divide by different"
-                " counts, use gradaccum.windows.",
-            )
+        self.add(
+            "coupled",
+            "the loss",
+            "No weights make the micro-batches add up to the large batch's gradient in"
+            f" {joined_names(self.comparison.moved)}. Either the loss of one item"
+            " depends on other items, as in contrastive, ranking and load-balancing"
+            " losses, statistics over the batch and branches that depend on the batch."
+            " Or the loss adds terms that need different weights, such as a sum over"
+            " the items and a penalty.",
+            "Split the loss into outputs per item and a loss of all outputs, and call"
+            " coupled_backward (torch) or coupled_value_and_grad (JAX, MindSpore). If"
+            " the loss only adds terms that divide by different counts, use"
+            " gradaccum.windows. Multiply a penalty beside a sum by the micro-batch's"
+            " share of the items.",
+        )
 
     # Can the gradients be compared at all?
 
     def is_finite(self) -> bool:
-        names = [
-            name
-            for name, gradient in self.comparison.large.gradients.items()
-            if not math.isfinite(self.comparison.norm(gradient))
-        ]
+        norms = self.comparison.norms(self.comparison.large.gradient)
+        names = [name for name, norm in norms.items() if math.isinf(norm)]
         if names:
             self.add(
                 "not_finite",
@@ -174,8 +180,8 @@ class _Examination:
 
     def is_repeatable(self) -> bool:
         comparison = self.comparison
-        again = comparison.runs([comparison.items])[0].gradients
-        distances = comparison.distances(again, comparison.large.gradients)
+        again = comparison.runs([comparison.items])[0].gradient
+        distances = comparison.norms(again - comparison.large.gradient)
         # Units are measured with repeated runs, so they would hide the difference.
         names = [
             name
@@ -200,9 +206,9 @@ class _Examination:
         """
         names: dict[str, None] = {}
         for scale in SCALES:
-            gradients = self.comparison.under(scale=scale).large.gradients
-            if self.comparison.is_finite(gradients):
-                names |= dict.fromkeys(self.differing_from_large(gradients))
+            gradient = self.comparison.under(scale=scale).large.gradient
+            if is_finite(gradient):
+                names |= dict.fromkeys(self.differing_from_large(gradient))
         if names:
             self.add(
                 "custom_backward",
@@ -216,8 +222,8 @@ class _Examination:
             )
         return not names
 
-    def differing_from_large(self, gradients: Gradients) -> tuple[str, ...]:
-        return self.comparison.differing(gradients, self.comparison.large.gradients)
+    def differing_from_large(self, gradient: Vector) -> tuple[str, ...]:
+        return self.comparison.differing(gradient, self.comparison.large.gradient)
 
     def draws_random_numbers(self) -> bool:
         """Test whether the gradient changes because an item gets different random
@@ -225,8 +231,8 @@ class _Examination:
         """
         if not self.comparison.moved:
             return False
-        gradients = self.comparison.under(seed=1).large.gradients
-        if not self.differing_from_large(gradients):
+        gradient = self.comparison.under(seed=OTHER_SEED).large.gradient
+        if not self.differing_from_large(gradient):
             return False
         self.add(
             "not_repeatable",
@@ -253,8 +259,8 @@ class _Examination:
             comparison.runs(parts), alone.runs(parts), strict=True
         ):
             changed_state |= dict.fromkeys(run.changed_state)
-            gradients = (run.gradients, run_alone.gradients)
-            if any(map(comparison.is_finite, gradients)):
+            gradients = (run.gradient, run_alone.gradient)
+            if any(map(is_finite, gradients)):
                 names |= dict.fromkeys(comparison.differing(*gradients))
         if names:
             self.comparison = alone
@@ -332,7 +338,7 @@ class _Examination:
 
     def has_other_reduction(self, right: Reduction) -> bool:
         """Test whether reduction `right` without weights makes accumulation right."""
-        if self.comparison.weighing_items(right).moved:
+        if replace(self.comparison, reduction=right, weighs_items=True).moved:
             return False
         fix = "Write reduction='mean' and no weight=."
         if right == "sum":
@@ -377,7 +383,7 @@ class _Examination:
         """Test whether the items are independent in evaluation mode, in which layers
         use the stored statistics.
         """
-        layers = self.comparison.subject.statistics_layers()
+        layers = self.comparison.subject.training_layers("BatchNorm")
         evaluation = self.comparison.under(training=False)
         if evaluation.moved and not layers:
             return False
@@ -396,7 +402,7 @@ class _Examination:
     def has_infinite_parts(self) -> bool:
         for parts, words in self.comparison.partitions.items():
             runs = self.comparison.runs(parts)
-            if not all(self.comparison.is_finite(run.gradients) for run in runs):
+            if not all(is_finite(run.gradient) for run in runs):
                 self.add(
                     "not_finite",
                     "the loss",
@@ -407,66 +413,6 @@ class _Examination:
                 )
                 return True
         return False
-
-    def without_counted_terms(self) -> list[str]:
-        """Report the parameters whose gradient has a term that each micro-batch adds in
-        full, or divides once too often. Return the other parameters whose gradient is
-        wrong.
-
-        Let the gradient be A + B, where only A accumulates correctly. Under "sum" a
-        penalty gives A + N B in N micro-batches: its error (N - 1) B triples from two
-        micro-batches to four. Under "mean" a sum over items gives A + B / N: its error
-        grows by a half.
-        """
-        comparison = self.comparison
-        items = comparison.items[: len(comparison.items) // 4 * 4]
-        if not items:
-            return list(comparison.moved)
-        reduction: Reduction = "mean" if comparison.reduction == "mean" else "sum"
-        growth = GROWTH[reduction]
-        large = comparison.runs([items])[0].gradients
-        plain_comparison = comparison.weighing_items(reduction)
-        two, four, four_dealt = (
-            difference(plain_comparison.accumulate(parts), large)
-            for parts in (
-                cut(items, len(items) // 2),
-                cut(items, len(items) // 4),
-                deal(items, 4),
-            )
-        )
-        sizes = comparison.distances(four, {})
-        by_growth = comparison.distances(four, linear_combination([two], [growth]))
-        by_order = comparison.distances(four, four_dealt)
-        counted_names = []
-        for name in comparison.moved:
-            room = 2 * growth * ROUNDING_LIMIT * comparison.units[name]
-            rest = max(by_growth[name], by_order[name])
-            if sizes[name] > room and rest <= min(room, sizes[name] / 4):
-                counted_names.append(name)
-        if counted_names:
-            explanation, fix = COUNTED_TERMS[reduction]
-            self.add("weights", joined_names(counted_names), explanation, fix)
-        return [name for name in comparison.moved if name not in counted_names]
-
-
-GROWTH = {"mean": 1.5, "sum": 3.0}
-COUNTED_TERMS = {
-    "mean": (
-        "A part of the gradient of these parameters shrinks with the number of"
-        " micro-batches: the loss adds a sum over the items to a mean over them, and"
-        " reduction='mean' divides both.",
-        "Make each term of the loss a mean over items, or each term a sum.",
-    ),
-    "sum": (
-        "The gradient of these parameters grows with the number of micro-batches,"
-        " because each micro-batch adds a part of it in full. That part comes from a"
-        " penalty, an auxiliary loss, or a parameter of the loss itself, such as a"
-        " temperature.",
-        "Multiply that term by the micro-batch's share of the window's items, or use"
-        " coupled_backward, which differentiates it once.",
-    ),
-}
-"""By reduction, the explanation and the fix for terms that micro-batches repeat."""
 
 
 def are_weights(fit: Coefficients) -> bool:

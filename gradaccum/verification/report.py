@@ -1,14 +1,10 @@
-"""`gradaccum.verify` for every framework, and its report."""
+"""The report of `gradaccum.verify`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
 
-from gradaccum.errors import ArgumentTypeError, BackendNotFoundError
-from gradaccum.registry import Backend, available_backends, backend_of, load_backend
 from gradaccum.verification.comparison import ROUNDING_LIMIT, Coefficients, moved_names
 
 PAGE = "gradaccum/VERIFY.md"
@@ -106,84 +102,3 @@ class VerificationReport:
         if kinds == "not_repeatable":
             return "Accumulation cannot be compared for this loss: not_repeatable."
         return f"Accumulation is WRONG for this loss: {kinds}."
-
-
-# `gradaccum.verify`: one call for every framework.
-
-
-@runtime_checkable
-class VerifyingBackend(Protocol):
-    """A backend that can check whether accumulation is right for a loss."""
-
-    def verifies(self, model: object) -> bool:
-        """True if `model` belongs to this framework: a module, or a nest of arrays."""
-        ...
-
-    def verify(
-        self,
-        model: Any,
-        loss_fn: Callable[..., Any],
-        batch: Any,
-        steps: int | None,
-        **options: Any,
-    ) -> VerificationReport:
-        """Run `gradaccum.verify` in this framework."""
-        ...
-
-
-def verify(
-    model_or_params: Any,
-    loss_fn: Callable[..., Any],
-    batch: Any,
-    steps: int | None = None,
-    **options: Any,
-) -> VerificationReport:
-    """Check whether gradient accumulation is right for a loss, and if not, why.
-
-    It computes the gradient of one batch for many partitions and orders. If the
-    gradients differ by more than rounding, experiments look for the cause. The model,
-    the batch and the random state are unchanged afterwards.
-
-    Args:
-        model_or_params: a `torch.nn.Module`, a `mindspore.nn.Cell`, or a nest of JAX
-            arrays.
-        loss_fn: ``loss_fn(model_or_params, *batch)`` returns a scalar. With a module or
-            a Cell it may also be a criterion, ``criterion(output, *targets)``, or a
-            function that closes over its model, ``loss_fn(*batch)``.
-        batch: a tuple of nests of arrays, with the batch axis first. Use at least
-            `steps` real items, with their padding.
-        steps: the number of micro-batches, at least 2; by default 4, or the number of
-            items if there are fewer.
-        options: ``reduction``, ``weight`` and ``axes``, as for accumulation, and
-            options of the framework.
-
-    Returns:
-        The report: ``print(report)``, ``report.equivalent``, ``report.causes``.
-
-    Raises:
-        ArgumentTypeError: `model_or_params` belongs to no installed framework; or
-            another argument has the wrong type.
-        ArgumentValueError: an argument has an invalid value.
-        Exception: `loss_fn` raised this exception for a part of the batch; `verify`
-            adds a note to it.
-    """
-    for backend in _backends(model_or_params):
-        if isinstance(backend, VerifyingBackend) and backend.verifies(model_or_params):
-            return backend.verify(model_or_params, loss_fn, batch, steps, **options)
-    raise ArgumentTypeError(
-        "model_or_params: expected a torch.nn.Module, a mindspore.nn.Cell or a nest of"
-        " JAX arrays, with its framework installed; got an object of type"
-        f" {type(model_or_params).__name__}. The installed frameworks are:"
-        f" {', '.join(available_backends()) or 'none'}."
-    )
-
-
-def _backends(model: object) -> Iterator[Backend]:
-    """Load the backend that the model's type belongs to first, because loading another
-    backend imports another framework.
-    """
-    with suppress(ArgumentTypeError):
-        yield backend_of(model)
-    for name in available_backends():
-        with suppress(BackendNotFoundError):  # The adapter needs another package.
-            yield load_backend(name)

@@ -1,7 +1,8 @@
-"""The `Subject` that a framework supplies to `gradaccum.verify`: a model, a loss and
-one batch. The parts of the batch are run under different conditions.
+"""The `Subject` that `gradaccum.verify` examines: a model, a loss and one batch. The
+parts of the batch are run under different conditions.
 
-The core decides what to run. A `Subject` runs the parts and restores the user's state.
+The core decides what to run. Each framework's subclass runs the parts and restores the
+user's state.
 """
 
 from __future__ import annotations
@@ -9,14 +10,15 @@ from __future__ import annotations
 import inspect
 import random
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-Gradient: TypeAlias = Any
-"""A dense array or tensor in float64, which supports ``+``, ``-`` and ``* float``."""
-Items: TypeAlias = Sequence[int]
-"""Indices along the batch axis, in the order of the items in a micro-batch."""
+from gradaccum.least_squares import Vector
+from gradaccum.options import Reduction
+from gradaccum.verification.batch import Batch, Items
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,9 @@ class Conditions:
 
     training: bool = True
     """False means that the model runs in evaluation mode."""
-    random_layers: bool = True
-    """False means that layers that draw random numbers run in evaluation mode."""
+    quiet_layers: tuple[str, ...] = ()
+    """The names of layers that run in evaluation mode because they draw random numbers.
+    """
     carry_state: bool = True
     """False means that the model's state is restored before each micro-batch."""
     seed: int = 0
@@ -48,64 +51,170 @@ class Conditions:
 class Run(NamedTuple):
     """The results of the forward and backward pass of one micro-batch."""
 
-    gradients: Mapping[str, Gradient]
-    """The gradients by parameter name. A parameter that the loss did not reach is left
-    out.
-    """
+    gradient: Vector
     weight: float
     """The weight of the micro-batch: the user's ``weight=``, or the number of items."""
     changed_state: tuple[str, ...] = ()
     """Names of the buffers and attributes that the forward pass changed."""
 
 
-class Precision(NamedTuple):
-    """The precision of a parameter's gradient."""
+class Subject(ABC):
+    """A model, its loss and one batch; see `gradaccum.verify` for the arguments."""
 
-    roundoff: float
-    """The distance from 1 to the next number in the program's coarsest floating dtype.
+    calls_model = True
+    """False if a model of this framework is a nest of arrays, which cannot be called.
     """
-    smallest: float
-    """The smallest positive number of the gradient's dtype."""
-    elements: int
-    """The number of elements of the gradient."""
-    terms: int = 1
-    """The approximate number of terms that are added up for one element of the
-    gradient.
+    places: Mapping[str, slice]
+    """For each parameter with respect to which the loss is differentiated, the place of
+    its elements in a gradient.
     """
 
+    def __init__(
+        self,
+        model: Any,
+        loss_fn: Callable[..., Any],
+        batch: Any,
+        *,
+        weight: Any = None,
+        axes: Any = 0,
+        has_aux: bool = False,
+    ) -> None:
+        self.model = model
+        is_model = self.is_model if self.calls_model else None
+        self._loss_fn, arguments = as_loss(loss_fn, batch, is_model)
+        self._has_aux = has_aux
+        self.batch = Batch(arguments, axes, self.is_array, self.take, weight)
 
-class Subject(Protocol):
-    """A model, its loss and one batch, which `gradaccum.verify` examines."""
-
-    items: int
-    """The number of items in the batch."""
-    names: Sequence[str]
-    """The names of the parameters with respect to which the loss is differentiated."""
+    def loss(self, model: Any, arguments: tuple[Any, ...]) -> Any:
+        loss = self._loss_fn(model, *arguments)
+        if self._has_aux:
+            loss, _ = loss
+        return loss
 
     def window(self, parts: Sequence[Items], conditions: Conditions) -> list[Run]:
-        """Run each of `parts` in order as one micro-batch, and restore the user's
-        state.
+        """Run each of `parts` in order as one micro-batch."""
+        self.prepare(conditions)
+        runs = []
+        for part in parts:
+            if not conditions.carry_state:
+                self.prepare(conditions)
+            self.set_random_state(conditions.seed)
+            gradient = self.gradient(part, conditions)
+            is_exact = conditions.perturbation is None
+            changed_state = self.changed_state() if is_exact else ()
+            runs.append(Run(gradient, self.batch.weight(part), changed_state))
+        return runs
+
+    @abstractmethod
+    def isolated(self) -> AbstractContextManager[None]:
+        """Restore the user's model and random states at the end of the block. All
+        windows are run inside the block.
         """
-        ...
 
-    def dot(self, a: Gradient, b: Gradient) -> float: ...
+    def prepare(self, conditions: Conditions) -> None:
+        """Restore the model, set the mode of its layers, and perturb its parameters."""
+        self.restore_model()
+        for name, layer in self.named_layers():
+            if not conditions.training or name in conditions.quiet_layers:
+                layer.training = False
+        if conditions.perturbation is not None:
+            self.perturb(conditions.perturbation)
 
-    def precision(self, name: str) -> Precision: ...
+    @abstractmethod
+    def restore_model(self) -> None: ...
+
+    @abstractmethod
+    def perturb(self, seed: int) -> None:
+        """Increase or decrease each element of the parameters at random by one rounding
+        error.
+        """
+
+    def named_layers(self) -> Iterable[tuple[str, Any]]:
+        """Return the layers of the model, each with its name."""
+        return ()
+
+    def training_layers(self, word: str) -> list[str]:
+        """Return the names of the layers in training mode whose class has a name that
+        contains `word`.
+        """
+        return [
+            name
+            for name, layer in self.named_layers()
+            if layer.training and word in type(layer).__name__
+        ]
+
+    @abstractmethod
+    def set_random_state(self, seed: int) -> None:
+        """Restore the user's random states, or set other states if `seed` is not 0."""
+
+    @abstractmethod
+    def gradient(self, part: Items, conditions: Conditions) -> Vector:
+        """Return the gradient of a micro-batch: all parameters in one float64 vector,
+        with zeros for a parameter that the loss did not reach.
+        """
+
+    def unreached_parameters(self) -> Sequence[str]:
+        """Return the names of the parameters that the loss does not reach, if the
+        framework tells them apart from parameters whose gradient is zero.
+        """
+        return ()
+
+    def is_divided_by(self, steps: int, reduction: Reduction) -> bool:
+        """True if the loss is divided by `steps` in its last operation, most likely by
+        mistake. The division is right if it computes a mean.
+        """
+        return False
+
+    @property
+    @abstractmethod
+    def precision(self) -> tuple[float, float]:
+        """The distance from 1 to the next number in the program's coarsest floating
+        dtype, and the smallest positive number of a gradient.
+        """
+
+    def is_model(self, value: object) -> bool:
+        """True for the model, and for a module that shares parameters with it."""
+        return False
+
+    @staticmethod
+    @abstractmethod
+    def is_array(value: object) -> bool: ...
+
+    @staticmethod
+    @abstractmethod
+    def take(array: Any, axis: int | None, items: Items) -> Any:
+        """Return the slices of `array` that belong to `items`, or the whole array if
+        `axis` is None.
+        """
 
     def arrays(self, part: Items) -> Iterable[tuple[str, Any]]:
         """Return the arrays of a micro-batch that are split, each with its path, such
         as ``batch[1]['mask']``. Values without numbers that can be counted, such as
         random keys, are left out.
         """
-        ...
+        return self.batch.arrays(part)
 
-    def statistics_layers(self) -> Sequence[str]:
-        """Return the names of the batch norm layers that are in training mode."""
-        ...
+    def changed_state(self) -> tuple[str, ...]:
+        """Return the names of the buffers and attributes that have changed since
+        `prepare`.
+        """
+        return ()
 
     def random_layers(self) -> Sequence[str]:
         """Return the names of the layers that draw random numbers in training mode."""
-        ...
+        return ()
+
+
+def places_of(sizes: Mapping[str, int]) -> dict[str, slice]:
+    """Return the place of each parameter in a vector of all parameters, given their
+    numbers of elements.
+    """
+    places = {}
+    start = 0
+    for name, size in sizes.items():
+        places[name] = slice(start, start + size)
+        start += size
+    return places
 
 
 class HostRandom:
@@ -120,23 +229,20 @@ class HostRandom:
 
     def restore(self, seed: int = 0) -> None:
         """Restore the saved random states, or set other states if `seed` is not 0."""
-        if seed:
-            random.seed(UNUSUAL_SEED + seed)
-        else:
-            random.setstate(self._state)
-        if self._numpy is not None and seed:
-            self._numpy.seed(UNUSUAL_SEED + seed)
-        elif self._numpy is not None:
+        random.setstate(self._state)
+        if self._numpy is not None:
             self._numpy.set_state(self._numpy_state)
+        if seed:
+            random.seed(seed)
+        if seed and self._numpy is not None:
+            self._numpy.seed(seed)
 
 
-UNUSUAL_SEED = 0x5EED0
-"""This is added to a seed, so that the sum differs from the seeds that users choose."""
 OUTPUTS = ("input", "output", "out", "logits", "pred", "y_pred", "y_hat")
 """A function counts as a criterion if the name of its first argument begins with one of
 these words.
 """
-LossFunction = Callable[..., Any]
+LossFunction: TypeAlias = Callable[..., Any]
 
 
 def as_loss(

@@ -119,7 +119,7 @@ MISTAKES: dict[str, tuple[Loss, Array, dict[str, Option], str, str]] = {
     "pairs": (pairs, Y, {}, "coupled", ""),
     "weakly coupled": (weakly_coupled, Y, {}, "coupled", ""),
     "standardised": (standardised, Y, {}, "coupled", ""),
-    "penalised": (penalised, Y, {"reduction": "sum"}, "weights", "weight"),
+    "penalised": (penalised, Y, {"reduction": "sum"}, "coupled", ""),
     "two counts": (two_counts, MASK, {}, "coupled", ""),
     "sum under mean": (summed, Y, {}, "weights", ""),
     "mean under sum": (plain, Y, {"reduction": "sum"}, "weights", ""),

@@ -1,5 +1,4 @@
-"""Run a MindSpore loss for `gradaccum.verify`, in PyNative mode, on parts of the batch
-and under given conditions. The user's state is restored afterwards.
+"""The MindSpore Cell, loss and batch that `gradaccum.verify` examines, in PyNative mode.
 
 Operators run synchronously. Asynchronous operators would gain nothing, because this
 code reads their values at once.
@@ -7,7 +6,7 @@ code reads their values at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -18,11 +17,10 @@ from mindspore import Parameter, Tensor, nn, ops
 from numpy.typing import NDArray
 
 from gradaccum.kit import (
-    Batch,
     Conditions,
     HostRandom,
-    Precision,
-    Run,
+    Subject,
+    places_of,
     scalar_loss_error,
 )
 from gradaccum_mindspore.gradient_sum import LIMITS
@@ -37,149 +35,129 @@ PLAIN = (bool, int, float, str)
 """The types of the Cell attributes that are restored after a run."""
 
 
-class MindSporeSubject:
-    """The implementation of `gradaccum.kit.Subject` for MindSpore."""
+class MindSporeSubject(Subject):
+    """MindSpore's random operators accept no random numbers from outside, so only
+    Dropout Cells can be compared, in evaluation mode.
+    """
 
-    def __init__(
-        self,
-        model: nn.Cell,
-        loss_fn: Callable[..., Any],
-        batch: Batch,
-        weight: Callable[[Sequence[int]], float],
-        has_aux: bool,
-    ) -> None:
-        self._model = model
-        self._loss_fn = loss_fn
-        self._batch = batch
-        self._weight = weight
-        self._has_aux = has_aux
+    def __init__(self, model: nn.Cell, *arguments: Any, **options: Any) -> None:
+        super().__init__(model, *arguments, **options)
         self._state = ModelState(model)
         self._random = RandomState()
         self._parameters: dict[str, Parameter] = {
             parameter.name: parameter for parameter in model.trainable_params()
         }
-        self.items = batch.items
-        self.names: Sequence[str] = list(self._parameters)
+        self.places = places_of(
+            {name: parameter.size for name, parameter in self._parameters.items()}
+        )
 
-    def window(
-        self, parts: Sequence[Sequence[int]], conditions: Conditions
-    ) -> list[Run]:
-        with self._isolated():
-            self._prepare(conditions)
-            runs = []
-            for part in parts:
-                if not conditions.carry_state:
-                    self._state.restore()
-                    self._prepare(conditions)
-                self._random.restore(conditions.seed)
-                runs.append(self._run(part, conditions))
-            return runs
+    def is_model(self, value: object) -> bool:
+        if not isinstance(value, nn.Cell):
+            return False
+        parameters = {id(parameter) for parameter in self.model.trainable_params()}
+        return any(id(each) in parameters for each in value.trainable_params())
 
-    def dot(self, a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
-        return float(np.vdot(a, b))
+    @staticmethod
+    def is_array(value: object) -> bool:
+        return isinstance(value, Tensor | np.ndarray)
 
-    def precision(self, name: str) -> Precision:
-        parameter = self._parameters[name]
-        _, smallest = LIMITS[parameter.dtype]
-        return Precision(self._roundoff, smallest, parameter.size, self._batch.terms)
-
-    def arrays(self, part: Sequence[int]) -> list[tuple[str, Any]]:
-        return [(path, wide(array)) for path, array in self._batch.arrays(part)]
-
-    def statistics_layers(self) -> list[str]:
-        return self._layers("BatchNorm")
-
-    def random_layers(self) -> list[str]:
-        return self._layers("Dropout")
-
-    def _layers(self, word: str) -> list[str]:
-        return [
-            name
-            for name, cell in self._model.cells_and_names()
-            if cell.training and word in type(cell).__name__
-        ]
+    @staticmethod
+    def take(array: Any, axis: int | None, items: Sequence[int]) -> Any:
+        if axis is None:
+            return array
+        places = np.asarray(items, np.int32)
+        if isinstance(array, Tensor):
+            return ops.gather(array, Tensor(places), axis)
+        return np.take(array, places, axis)
 
     @contextmanager
-    def _isolated(self) -> Iterator[None]:
+    def isolated(self) -> Iterator[None]:
         with context(mode=ms.PYNATIVE_MODE, pynative_synchronize=True):
             try:
-                yield
+                # NumPy need not warn, because the report says which gradients are not
+                # finite.
+                with np.errstate(all="ignore"):
+                    yield
             finally:
                 self._state.restore()
                 self._random.restore()
 
-    def _prepare(self, conditions: Conditions) -> None:
-        """Set the training modes of the Cells, and perturb the parameters if
-        `conditions` contain a perturbation.
-        """
-        if not conditions.random_layers:
-            for _, cell in self._model.cells_and_names():
-                if "Dropout" in type(cell).__name__:
-                    cell.training = False
-        if not conditions.training:
-            self._model.set_train(False)
-        if conditions.perturbation is None:
-            return
-        generator = np.random.default_rng(conditions.perturbation)
+    def restore_model(self) -> None:
+        self._state.restore()
+
+    def perturb(self, seed: int) -> None:
+        roundoff, _ = self.precision
+        generator = np.random.default_rng(seed)
         for parameter in self._parameters.values():
             signs = generator.choice((-1.0, 1.0), parameter.shape)
-            values = wide(parameter) * (1 + self._roundoff * signs)
+            values = wide(parameter) * (1 + roundoff * signs)
             ops.assign(parameter, Tensor(values, parameter.dtype))
 
-    def _run(self, part: Sequence[int], conditions: Conditions) -> Run:
-        arguments = self._batch.part(part)
+    def named_layers(self) -> Any:
+        return self.model.cells_and_names()
+
+    def set_random_state(self, seed: int) -> None:
+        self._random.restore(seed)
+
+    def gradient(
+        self, part: Sequence[int], conditions: Conditions
+    ) -> NDArray[np.float64]:
+        arguments = self.batch.part(part)
 
         def forward() -> Tensor:
-            loss = self._loss(arguments)
+            loss = self.loss(self.model, arguments)
             return loss * Tensor(conditions.scale, loss.dtype)
 
         parameters = list(self._parameters.values())
         try:
-            _, gradient_list = ms.value_and_grad(forward, None, parameters)()
+            _, gradients = ms.value_and_grad(forward, None, parameters)()
         except BaseException:
             forget_recorded()
             raise
-        gradients = {
-            name: wide(gradient) / conditions.scale
-            for name, gradient in zip(self.names, gradient_list, strict=True)
-        }
-        is_exact = conditions.perturbation is None
-        changed_state = self._state.changed_names() if is_exact else ()
-        return Run(gradients, self._weight(part), changed_state)
+        vectors = [wide(gradient).reshape(-1) for gradient in gradients]
+        gradient: NDArray[np.float64] = np.concatenate(vectors) / conditions.scale
+        return gradient
 
-    def _loss(self, arguments: tuple[Any, ...]) -> Tensor:
-        loss = self._loss_fn(self._model, *arguments)
-        if self._has_aux:
-            loss, _ = loss
+    def loss(self, model: nn.Cell, arguments: tuple[Any, ...]) -> Tensor:
+        loss = super().loss(model, arguments)
         # MindSpore would differentiate the sum of several elements.
         if loss.size != 1:
             raise scalar_loss_error(f"a Tensor of shape {loss.shape}")
         return loss
 
+    def arrays(self, part: Sequence[int]) -> list[tuple[str, Any]]:
+        return [(path, wide(array)) for path, array in self.batch.arrays(part)]
+
+    def changed_state(self) -> tuple[str, ...]:
+        return self._state.changed_names()
+
+    def random_layers(self) -> list[str]:
+        return self.training_layers("Dropout")
+
     @cached_property
-    def _roundoff(self) -> float:
+    def precision(self) -> tuple[float, float]:
         """The distance from 1 to the next number in the coarsest dtype among the
-        parameters, the inputs and the outputs of Cells.
+        parameters, the inputs and the outputs of Cells, and the smallest number of the
+        parameters.
         """
-        part = range(self.items)
-        arguments = self._batch.part(part)
-        values: list[Any] = list(self._parameters.values())
-        values += [array for _, array in self._batch.arrays(part)]
+        part = range(self.batch.items)
+        parameters = list(self._parameters.values())
+        values = [*parameters, *(array for _, array in self.batch.arrays(part))]
 
         def note(_: nn.Cell, __: Any, output: Any) -> None:
             values.append(output)
 
-        with self._isolated():
-            handles = [
-                cell.register_forward_hook(note)
-                for _, cell in self._model.cells_and_names()
-            ]
-            try:
-                self._loss(arguments)
-            finally:
-                for handle in handles:
-                    handle.remove()
-        return max(LIMITS[value.dtype][0] for value in values if is_floating(value))
+        handles = [
+            cell.register_forward_hook(note) for _, cell in self.model.cells_and_names()
+        ]
+        try:
+            self.loss(self.model, self.batch.part(part))
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._state.restore()
+        roundoff = max(LIMITS[value.dtype][0] for value in values if is_floating(value))
+        return roundoff, max(LIMITS[parameter.dtype][1] for parameter in parameters)
 
 
 class ModelState:
@@ -240,12 +218,7 @@ class RandomState:
         """
         self._host.restore(seed)
         set_counters(self._counters)
-        SEEDS._GLOBAL_SEED = UNUSUAL_SEED + seed if seed else self._seed
-
-
-UNUSUAL_SEED = 0x5EED0
-"""The base of the seeds that are set here. It is far from the seeds that users write.
-"""
+        SEEDS._GLOBAL_SEED = seed or self._seed
 
 
 def is_floating(value: object) -> bool:

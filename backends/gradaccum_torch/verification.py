@@ -1,0 +1,254 @@
+"""The torch model, loss and batch that `gradaccum.verify` examines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gradaccum.kit import Conditions, HostRandom, Subject, places_of
+from gradaccum.options import Reduction
+from gradaccum_torch.extensions import is_divided_by
+from gradaccum_torch.large_batch.gradients import REENTRANT_NODE, leaves_of_graph
+from gradaccum_torch.large_batch.replay import RandomState, random_devices
+from gradaccum_torch.torch_private.names import Division, last_division
+
+
+class TorchSubject(Subject):
+    """Gradients come from `torch.autograd.grad`, so that ``.grad`` is not used and
+    hooks on it do not run, whereas hooks on tensors and modules do.
+    """
+
+    def __init__(self, model: nn.Module, *arguments: Any, **options: Any) -> None:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        super().__init__(model, *arguments, **options)
+        self._state = ModelState(model)
+        self._random = RandomState(random_devices(model.parameters()))
+        self._parameters = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
+        self.places = places_of(
+            {
+                name: parameter.numel() * (2 if parameter.is_complex() else 1)
+                for name, parameter in self._parameters.items()
+            }
+        )
+
+    def is_model(self, value: object) -> bool:
+        if not isinstance(value, nn.Module):
+            return False
+        return not {*self.model.parameters()}.isdisjoint(value.parameters())
+
+    @staticmethod
+    def is_array(value: object) -> bool:
+        return isinstance(value, Tensor | np.ndarray)
+
+    @staticmethod
+    def take(array: Any, axis: int | None, items: Sequence[int]) -> Any:
+        """Return a copy, because a loss may write into its inputs."""
+        if isinstance(array, np.ndarray):
+            return array.copy() if axis is None else array.take(list(items), axis)
+        if axis is None:
+            return array.detach().clone()
+        places = torch.tensor(list(items), device=array.device)
+        return array.detach().index_select(axis, places)
+
+    @contextmanager
+    def isolated(self) -> Iterator[None]:
+        gradients = [
+            (parameter, parameter.grad) for parameter in self.model.parameters()
+        ]
+        try:
+            for parameter, _ in gradients:
+                parameter.grad = None
+            # A compiled model would be recompiled for each size of micro-batch.
+            with torch.compiler.set_stance("force_eager"), torch.enable_grad():
+                yield
+        finally:
+            self._state.restore()
+            self._random.put_back()
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
+    def restore_model(self) -> None:
+        self._state.restore()
+
+    def perturb(self, seed: int) -> None:
+        roundoff, _ = self.precision
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self._parameters.values():
+            bits = torch.randint(0, 2, parameter.shape, generator=generator)
+            signs = 2 * bits.double().to(parameter.device) - 1
+            parameter.data.copy_(parameter.data * (1 + roundoff * signs))
+
+    def named_layers(self) -> Any:
+        return self.model.named_modules()
+
+    def set_random_state(self, seed: int) -> None:
+        self._random.put_back()
+        if seed:
+            HostRandom().restore(seed)
+            torch.manual_seed(seed)
+
+    def gradient(self, part: Sequence[int], conditions: Conditions) -> Tensor:
+        loss = self.loss(self.model, self.batch.part(part)) * conditions.scale
+        gradients = torch.autograd.grad(
+            loss, list(self._parameters.values()), materialize_grads=True
+        )
+        return torch.cat([wide(gradient) for gradient in gradients]) / conditions.scale
+
+    def changed_state(self) -> tuple[str, ...]:
+        return self._state.changed_names()
+
+    def random_layers(self) -> list[str]:
+        """Return the names of the training-mode modules that draw random numbers in their own
+        forward pass, outside of their submodules.
+        """
+        names = {module: name for name, module in self.model.named_modules()}
+        running: list[nn.Module] = []
+        drawing: dict[str, None] = {}
+        devices = random_devices(self.model.parameters())
+        state = RandomState(devices)
+
+        def note() -> None:
+            nonlocal state
+            if state.has_torch_moved():
+                state = RandomState(devices)
+                if running:
+                    drawing[names[running[-1]]] = None
+
+        def enter(module: nn.Module, _: Any) -> None:
+            note()
+            running.append(module)
+
+        def leave(module: nn.Module, _: Any, __: Any) -> None:
+            note()
+            running.pop()
+
+        with ExitStack() as hooks:
+            for module in names:
+                handle = module.register_forward_pre_hook(enter, prepend=True)
+                hooks.callback(handle.remove)
+                handle = module.register_forward_hook(leave)
+                hooks.callback(handle.remove)
+            self.loss(self.model, self.batch.part(range(self.batch.items)))
+        self._state.restore()
+        return [name for name in drawing if self.model.get_submodule(name).training]
+
+    def unreached_parameters(self) -> list[str]:
+        return [
+            name
+            for name, parameter in self._parameters.items()
+            if parameter not in self._graph.leaves
+        ]
+
+    def is_divided_by(self, steps: int, reduction: Reduction) -> bool:
+        return is_divided_by(self._graph.division, steps, reduction)
+
+    @property
+    def precision(self) -> tuple[float, float]:
+        """The precision of the coarsest dtype among the parameters and the tensors that
+        autograd saves for the backward pass, including copies made by autocast.
+        """
+        dtypes = self._graph.dtypes
+        floating = [torch.finfo(each) for each in dtypes if each.is_floating_point]
+        coarsest = max(floating, key=lambda limits: limits.eps)
+        return coarsest.eps, coarsest.smallest_normal * coarsest.eps
+
+    @cached_property
+    def _graph(self) -> LossGraph:
+        dtypes = {parameter.dtype for parameter in self._parameters.values()}
+
+        def note(tensor: Tensor) -> Tensor:
+            dtypes.add(tensor.dtype)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            loss = self.loss(self.model, self.batch.part(range(self.batch.items)))
+        self._state.restore()
+        dtypes.add(loss.dtype)
+        leaves = {*leaves_of_graph([loss], set(), {REENTRANT_NODE})}
+        return LossGraph(dtypes, leaves, last_division(loss))
+
+
+class LossGraph(NamedTuple):
+    """The graph with which autograd differentiates the loss of the whole batch."""
+
+    dtypes: set[torch.dtype]
+    """The dtypes of the parameters, of the saved tensors and of the loss."""
+    leaves: set[Tensor]
+    """The tensors that the loss is differentiated with respect to."""
+    division: Division | None
+    """The last operation that computed the loss, if it divides by a number."""
+
+
+class ModelState:
+    """A copy of a model's parameters, buffers and module attributes, with which the
+    model can be restored.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = dict(model.named_modules())
+        self._attributes = {
+            name: dict(vars(module)) for name, module in self._modules.items()
+        }
+        self._buffers = {
+            name: dict(module._buffers) for name, module in self._modules.items()
+        }
+        self._tensors = {
+            name: (tensor, tensor.detach().clone())
+            for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        }
+
+    def restore(self) -> None:
+        for name, module in self._modules.items():
+            attributes = module.__dict__
+            for attribute in attributes.keys() - self._attributes[name].keys():
+                del attributes[attribute]
+            attributes.update(self._attributes[name])
+            module._buffers.clear()
+            module._buffers.update(self._buffers[name])
+        for tensor, value in self._tensors.values():
+            # Write through .data, so that the versions of the parameters, which may be
+            # watched, do not change.
+            tensor.data.copy_(value)
+
+    def changed_names(self) -> tuple[str, ...]:
+        """Return the names of all buffers, parameters and plain attributes that have
+        changed.
+        """
+        names = [
+            name
+            for name, (tensor, value) in self._tensors.items()
+            if not torch.equal(tensor, value)
+        ]
+        for path, module in self._modules.items():
+            for before, now in (
+                (self._attributes[path], vars(module)),
+                (self._buffers[path], module._buffers),
+            ):
+                names += [
+                    f"{path}.{name}".lstrip(".")
+                    for name, value in now.items()
+                    if value is not before.get(name)
+                    and isinstance(value, int | float | Tensor)
+                ]
+        return tuple(dict.fromkeys(names))
+
+
+def wide(gradient: Tensor) -> Tensor:
+    """Return `gradient` as a dense float64 vector, in which a complex number becomes
+    two real numbers.
+    """
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    if dense.is_complex():
+        dense = torch.view_as_real(dense)
+    return dense.detach().cpu().double().flatten()

@@ -1,0 +1,108 @@
+"""`gradaccum.verify`: one call for every framework."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, Protocol, runtime_checkable
+
+from gradaccum.errors import ArgumentTypeError, BackendNotFoundError
+from gradaccum.options import Reduction
+from gradaccum.registry import Backend, available_backends, backend_of, load_backend
+from gradaccum.verification.examination import examine
+from gradaccum.verification.report import VerificationReport
+from gradaccum.verification.subject import Subject
+
+
+@runtime_checkable
+class VerifyingBackend(Protocol):
+    """A backend that can check whether accumulation is right for a loss."""
+
+    def verifies(self, model: object) -> bool:
+        """True if `model` belongs to this framework: a module, or a nest of arrays."""
+        ...
+
+    subject_type: type[Subject]
+    """What `gradaccum.verify` examines in this framework."""
+
+
+def verify(
+    model_or_params: Any,
+    loss_fn: Callable[..., Any],
+    batch: Any,
+    steps: int | None = None,
+    *,
+    reduction: Reduction = "mean",
+    weight: Any = None,
+    axes: Any = 0,
+    has_aux: bool = False,
+) -> VerificationReport:
+    """Check whether gradient accumulation is right for a loss, and if not, why.
+
+    It computes the gradient of one batch for many partitions and orders. If the
+    gradients differ by more than rounding, experiments look for the cause. Afterwards
+    the parameters, buffers and plain attributes of the model, the batch and the random
+    states are as before. Do not call it under `jax.jit`, or in two threads at once.
+
+    Each micro-batch begins with the same random state. Layers such as dropout draw
+    random numbers per item, so they run in evaluation mode, and the report says so. A
+    loss that draws random numbers per item itself cannot be compared. In JAX, split one
+    key into a key per item, and pass these keys in the batch.
+
+    Args:
+        model_or_params: a `torch.nn.Module`, a `mindspore.nn.Cell`, or a nest of JAX
+            arrays.
+        loss_fn: ``loss_fn(model_or_params, *batch)`` returns a scalar. With a module or
+            a Cell it may also be a criterion, ``criterion(output, *targets)``, or a
+            function that closes over its model, ``loss_fn(*batch)``.
+        batch: a tuple or list of nests of arrays. Use at least `steps` real items,
+            with their padding. A dictionary is passed as one argument, or as arguments
+            by name. Values that are not arrays are passed whole.
+        steps: the number of micro-batches, at least 2; by default 4, or the number of
+            items if there are fewer.
+        reduction: as in `gradaccum.wrap`.
+        weight: the weight that training uses: a callable ``weight(*micro_batch)``, or
+            one number per item. Default: the number of items.
+        axes: the batch axis of each array: one number for all arrays, or a prefix nest
+            of `batch`. None means that an array is passed whole, and ``"key"`` that it
+            is a micro-batch's random key (JAX).
+        has_aux: True if `loss_fn` returns ``(loss, aux)``; `aux` is ignored.
+
+    Returns:
+        The report: ``print(report)``, ``report.equivalent``, ``report.causes``.
+
+    Raises:
+        ArgumentTypeError: `model_or_params` belongs to no installed framework; or
+            another argument has the wrong type.
+        ArgumentValueError: an argument has an invalid value.
+        Exception: `loss_fn` raised this exception for a part of the batch; `verify`
+            adds a note to it.
+    """
+    for backend in _backends(model_or_params):
+        if isinstance(backend, VerifyingBackend) and backend.verifies(model_or_params):
+            subject = backend.subject_type(
+                model_or_params,
+                loss_fn,
+                batch,
+                weight=weight,
+                axes=axes,
+                has_aux=has_aux,
+            )
+            return examine(subject, steps, reduction)
+    raise ArgumentTypeError(
+        "model_or_params: expected a torch.nn.Module, a mindspore.nn.Cell or a nest of"
+        " JAX arrays, with its framework installed; got an object of type"
+        f" {type(model_or_params).__name__}. The installed frameworks are:"
+        f" {', '.join(available_backends()) or 'none'}."
+    )
+
+
+def _backends(model: object) -> Iterator[Backend]:
+    """Load the backend that the model's type belongs to first, because loading another
+    backend imports another framework.
+    """
+    with suppress(ArgumentTypeError):
+        yield backend_of(model)
+    for name in available_backends():
+        with suppress(BackendNotFoundError):  # The adapter needs another package.
+            yield load_backend(name)
