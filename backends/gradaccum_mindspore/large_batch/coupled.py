@@ -28,12 +28,7 @@ from gradaccum.kit import (
     with_leaves,
 )
 from gradaccum_mindspore.gradient_sum import HALF, working_dtype
-from gradaccum_mindspore.large_batch.batch import (
-    Batch,
-    CallOptions,
-    micro_batches,
-    positional,
-)
+from gradaccum_mindspore.large_batch.batch import Batch, CallOptions
 from gradaccum_mindspore.large_batch.gradients import (
     Function,
     TensorSum,
@@ -47,7 +42,7 @@ from gradaccum_mindspore.large_batch.replay import (
 from gradaccum_mindspore.mindspore_private import context, refuse_trace
 
 
-class CoupledGradient(nn.Cell):  # type: ignore[misc]
+class CoupledGradient:
     """The function that `coupled_value_and_grad` returns."""
 
     def __init__(
@@ -59,31 +54,23 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
         accumulate_dtype: object,
         modules: Sequence[nn.Cell],
     ) -> None:
-        super().__init__(auto_prefix=False)
+        self.outputs_fn = outputs_fn
+        self.loss_fn = loss_fn
         self.is_single = isinstance(weights, Parameter)
-        attributes = {
-            "outputs_fn": outputs_fn,
-            "loss_fn": loss_fn,
-            "parameters": (weights,) if self.is_single else tuple(weights),
-            "options": options,
-            "accumulate_dtype": accumulate_dtype,
-            "modules": modules,
-        }
-        for name, value in attributes.items():
-            # With plain assignments, the Cell would list the parameters of these
-            # objects as its own.
-            object.__setattr__(self, name, value)
+        self.parameters = (weights,) if self.is_single else tuple(weights)
+        self.options = options
+        self.accumulate_dtype = accumulate_dtype
+        self.modules = modules
 
-    def __call__(self, *batch: Nest, **keywords: Nest) -> tuple[Tensor, Any]:
+    def __call__(self, *batch: Nest) -> tuple[Tensor, Any]:
         refuse_trace()
-        batch = positional(self.outputs_fn, batch, keywords)
         total = TensorSum(self.accumulate_dtype)
         with (
             context(mode=ms.PYNATIVE_MODE),
             SavedState(self.modules) as state,
             RandomReplay(self.modules) as replay,
         ):
-            arguments = [part.arguments for part in micro_batches(batch, self.options)]
+            arguments = [part.arguments for part in self.options.micro_batches(batch)]
             outputs = self.first_pass(arguments, replay)
             loss, cotangents = self.differentiated_loss(outputs, total)
             state.restore()
@@ -202,7 +189,7 @@ def coupled_value_and_grad(
             updated once, and Dropout Cells draw the same random numbers in both passes.
 
     Returns:
-        A Cell to call with the batch from Python. It runs in PyNative mode, even if
+        A function to call with the batch from Python. It runs in PyNative mode, even if
         graph mode is set, but `outputs_fn` may be compiled with `mindspore.jit`.
         Outside `mindspore.jit`, `mindspore.nn.Dropout` and `mindspore.ops.dropout` draw
         the same random numbers in both passes. If a call raises, the statistics are

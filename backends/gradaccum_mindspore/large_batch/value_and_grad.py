@@ -10,12 +10,8 @@ from typing import Any
 from mindspore import Parameter, Tensor, nn
 
 from gradaccum import ArgumentValueError, kit
-from gradaccum.kit import Nest
-from gradaccum_mindspore.large_batch.batch import (
-    CallOptions,
-    Weight,
-    positional,
-)
+from gradaccum.kit import MicroBatch, Nest
+from gradaccum_mindspore.large_batch.batch import CallOptions, Weight
 from gradaccum_mindspore.large_batch.compiled import CompiledLoop
 from gradaccum_mindspore.large_batch.gradients import (
     Function,
@@ -50,24 +46,22 @@ class LargeBatchGradient(nn.Cell):  # type: ignore[misc]
         self.accumulate_dtype = accumulate_dtype
         # With plain assignments, the Cell would list the parameters of these objects as
         # its own.
-        object.__setattr__(self, "fn", fn)
         object.__setattr__(self, "backward", backward)
         object.__setattr__(self, "modules", modules_of(fn, modules))
         self.loop = CompiledLoop(backward, parameters, options, accumulate_dtype)
 
-    def __call__(self, *batch: Nest, **keywords: Nest) -> tuple[Any, Any]:
+    def __call__(self, *batch: Nest) -> tuple[Any, Any]:
         refuse_trace()
-        batch = positional(self.fn, batch, keywords)
         total = TensorSum(self.accumulate_dtype)
 
-        def add(gradients: tuple[Tensor, ...], weight: float, loss: Tensor) -> None:
-            total.add(gradients, self.options.factor(weight))
+        def add(
+            gradients: tuple[Tensor, ...], loss: Tensor, micro_batch: MicroBatch
+        ) -> None:
+            total.add(gradients, micro_batch.factor)
 
         with SavedState(self.modules):
-            value, total_weight = run_micro_batches(
-                self.backward, batch, self.options, add
-            )
-        gradients = total.quotients(self.options.divisor(total_weight))
+            value, divisor = run_micro_batches(self.backward, batch, self.options, add)
+        gradients = total.quotients(divisor)
         return value, gradients[0] if self.is_single else gradients
 
     def construct(self, *batch: Nest) -> tuple[Any, Any]:
@@ -132,11 +126,11 @@ def value_and_grad(
             to `fn` or the Cell whose method `fn` is.
 
     Returns:
-        A Cell to call with the batch. In a call from Python, the arguments may also be
-        keywords, and the returned loss has the dtype of `fn`'s loss. In compiled code,
-        the loss is float32, or float64 if a gradient sum is float64. After
-        `mindspore.set_seed`, micro-batches of different sizes can begin with the same
-        random numbers, as they can in a hand-written loop.
+        A Cell to call with the batch. In a call from Python, the returned loss has the
+        dtype of `fn`'s loss. In compiled code, the loss is float32, or float64 if a
+        gradient sum is float64. After `mindspore.set_seed`, micro-batches of different
+        sizes can begin with the same random numbers, as they can in a hand-written
+        loop.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an option is invalid; or, on a call, the

@@ -10,13 +10,9 @@ from typing import Any
 from mindspore import Tensor, nn, ops
 
 from gradaccum import ArgumentValueError, UsageError
-from gradaccum.kit import Nest, make_division
+from gradaccum.kit import MicroBatch, Nest, make_division
 from gradaccum_mindspore.gradient_sum import where
-from gradaccum_mindspore.large_batch.batch import (
-    CallOptions,
-    Weight,
-    positional,
-)
+from gradaccum_mindspore.large_batch.batch import CallOptions, Weight
 from gradaccum_mindspore.large_batch.compiled import CompiledLoop
 from gradaccum_mindspore.large_batch.gradients import (
     Function,
@@ -45,14 +41,12 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
         self.options = options
         # With plain assignments, the Cell would list the parameters of these objects as
         # its own.
-        object.__setattr__(self, "fn", fn)
         object.__setattr__(self, "backward", backward)
         object.__setattr__(self, "modules", modules_of(fn, modules))
         self.loop = CompiledUpdateLoop(backward, optimizer, options)
 
-    def __call__(self, *batch: Nest, **keywords: Nest) -> Any:
+    def __call__(self, *batch: Nest) -> Any:
         refuse_trace()
-        batch = positional(self.fn, batch, keywords)
         optimizer = self.optimizer
         storage = optimizer.storage
         micro_step = storage.micro_step.item()
@@ -63,11 +57,15 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
                 " optimizer.flush() or optimizer.discard() first."
             )
         last_event = storage.last_event.value().copy()
+
+        def add(
+            gradients: tuple[Tensor, ...], loss: Tensor, micro_batch: MicroBatch
+        ) -> None:
+            optimizer(gradients, micro_batch.weight, loss)
+
         with SavedState(self.modules):
             try:
-                value, _ = run_micro_batches(
-                    self.backward, batch, self.options, optimizer
-                )
+                value, _ = run_micro_batches(self.backward, batch, self.options, add)
             except BaseException:
                 optimizer.discard()
                 ops.assign(storage.last_event, last_event)
