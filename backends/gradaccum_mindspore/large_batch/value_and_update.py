@@ -9,9 +9,8 @@ from typing import Any
 
 from mindspore import Tensor, nn, ops
 
-from gradaccum import ArgumentValueError, UsageError
+from gradaccum import ArgumentValueError
 from gradaccum.kit import MicroBatch, Nest, make_division
-from gradaccum_mindspore.gradient_sum import where
 from gradaccum_mindspore.large_batch.batch import CallOptions, Weight
 from gradaccum_mindspore.large_batch.compiled import CompiledLoop
 from gradaccum_mindspore.large_batch.gradients import (
@@ -49,13 +48,6 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
         refuse_trace()
         optimizer = self.optimizer
         storage = optimizer.storage
-        micro_step = storage.micro_step.item()
-        if micro_step > 0:
-            raise UsageError(
-                "optimizer: expected no open window, because this call processes a"
-                f" whole window; got an open window (micro-batches: {micro_step}). Call"
-                " optimizer.flush() or optimizer.discard() first."
-            )
         last_event = storage.last_event.value().copy()
 
         def add(
@@ -80,9 +72,8 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
 class CompiledUpdateLoop(CompiledLoop):
     """A compiled loop that passes the gradients of each micro-batch to the optimizer.
 
-    Instead of gradient sums, the loop carries a number that is added to each weight: 0,
-    or NaN if a window was already open. Compiled code cannot raise an error, but the
-    NaN makes the window an overflow, so no update is made.
+    Instead of gradient sums, the loop carries a zero, on which each micro-batch and the
+    update depend.
     """
 
     def __init__(
@@ -92,8 +83,7 @@ class CompiledUpdateLoop(CompiledLoop):
         self.optimizer = optimizer
 
     def first_sums(self, zero: Tensor) -> Tensor:
-        is_open = self.optimizer.storage.micro_step > 0
-        return where(is_open, self.nan * 1, zero)
+        return zero
 
     def add_gradients(
         self, sums: Any, gradients: Any, weight: Tensor, factor: Tensor, loss: Tensor
@@ -119,9 +109,10 @@ def value_and_update(
     """Return a function of a large batch that makes one update of a wrapped optimizer
     and returns the large batch's loss.
 
-    The micro-batches are one window of `optimizer`: all its options apply, the loss is
-    multiplied by its loss scale, and ``optimizer.result`` describes the window. The
-    function works in PyNative, inside `mindspore.jit` and in graph mode.
+    The call ends the window of `optimizer`: all its options apply, the loss is
+    multiplied by its loss scale, and ``optimizer.result`` describes the window. If the
+    window already contained micro-batches, the update includes them. The function works
+    in PyNative, inside `mindspore.jit` and in graph mode.
 
     Args:
         fn: a function or Cell of the batch that returns an unscaled scalar loss, or
@@ -141,15 +132,12 @@ def value_and_update(
 
     Returns:
         A Cell to call with the batch. It returns the loss, or ``(loss, aux)``, of all
-        micro-batches, including dropped micro-batches. If `fn` raises, the optimizer is
-        unchanged.
+        micro-batches of the batch, including dropped micro-batches. If `fn` raises, the
+        window is discarded, and the optimizer is otherwise unchanged.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: as for `value_and_grad`; or `optimizer`
             is not wrapped with ``steps=None``.
-        UsageError: on a call from Python, `optimizer` has an open window. Compiled code
-            cannot raise an error. There the loss is NaN, and the window is skipped as
-            an overflow.
 
     Examples:
         >>> import gradaccum
