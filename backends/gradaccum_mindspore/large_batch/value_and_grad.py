@@ -5,6 +5,7 @@ micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from mindspore import Parameter, Tensor, nn
@@ -44,10 +45,8 @@ class LargeBatchGradient(nn.Cell):  # type: ignore[misc]
         backward = gradient_function(fn, parameters, options.has_aux, identity)
         self.options = options
         self.accumulate_dtype = accumulate_dtype
-        # With plain assignments, the Cell would list the parameters of these objects as
-        # its own.
-        object.__setattr__(self, "backward", backward)
-        object.__setattr__(self, "modules", modules_of(fn, modules))
+        # As an attribute, a Cell of the user would be a part of this Cell.
+        self.saved_state = partial(SavedState, modules_of(fn, modules))
         self.loop = CompiledLoop(backward, parameters, options, accumulate_dtype)
 
     def __call__(self, *batch: Nest) -> tuple[Any, Any]:
@@ -59,8 +58,10 @@ class LargeBatchGradient(nn.Cell):  # type: ignore[misc]
         ) -> None:
             total.add(gradients, micro_batch.factor)
 
-        with SavedState(self.modules):
-            value, divisor = run_micro_batches(self.backward, batch, self.options, add)
+        with self.saved_state():
+            value, divisor = run_micro_batches(
+                self.loop.backward, batch, self.options, add
+            )
         gradients = total.quotients(divisor)
         return value, gradients[0] if self.is_single else gradients
 

@@ -5,6 +5,7 @@ micro-batch of a large batch and makes the update.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from mindspore import Tensor, nn, ops
@@ -38,10 +39,8 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
         backward = gradient_function(fn, parameters, options.has_aux, optimizer.scale)
         self.optimizer = optimizer
         self.options = options
-        # With plain assignments, the Cell would list the parameters of these objects as
-        # its own.
-        object.__setattr__(self, "backward", backward)
-        object.__setattr__(self, "modules", modules_of(fn, modules))
+        # As an attribute, a Cell of the user would be a part of this Cell.
+        self.saved_state = partial(SavedState, modules_of(fn, modules))
         self.loop = CompiledUpdateLoop(backward, optimizer, options)
 
     def __call__(self, *batch: Nest) -> Any:
@@ -55,9 +54,11 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
         ) -> None:
             optimizer(gradients, micro_batch.weight, loss)
 
-        with SavedState(self.modules):
+        with self.saved_state():
             try:
-                value, _ = run_micro_batches(self.backward, batch, self.options, add)
+                value, _ = run_micro_batches(
+                    self.loop.backward, batch, self.options, add
+                )
             except BaseException:
                 optimizer.discard()
                 ops.assign(storage.last_event, last_event)
