@@ -98,7 +98,6 @@ from gradaccum.splitting import (
     require_one_size,
     scalar_loss_error,
     too_small_error,
-    total_divisor,
 )
 from gradaccum.state import (
     FIELD_DTYPES,
@@ -122,6 +121,7 @@ from gradaccum.transitions import (
     close,
     contribution,
     decide,
+    denominator,
     discard,
     divisor,
     ends,
@@ -194,6 +194,7 @@ __all__ = [
     "contribution",
     "decide",
     "decode_terms",
+    "denominator",
     "described",
     "discard",
     "divided",
@@ -249,7 +250,6 @@ __all__ = [
     "steps_at",
     "terms_of",
     "too_small_error",
-    "total_divisor",
     "update_due_error",
     "usable",
     "use_of_weights",

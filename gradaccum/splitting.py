@@ -30,15 +30,11 @@ from gradaccum.nests import (
     with_leaves,
 )
 from gradaccum.options import Options
-from gradaccum.state import initial_state
-from gradaccum.transitions import contribution, divisor, select
+from gradaccum.transitions import contribution
 
 # The largest micro-batch that fits is found once and remembered. The backend notices
 # when memory runs out. The first attempt is the whole batch, or the size that fitted
 # last time. After a failure the size is halved and rounded up, down to 1.
-
-
-_SIZE = 'Write micro_batch_size=8 or micro_batch_size="auto".'
 
 
 class AutoMicroBatchSize:
@@ -82,17 +78,6 @@ class AutoMicroBatchSize:
 
 SHARED = AutoMicroBatchSize()
 """The instance that ``micro_batch_size="auto"`` uses."""
-
-
-def require_micro_batch_size(value: object) -> int | AutoMicroBatchSize:
-    """Raise unless `value` is an int >= 1, "auto" or an `AutoMicroBatchSize`; return
-    the int or the `AutoMicroBatchSize`.
-    """
-    if isinstance(value, AutoMicroBatchSize):
-        return value
-    if value == "auto":
-        return SHARED
-    return require_int("micro_batch_size", value, at_least=1, fix=_SIZE)
 
 
 def free_frames(error: BaseException) -> None:
@@ -160,7 +145,17 @@ def make_division(steps: object = None, micro_batch_size: object = None) -> Divi
         )
     if steps is not None:
         return Division(require_int("steps", steps, at_least=1), None)
-    return Division(None, require_micro_batch_size(micro_batch_size))
+    if micro_batch_size == "auto":
+        return Division(None, SHARED)
+    if isinstance(micro_batch_size, AutoMicroBatchSize):
+        return Division(None, micro_batch_size)
+    size = require_int(
+        "micro_batch_size",
+        micro_batch_size,
+        at_least=1,
+        fix='Write micro_batch_size=8 or micro_batch_size="auto".',
+    )
+    return Division(None, size)
 
 
 def divided(division: Division, items: int) -> list[Cut]:
@@ -283,14 +278,6 @@ def slice_of(value: Any, axis: int | None, cut: Cut) -> Any:
         return value[cut.start : cut.stop]
     before = (slice(None),) * axis
     return value[(*before, slice(cut.start, cut.stop))]
-
-
-def total_divisor(weight: float, options: Options) -> float:
-    """Return the number by which the sum of the gradients of a large batch is divided.
-    `weight` is the sum of the weights of its micro-batches.
-    """
-    state = initial_state()._replace(weight=weight)
-    return float(divisor(state, options, select))
 
 
 def merged_aux(

@@ -22,8 +22,10 @@ from conformance_tests.framework_tests.mindspore_large_batch import (
     tensors,
     trained,
 )
-from gradaccum_mindspore.large_batch.value_and_grad import value_and_grad
-from gradaccum_mindspore.large_batch.value_and_update import value_and_update
+from gradaccum_mindspore.large_batch.value_and_grad import (
+    value_and_grad,
+    value_and_update,
+)
 
 TOLERANCE = 1e-13
 

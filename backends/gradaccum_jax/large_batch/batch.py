@@ -169,7 +169,8 @@ class LargeBatch:
                     leaves[place], int(axis), start, length, self.blocks
                 )
         trees = with_values(jax.tree.unflatten(structure, leaves))
-        return MicroBatch(*trees, items)
+        arguments, keywords, item_weights = trees
+        return MicroBatch(arguments, keywords, item_weights, items)
 
 
 def take_items(

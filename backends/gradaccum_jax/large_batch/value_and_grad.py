@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradaccum.kit import Scalar, make_division, make_options
+from gradaccum.kit import Scalar, denominator, make_division, make_options
 from gradaccum_jax.arrays import (
     Array,
     DType,
@@ -32,7 +32,6 @@ from gradaccum_jax.large_batch.batch import LargeBatch, Splitting, Weight
 from gradaccum_jax.large_batch.gradients import (
     LossSpec,
     add_gradients,
-    denominator,
     empty_sums,
     gradients_of,
     run,
@@ -171,7 +170,7 @@ class ValueAndGrad(LargeBatchFunction):
         value, sums, weight = run(
             self.spec, vary(params, varying), batch, vary(sums, varying), add
         )
-        divisor = denominator(weight / unit, options)
+        divisor = denominator(weight / unit, options, jnp.where)
         return value, gradients_of(sums, divisor, params, names)
 
 

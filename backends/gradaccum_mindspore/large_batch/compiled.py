@@ -102,7 +102,7 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
             loss, total_weight, sums = self.add(
                 batch, indices, weights[full], loss, total_weight, sums
             )
-        divisor = self.divisor(total_weight, zero)
+        divisor = kit.denominator(total_weight, self.reduction, where)
         return self.results(loss / divisor, sums, divisor)
 
     def add(
@@ -129,12 +129,6 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         term = outputs[1].astype(loss.dtype) * factor
         term = where(weight != 0, term, ops.zeros_like(term))
         return loss + term, total_weight + weight, sums
-
-    def divisor(self, total_weight: Tensor, zero: Tensor) -> Tensor:
-        count = zero.astype(ms.int32)
-        has_weight = total_weight > 0
-        state = (count, count, count, total_weight, has_weight, zero + 1, count)
-        return kit.divisor(state, self.reduction, where)
 
     def first_sums(self, zero: Tensor) -> Any:
         sums: tuple[Tensor, ...] = ()

@@ -119,7 +119,7 @@ def run_micro_batches(
         losses.add([loss], micro_batch.factor)
         weights.append(micro_batch.weight)
         auxes += aux
-    divisor = kit.total_divisor(sum(weights), options.reduction)
+    divisor = kit.denominator(sum(weights), options.reduction, kit.select)
     (value,) = losses.quotients(divisor)
     if options.has_aux:
         value = (value, kit.merged_aux(auxes, weights, options.merge_aux, ops.concat))
