@@ -89,6 +89,13 @@ class WholeWindow:
     def parameter_ids(self) -> set[int]:
         return set(map(id, self._parameters()))
 
+    @property
+    def has_new_gradient(self) -> bool:
+        """True if autograd has added a gradient since the last micro-batch was
+        counted.
+        """
+        return self._window.has_new_gradient
+
     def loss_scale(self) -> float:
         """Return the current loss scale. May wait for the device."""
         return float(self._window.current_state().loss_scale)

@@ -73,6 +73,40 @@ def test_bad_input_is_refused(words: str, call: Callable[[], Any]) -> None:
         assert torch.equal(before, torch.ones_like(p))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_closure_as_a_loss_function_is_refused(
+    dtype: torch.dtype, wrapped: bool
+) -> None:
+    """Its gradient would count twice."""
+    model = make_model(dtype)
+
+    def closure(x: Tensor) -> Tensor:
+        loss = model(x).square()
+        if torch.is_grad_enabled():
+            loss.mean().backward(retain_graph=True)
+        return loss
+
+    message = r"changes \.grad itself"
+    options = {"optimizer": wrap(model, reduction="sum")} if wrapped else {}
+    with pytest.raises(gradaccum.UsageError, match=message):
+        split(lambda x: closure(x).sum(), X.to(dtype), **options)
+    model.zero_grad()
+    with pytest.raises(gradaccum.UsageError, match=message):
+        coupled_backward(closure, Tensor.std, X.to(dtype), steps=2, **options)
+
+
+def test_loss_function_that_clears_the_sum_is_refused() -> None:
+    model = make_model()
+
+    def clearing(x: Tensor) -> Tensor:
+        model.zero_grad()
+        return model(x).std()
+
+    with pytest.raises(gradaccum.UsageError, match=r"changes \.grad itself"):
+        split(clearing, X)
+
+
 def test_other_outputs_in_second_pass_are_refused() -> None:
     """A counter that no buffer holds: the gradient would be of another loss."""
     model, factors = make_model(), iter(range(1, 9))

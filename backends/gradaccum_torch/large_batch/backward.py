@@ -58,8 +58,7 @@ def backward(
 
     Args:
         loss_fn: ``loss_fn(*micro_batch)`` returns a loss, a tensor of shape ``()``, or
-            ``(loss, aux)`` if `has_aux`. It calls neither ``backward()`` nor
-            ``zero_grad()``, which would change the sum of the gradients.
+            ``(loss, aux)`` if `has_aux`.
         batch: any nest of tuples, lists, dicts and dataclasses of tensors and arrays,
             which are split into views. A plain number, text or None is passed whole.
             For keyword arguments pass a dict: ``backward(lambda b: model(**b).loss, b,
@@ -111,8 +110,9 @@ def backward(
     Raises:
         ArgumentTypeError, ArgumentValueError: an argument is wrong, the batch cannot be
             divided in this way, or the loss is not a scalar.
-        UsageError: `optimizer` was not passed, although the parameters belong to a
-            wrapped optimizer or several workers train them.
+        UsageError: `loss_fn` calls ``backward()`` or ``zero_grad()``; or `optimizer`
+            was not passed, although the parameters belong to a wrapped optimizer or
+            several workers train them.
 
     Examples:
         >>> import torch

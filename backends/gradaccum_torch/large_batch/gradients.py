@@ -32,6 +32,7 @@ from gradaccum_torch.torch_private.names import (
     keep_own,
     processes,
     untraced,
+    version,
 )
 from gradaccum_torch.whole_window import WholeWindow
 
@@ -82,6 +83,10 @@ class GradientsInGrad:
         self._earlier_gradients: dict[Tensor, Tensor | None] = {}
         self._wide_sums: dict[Tensor, Tensor] = {}
         self._without_gradient: list[Tensor] = []
+        self._sum_versions: list[tuple[int, int]] = []
+        """For each gradient sum, its id and the number of writes into it. Both must not
+        change while the user's functions run.
+        """
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> None:
@@ -125,6 +130,7 @@ class GradientsInGrad:
         return leaves
 
     def add_loss(self, loss: Tensor, weight: float, factor: float) -> None:
+        self.require_untouched()
         if not factor:
             return
         self.reach([loss], self._leaf_nodes)
@@ -139,18 +145,34 @@ class GradientsInGrad:
     def add_outputs(
         self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> None:
+        self.require_untouched()
         self.reach(outputs, self._leaf_nodes)
         self.backward(outputs, gradients)
 
     def backward(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         torch.autograd.backward(tuple(tensors), tuple(gradients))
-        self.copy_new_gradients()
+        self.note_sums()
 
-    def copy_new_gradients(self) -> None:
-        """Copy new gradients into whose memory other code may write."""
+    def note_sums(self) -> None:
+        """Copy new gradients into whose memory other code may write. Record the number
+        of writes into each gradient sum.
+        """
         for leaf in self._without_gradient:
             keep_own(leaf)
         self._without_gradient = [p for p in self._without_gradient if p.grad is None]
+        self._sum_versions = self._current_versions()
+
+    def _current_versions(self) -> list[tuple[int, int]]:
+        totals = [leaf.grad for leaf in self._earlier_gradients]
+        totals += self._wide_sums.values()
+        return [(id(total), version(total)) for total in totals if total is not None]
+
+    def require_untouched(self) -> None:
+        """Raise if the user's function has changed a gradient sum, for example through
+        ``backward()``.
+        """
+        if self._current_versions() != self._sum_versions:
+            raise touched_error()
 
     def deliver(self) -> None:
         """Divide the gradient sums, and add them to the earlier values of ``.grad``."""
@@ -218,10 +240,11 @@ class GradientsInWindow(GradientsInGrad):
         return super().reach(tensors, leaf_nodes)
 
     def add_loss(self, loss: Tensor, weight: float, factor: float) -> None:
+        self.require_untouched()
         if factor:
             self.reach([loss], self._leaf_nodes)
         self._optimizer.backward(loss, weight=weight)
-        self.copy_new_gradients()
+        self.note_sums()
         self._optimizer.step()
 
     def add_outputs(
@@ -233,6 +256,11 @@ class GradientsInWindow(GradientsInGrad):
         self.window.begin_weightless()
         super().add_outputs(outputs, gradients)
         self._optimizer.step()
+
+    def require_untouched(self) -> None:
+        super().require_untouched()
+        if self.window.has_new_gradient:
+            raise touched_error()
 
     def deliver(self) -> None:
         if self._earlier_gradients:
@@ -304,6 +332,14 @@ def watched_error(leaf: Tensor) -> UsageError:
         " another wrapped optimizer collects. Pass optimizer=opt, the optimizer that was"
         " wrapped with steps=None. If the parameter belongs to another optimizer, call"
         " requires_grad_(False) on the parameter for the duration of this call."
+    )
+
+
+def touched_error() -> UsageError:
+    return UsageError(
+        "loss_fn: expected a function that only computes the loss; got a function that"
+        " changes .grad itself, for example with backward() or zero_grad(). Return the"
+        " loss, and call neither backward() nor zero_grad() in the function."
     )
 
 
