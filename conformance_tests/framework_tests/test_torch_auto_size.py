@@ -203,6 +203,24 @@ def test_coupled_loss() -> None:
         assert sizes.size == 4
 
 
+def test_batch_is_not_written_into_twice() -> None:
+    """A second attempt would write once more."""
+    x, model = X.clone(), make()
+    before = numbers(model)
+
+    def loss_of(x: Tensor) -> Tensor:
+        outputs = model(x.clamp_(-0.5, 0.5).float())
+        if len(x) > 2:
+            raise torch.OutOfMemoryError
+        return outputs.std()
+
+    with pytest.raises(
+        UsageError, match=r"wrote into.*set micro_batch_size to a number"
+    ):
+        backward(loss_of, x, micro_batch_size=AutoMicroBatchSize())
+    assert numbers(model) == before
+
+
 CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
 
 

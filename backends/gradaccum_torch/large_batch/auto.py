@@ -35,7 +35,7 @@ from gradaccum.kit import (
 from gradaccum_torch.large_batch.gradients import GradientsInGrad, collecting
 from gradaccum_torch.large_batch.replay import Before
 from gradaccum_torch.optimizer import AccumulatingOptimizer
-from gradaccum_torch.torch_private.names import processes
+from gradaccum_torch.torch_private.names import Versions, processes
 
 T = TypeVar("T")
 MESSAGES = (
@@ -92,6 +92,7 @@ def run_divided(
         return attempt(division, nullcontext())
     if group is None and processes() > 1:
         group = dist.group.WORLD
+    versions = Versions(tensors)
     key = key_of(function, tensors)
     size = sizes.start(key, large.items or FITS)
     while True:
@@ -107,9 +108,21 @@ def run_divided(
         else:
             sizes.remember(key, size)
             return result
+        if versions.moved():
+            raise written_error()
         gc.collect()
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
+
+
+def written_error() -> UsageError:
+    return UsageError(
+        "micro_batch_size: expected a function that does not modify its batch, because"
+        " the call starts over when memory runs out; got a batch that the function wrote"
+        " into. Write x = x * 2 instead of x.mul_(2), or set micro_batch_size to a"
+        " number of items. Create the batch again before the next call, because it was"
+        " changed."
+    )
 
 
 def key_of(function: Callable[..., Any], batch: Iterable[Tensor]) -> Hashable:

@@ -66,8 +66,7 @@ def backward(
         steps: the maximum number of micro-batches, each of ceil(items / steps) items.
         micro_batch_size: the number of items in a micro-batch. ``"auto"`` or an
             `AutoMicroBatchSize`, whose limit is ignored, means as many as fit into the
-            device's memory. If memory runs out, the call starts over with half as many,
-            so `loss_fn` must not write into the batch.
+            device's memory. If memory runs out, the call starts over with half as many.
             On a CPU pass a number, because the operating system kills a process that
             runs out of memory. All workers of the optimizer's group, or of the default
             process group, must make such a call together.
