@@ -149,6 +149,12 @@ def other_outputs_again():
     made(*tensors(X))
 
 
+def compiled_call():
+    net = nn.Dense(4, 3)
+    made = coupled_value_and_grad(net, squared_sum, trained(net), steps=2)
+    in_mode("jit", made)(Tensor(X, ms.float32))
+
+
 def function_without_its_cells():
     """Their statistics would move twice."""
     norm = nn.BatchNorm1d(4)
@@ -159,6 +165,7 @@ def function_without_its_cells():
     ("call", "kind", "words"),
     [
         (other_outputs_again, UsageError, "outputs_fn: expected a function"),
+        (compiled_call, AttributeError, ".*'construct' is not defined"),
         (function_without_its_cells, ArgumentValueError, "modules: expected the Cells"),
     ],
 )

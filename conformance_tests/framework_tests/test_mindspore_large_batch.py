@@ -45,6 +45,25 @@ def require_large(found, net, batch=None, forward=None):
     assert distance(found, call(*(batch or tensors(X, Y)))) <= TOLERANCE
 
 
+def test_arrays_by_keyword_are_cut():
+    net = Net()
+    x, y = tensors(X, Y)
+    made = value_and_grad(squared(net), None, trained(net), steps=3)
+    require_large(made(x, y=y), net)
+    require_large(made(y=y, x=x), net)
+    with pytest.raises(TypeError, match="missing a required argument: 'y'"):
+        made(x, z=y)
+
+    def forward(x, *, y):
+        return squared(net)(x, y)
+
+    with pytest.raises(
+        gradaccum.ArgumentTypeError,
+        match="y: expected a parameter that the function also",
+    ):
+        value_and_grad(forward, None, trained(net), steps=3)(x, y=y)
+
+
 def test_jitted_function_from_python():
     """One compiled micro-batch, called again and again, with an aux of each."""
     net = Net()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import mindspore as ms
-from mindspore import Tensor
+from mindspore import Tensor, nn
 
-from gradaccum import kit
+from gradaccum import ArgumentTypeError, kit
 from gradaccum.kit import Division, MicroBatch, Nest, Options
 from gradaccum_mindspore.mindspore_private import is_graph_mode
 
@@ -37,6 +38,28 @@ class CallOptions(NamedTuple):
                 arguments = tuple(map(graph_argument, micro_batch.arguments))
                 micro_batch = micro_batch._replace(arguments=arguments)
             yield micro_batch
+
+
+def positional(fn: Callable[..., Any], batch: Batch, keywords: dict[str, Any]) -> Batch:
+    """Return the arguments of a call as a tuple, in the order of the parameters of
+    `fn`.
+
+    Raises:
+        ArgumentTypeError: one of `keywords` is a keyword-only parameter of `fn`.
+    """
+    if not keywords:
+        return batch
+    function = fn.construct if isinstance(fn, nn.Cell) else fn
+    call = inspect.signature(function).bind(*batch, **keywords)
+    call.apply_defaults()
+    if call.kwargs:
+        name = next(iter(call.kwargs))
+        raise ArgumentTypeError(
+            f"{name}: expected a parameter that the function also accepts by position;"
+            f" got a keyword-only parameter. Wrap the function: lambda x, {name}:"
+            f" forward(x, {name}={name})."
+        )
+    return call.args
 
 
 def graph_argument(argument: Nest) -> Nest:

@@ -28,7 +28,7 @@ from gradaccum.kit import (
     with_leaves,
 )
 from gradaccum_mindspore.gradient_sum import HALF, working_dtype
-from gradaccum_mindspore.large_batch.batch import Batch, CallOptions
+from gradaccum_mindspore.large_batch.batch import Batch, CallOptions, positional
 from gradaccum_mindspore.large_batch.gradients import (
     Function,
     TensorSum,
@@ -62,8 +62,9 @@ class CoupledGradient:
         self.accumulate_dtype = accumulate_dtype
         self.modules = modules
 
-    def __call__(self, *batch: Nest) -> tuple[Tensor, Any]:
+    def __call__(self, *batch: Nest, **keywords: Nest) -> tuple[Tensor, Any]:
         refuse_trace()
+        batch = positional(self.outputs_fn, batch, keywords)
         total = TensorSum(self.accumulate_dtype)
         with (
             context(mode=ms.PYNATIVE_MODE),

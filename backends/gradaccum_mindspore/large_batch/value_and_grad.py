@@ -12,7 +12,7 @@ from mindspore import Parameter, Tensor, nn, ops
 
 from gradaccum import ArgumentValueError, kit
 from gradaccum.kit import MicroBatch, Nest
-from gradaccum_mindspore.large_batch.batch import CallOptions, Weight
+from gradaccum_mindspore.large_batch.batch import CallOptions, Weight, positional
 from gradaccum_mindspore.large_batch.compiled import CompiledLoop
 from gradaccum_mindspore.large_batch.gradients import (
     Function,
@@ -47,11 +47,13 @@ class LargeBatchGradient(nn.Cell):  # type: ignore[misc]
         self.options = options
         self.accumulate_dtype = accumulate_dtype
         # As an attribute, a Cell of the user would be a part of this Cell.
+        self.positional = partial(positional, fn)
         self.saved_state = partial(SavedState, modules_of(fn, modules))
         self.loop = CompiledLoop(backward, parameters, options, accumulate_dtype)
 
-    def __call__(self, *batch: Nest) -> tuple[Any, Any]:
+    def __call__(self, *batch: Nest, **keywords: Nest) -> tuple[Any, Any]:
         refuse_trace()
+        batch = self.positional(batch, keywords)
         total = TensorSum(self.accumulate_dtype)
 
         def add(
@@ -129,11 +131,11 @@ def value_and_grad(
             to `fn` or the Cell whose method `fn` is.
 
     Returns:
-        A Cell to call with the batch. In a call from Python, the returned loss has the
-        dtype of `fn`'s loss. In compiled code, the loss is float32, or float64 if a
-        gradient sum is float64. After `mindspore.set_seed`, micro-batches of different
-        sizes can begin with the same random numbers, as they can in a hand-written
-        loop.
+        A Cell to call with the batch. In a call from Python, the arguments may also be
+        keywords, and the returned loss has the dtype of `fn`'s loss. In compiled code,
+        the loss is float32, or float64 if a gradient sum is float64. After
+        `mindspore.set_seed`, micro-batches of different sizes can begin with the same
+        random numbers, as they can in a hand-written loop.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an option is invalid; or, on a call, the
@@ -178,11 +180,13 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
         self.optimizer = optimizer
         self.options = options
         # As an attribute, a Cell of the user would be a part of this Cell.
+        self.positional = partial(positional, fn)
         self.saved_state = partial(SavedState, modules_of(fn, modules))
         self.loop = CompiledUpdateLoop(backward, optimizer, options)
 
-    def __call__(self, *batch: Nest) -> Any:
+    def __call__(self, *batch: Nest, **keywords: Nest) -> Any:
         refuse_trace()
+        batch = self.positional(batch, keywords)
         optimizer = self.optimizer
         storage = optimizer.storage
         last_event = storage.last_event.value().copy()
