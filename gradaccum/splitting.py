@@ -63,6 +63,18 @@ class AutoMicroBatchSize:
         """
         return min(self._choices.get(key, items), items)
 
+    def after_failure(self, size: int) -> int:
+        """Return the number of items to try after `size` items did not fit in memory:
+        half of `size`, rounded up.
+
+        Raises:
+            UsageError: `size` is already 1. Raise this error from the framework's own
+                error.
+        """
+        if size <= 1:
+            raise too_small_error(self.memory_limit)
+        return math.ceil(size / 2)
+
     def remember(self, key: Hashable, size: int) -> None:
         """Record that `size` items fitted in memory for `key`."""
         self._choices[key] = size

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from gradaccum import (
     ArgumentValueError,
     AutoMicroBatchSize,
+    UsageError,
     kit,
     splitting,
 )
@@ -190,9 +191,20 @@ def test_frames_of_a_failed_attempt_are_freed() -> None:
     assert [each() for each in alive] == [None] * 3
 
 
-def test_automatic_size_is_remembered() -> None:
-    sizes = AutoMicroBatchSize()
-    assert sizes.start("step", 13) == 13
+def test_automatic_size_halves_and_remembers() -> None:
+    sizes = AutoMicroBatchSize(memory_limit=100)
+    tried = [sizes.start("step", 13)]
+    while tried[-1] > 1:
+        tried.append(sizes.after_failure(tried[-1]))
+    assert tried == [13, 7, 4, 2, 1]
+    with pytest.raises(
+        UsageError,
+        match=(
+            "micro-batch of one item to fit; got an item that does not fit into 100"
+            " bytes"
+        ),
+    ):
+        sizes.after_failure(1)
     sizes.remember("step", 4)
     assert (
         sizes.size,

@@ -96,7 +96,7 @@ class SizeSearch:
                     raise
                 kit.free_frames(error)
                 failure = error
-                size //= 2
+                size = self.sizes.after_failure(size) if size > 1 else 0
             else:
                 self.sizes.remember(key, size)
                 return result

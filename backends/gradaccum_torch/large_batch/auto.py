@@ -97,8 +97,10 @@ def run_divided(
     size = sizes.start(key, large.items or FITS)
     while True:
         try:
+            smaller_size = sizes.after_failure(size) if size > 1 else 0
             result = attempt(
-                division._replace(micro_batch_size=size), agreement(size, group)
+                division._replace(micro_batch_size=size),
+                agreement(smaller_size, group),
             )
         except SmallerSizeError as error:
             free_frames(error)
@@ -169,15 +171,15 @@ class SmallerSizeError(Exception):
 
 
 @contextmanager
-def agreement(size: int, workers: dist.ProcessGroup | None) -> Iterator[None]:
-    """At the end of the block, in which micro-batches of `size` items run, raise
-    `SmallerSizeError` if a worker ran out of memory. Collective.
+def agreement(smaller_size: int, workers: dist.ProcessGroup | None) -> Iterator[None]:
+    """At the end of the block, raise `SmallerSizeError` if a worker ran out of memory.
+    If it was this worker, vote for `smaller_size`. Collective.
     """
     try:
         yield
     except BaseException as error:
         if is_out_of_memory(error):
-            raise SmallerSizeError(smallest_vote(size // 2, workers)) from error
+            raise SmallerSizeError(smallest_vote(smaller_size, workers)) from error
         with suppress(RuntimeError):
             smallest_vote(RAISED, workers)
         raise
