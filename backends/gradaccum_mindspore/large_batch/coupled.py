@@ -42,7 +42,7 @@ from gradaccum_mindspore.large_batch.replay import (
 from gradaccum_mindspore.mindspore_private import context, refuse_trace
 
 
-class CoupledGradient:
+class CoupledGradient(nn.Cell):  # type: ignore[misc]
     """The function that `coupled_value_and_grad` returns."""
 
     def __init__(
@@ -54,13 +54,20 @@ class CoupledGradient:
         accumulate_dtype: object,
         modules: Sequence[nn.Cell],
     ) -> None:
-        self.outputs_fn = outputs_fn
-        self.loss_fn = loss_fn
+        super().__init__(auto_prefix=False)
         self.is_single = isinstance(weights, Parameter)
-        self.parameters = (weights,) if self.is_single else tuple(weights)
-        self.options = options
-        self.accumulate_dtype = accumulate_dtype
-        self.modules = modules
+        attributes = {
+            "outputs_fn": outputs_fn,
+            "loss_fn": loss_fn,
+            "parameters": (weights,) if self.is_single else tuple(weights),
+            "options": options,
+            "accumulate_dtype": accumulate_dtype,
+            "modules": modules,
+        }
+        for name, value in attributes.items():
+            # With plain assignments, the Cell would list the parameters of these
+            # objects as its own.
+            object.__setattr__(self, name, value)
 
     def __call__(self, *batch: Nest, **keywords: Nest) -> tuple[Tensor, Any]:
         refuse_trace()
@@ -190,7 +197,7 @@ def coupled_value_and_grad(
             updated once, and Dropout Cells draw the same random numbers in both passes.
 
     Returns:
-        A function to call with the batch from Python. It runs in PyNative mode, even if
+        A Cell to call with the batch from Python. It runs in PyNative mode, even if
         graph mode is set, but `outputs_fn` may be compiled with `mindspore.jit`.
         Outside `mindspore.jit`, `mindspore.nn.Dropout` and `mindspore.ops.dropout` draw
         the same random numbers in both passes. If a call raises, the statistics are
