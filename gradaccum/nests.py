@@ -120,20 +120,13 @@ def spread(prefix: Nest, nest: Nest, argument: str) -> list[object]:
     ]
 
 
-class ListOfOneKind(NamedTuple):
-    """A list or tuple whose elements may be the items of the batch."""
-
-    path: str
-    length: int
-    is_tuple: bool
-
-
 def lists_of_one_kind(
     batch: Nest, axes: Nest, path: str = "batch"
-) -> list[ListOfOneKind]:
-    """Return the lists and tuples inside `batch` whose elements all have the same type,
-    dtype and rank. Leave out a list for which `axes` is None or has an entry for each
-    element.
+) -> list[tuple[str, int]]:
+    """Return the lists and tuples inside `batch` whose elements may be the items of the
+    batch, because all of them have the same type, dtype and rank. Return the path and
+    the length of each. Leave out a list for which `axes` is None or has an entry for
+    each element.
 
     Args:
         batch: a tuple of arguments, or another nest.
@@ -143,16 +136,15 @@ def lists_of_one_kind(
     if axes is None:
         return []
     axes_by_step = dict(_inside(axes) or ())
-    found = list[ListOfOneKind]()
+    lists = list[tuple[str, int]]()
     for step, child in children_of(batch) or ():
         child_axes = axes_by_step.get(step, axes)
         elements = children_of(child)
         is_named = child_axes is None or _inside(child_axes) is not None
         if elements and _is_list(child) and not is_named and _are_alike(elements):
-            is_tuple = isinstance(child, tuple)
-            found.append(ListOfOneKind(path + step, len(elements), is_tuple))
-        found += lists_of_one_kind(child, child_axes, path + step)
-    return found
+            lists.append((path + step, len(elements)))
+        lists += lists_of_one_kind(child, child_axes, path + step)
+    return lists
 
 
 def _are_alike(elements: list[tuple[str, Nest]]) -> bool:

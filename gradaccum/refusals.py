@@ -100,17 +100,6 @@ def shared_until_weight_error(steps: object) -> UsageError:
     )
 
 
-def moving_weight_error(fix: str) -> ArgumentValueError:
-    """Return the error for a callable weight that depends on the parameters. It is an
-    error because the large batch's gradient would lack the derivative of the weight.
-    """
-    return ArgumentValueError(
-        "weight: expected a weight that does not depend differentiably on the"
-        " parameters or on the loss function's arguments, because no gradient is"
-        f" propagated through the weight; got a weight with a derivative. {fix}"
-    )
-
-
 RATE_MOVED = (
     "gradaccum: a learning rate changed inside a window, most likely because a"
     " scheduler steps after each micro-batch. Build the scheduler on the wrapped"

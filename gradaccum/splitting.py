@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import reprlib
 import traceback
-from collections.abc import Hashable, Iterable, Sequence
-from typing import NamedTuple, SupportsFloat, cast
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, SupportsFloat, cast
 
 from gradaccum.errors import (
     ArgumentTypeError,
@@ -17,15 +17,24 @@ from gradaccum.errors import (
     GradAccumError,
     UsageError,
     require_int,
+    require_weight,
 )
-from gradaccum.nests import ListOfOneKind
+from gradaccum.nests import (
+    PLAIN,
+    Leaf,
+    Nest,
+    is_column,
+    leaves_of,
+    lists_of_one_kind,
+    spread,
+    with_leaves,
+)
+from gradaccum.options import Options
+from gradaccum.transitions import contribution
 
 # The largest micro-batch that fits is found once and remembered. The backend notices
 # when memory runs out. The first attempt is the whole batch, or the size that fitted
 # last time. After a failure the size is halved and rounded up, down to 1.
-
-
-_SIZE = 'Write micro_batch_size=8 or micro_batch_size="auto".'
 
 
 class AutoMicroBatchSize:
@@ -83,17 +92,6 @@ SHARED = AutoMicroBatchSize()
 """The instance that ``micro_batch_size="auto"`` uses."""
 
 
-def require_micro_batch_size(value: object) -> int | AutoMicroBatchSize:
-    """Raise unless `value` is an int >= 1, "auto" or an `AutoMicroBatchSize`; return
-    the int or the `AutoMicroBatchSize`.
-    """
-    if isinstance(value, AutoMicroBatchSize):
-        return value
-    if value == "auto":
-        return SHARED
-    return require_int("micro_batch_size", value, at_least=1, fix=_SIZE)
-
-
 def free_frames(error: BaseException) -> None:
     """Clear the stack frames of `error` and of its causes, because their tracebacks
     keep the failed attempt's arrays in memory.
@@ -106,18 +104,6 @@ def free_frames(error: BaseException) -> None:
             seen.add(id(each))
             traceback.clear_frames(each.__traceback__)
             waiting += (each.__cause__, each.__context__)
-
-
-def unknown_limit_error(device: str) -> GradAccumError:
-    """Return the error for an automatic size on a `device` that reports no memory
-    limit.
-    """
-    return ArgumentValueError(
-        "micro_batch_size: expected a device that reports its memory limit; got 'auto'"
-        f" on {device}. Write micro_batch_size="
-        "AutoMicroBatchSize(memory_limit=2 * 1024**3) with the number of bytes that the"
-        " call may use, or pass a number of items."
-    )
 
 
 def too_small_error(limit: int | None) -> UsageError:
@@ -171,45 +157,182 @@ def make_division(steps: object = None, micro_batch_size: object = None) -> Divi
         )
     if steps is not None:
         return Division(require_int("steps", steps, at_least=1), None)
-    return Division(None, require_micro_batch_size(micro_batch_size))
-
-
-def cuts(items: int, size: int) -> tuple[Cut, ...]:
-    """Split `items` items into micro-batches of `size` items; the last micro-batch may
-    be smaller.
-
-    Examples:
-        >>> cuts(7, 3)
-        (Cut(start=0, stop=3), Cut(start=3, stop=6), Cut(start=6, stop=7))
-    """
-    return tuple(
-        Cut(start, min(start + size, items)) for start in range(0, items, size)
+    if micro_batch_size == "auto":
+        return Division(None, SHARED)
+    if isinstance(micro_batch_size, AutoMicroBatchSize):
+        return Division(None, micro_batch_size)
+    size = require_int(
+        "micro_batch_size",
+        micro_batch_size,
+        at_least=1,
+        fix='Write micro_batch_size=8 or micro_batch_size="auto".',
     )
+    return Division(None, size)
 
 
-def divided(division: Division, items: int) -> tuple[Cut, ...]:
+def divided(division: Division, items: int) -> list[Cut]:
     """Return the micro-batches into which a `division` splits `items` items. An
-    automatic size must already have been replaced by an int. With `steps` a micro-batch
-    has ceil(items / steps) items: nine items in four steps become three micro-batches
-    of three items.
+    automatic size must already have been replaced by an int. The last micro-batch may
+    be smaller.
 
     Raises:
         ArgumentValueError: the batch is empty.
+
+    Examples:
+        >>> divided(make_division(steps=3), 7)
+        [Cut(start=0, stop=3), Cut(start=3, stop=6), Cut(start=6, stop=7)]
     """
     require_items(items)
+    size = cast(int, division.micro_batch_size)
     if division.steps is not None:
-        return cuts(items, math.ceil(items / division.steps))
-    return cuts(items, cast(int, division.micro_batch_size))
+        size = math.ceil(items / division.steps)
+    return [Cut(start, min(start + size, items)) for start in range(0, items, size)]
+
+
+class MicroBatch(NamedTuple):
+    """The arguments of the loss function for one micro-batch."""
+
+    arguments: tuple[Any, ...]
+    weight: float
+    factor: float
+    """The factor by which the micro-batch's loss and gradient are multiplied; 0 if its
+    weight is 0.
+    """
+
+
+class LargeBatch:
+    """The arguments of the loss function for a large batch, which is to be split into
+    micro-batches of consecutive items.
+
+    Args:
+        arguments: nests of arrays that are sliced like NumPy's. JAX does not use this
+            class.
+        axes: the batch axis of each array, as a prefix of `arguments`; None for an
+            array that is passed whole.
+        weight: a function of a micro-batch's arguments, a sequence or an array with one
+            number per item, or None, which gives each item weight 1.
+    """
+
+    def __init__(
+        self, arguments: tuple[Any, ...], axes: Nest, weight: Any = None
+    ) -> None:
+        self._arguments = arguments
+        self.leaves = leaves_of(arguments, "batch")
+        self._axes: list[int | None] = []
+        sizes: list[tuple[str, int]] = []
+        for leaf, axis in zip(
+            self.leaves, spread(axes, arguments, "axes"), strict=True
+        ):
+            if axis is None or isinstance(leaf.value, PLAIN):
+                self._axes.append(None)
+                continue
+            shape = shape_of(leaf.value)
+            index = batch_axis(leaf, shape, cast(int, axis))
+            self._axes.append(index)
+            sizes.append((leaf.path, shape[index]))
+        self.items = require_one_size(sizes, lists_of_one_kind(arguments, axes))
+        self._weight = weight
+        if weight is not None and not callable(weight):
+            numbers = weight.tolist() if hasattr(weight, "tolist") else weight
+            self._weight = require_item_weights(numbers, self.items)
+
+    def micro_batches(
+        self, division: Division, options: Options
+    ) -> Iterator[MicroBatch]:
+        for cut in divided(division, self.items):
+            slices = [
+                slice_of(leaf.value, axis, cut)
+                for leaf, axis in zip(self.leaves, self._axes, strict=True)
+            ]
+            arguments: Any = with_leaves(self._arguments, iter(slices))
+            weight = self.weight_of(cut)
+            if callable(self._weight):
+                weight = require_weight(self._weight(*arguments))
+            factor = float(contribution(weight, options)) if weight else 0.0
+            yield MicroBatch(arguments, weight, factor)
+
+    def weight_of(self, cut: Cut) -> float:
+        """Return the sum of the weights of the items in `cut`; their number if the user
+        passed no weights of items.
+        """
+        if isinstance(self._weight, list):
+            return math.fsum(self._weight[cut.start : cut.stop])
+        return float(cut.items)
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    """Return the shape of an array. A list of plain values has one axis."""
+    return (len(value),) if is_column(value) else tuple(getattr(value, "shape", ()))
+
+
+def batch_axis(leaf: Leaf, shape: tuple[int, ...], axis: int) -> int:
+    """Return the batch axis of `leaf` as a number >= 0.
+
+    Raises:
+        ArgumentValueError: `shape`, the shape of the leaf, has no such axis.
+    """
+    if not -len(shape) <= axis < len(shape):
+        raise ArgumentValueError(
+            f"{leaf.path}: expected an array with a batch axis {axis}; got a"
+            f" {type(leaf.value).__name__} of shape {shape}. In axes=, write the batch"
+            " axis of this array, or None to pass the array whole."
+        )
+    return axis % len(shape)
+
+
+def slice_of(value: Any, axis: int | None, cut: Cut) -> Any:
+    """Return the items in `cut`, as a view of an array; all of `value` if `axis` is
+    None.
+    """
+    if axis is None:
+        return value
+    if axis == 0:
+        return value[cut.start : cut.stop]
+    before = (slice(None),) * axis
+    return value[(*before, slice(cut.start, cut.stop))]
+
+
+def merged_aux(
+    auxes: list[Nest],
+    weights: list[float],
+    merge_aux: Any,
+    concatenate: Callable[[list[Any]], object],
+) -> Any:
+    """Return the auxiliary outputs of the large batch: all `auxes`, or what `merge_aux`
+    makes of them.
+
+    Args:
+        auxes: the auxiliary outputs of the micro-batches.
+        weights: the weights of the micro-batches.
+        merge_aux: None, "concatenate", or a function of `auxes` and `weights`.
+        concatenate: concatenates a list of arrays along their first axis.
+    """
+    if merge_aux is None:
+        return auxes
+    if merge_aux == "concatenate":
+        return concatenated(auxes, concatenate)
+    return merge_aux(auxes, weights)
+
+
+def concatenated(
+    nests: Sequence[Nest], concatenate: Callable[[list[Any]], object]
+) -> Nest:
+    """Return a nest like those in `nests`, in which each leaf is the result of
+    `concatenate` for the list of the corresponding leaves.
+    """
+    columns = zip(
+        *([leaf.value for leaf in leaves_of(nest)] for nest in nests), strict=True
+    )
+    return with_leaves(nests[0], (concatenate(list(column)) for column in columns))
 
 
 def require_one_size(
-    sizes: Iterable[tuple[str, int]], lists: Sequence[ListOfOneKind] = ()
+    sizes: Iterable[tuple[str, int]], lists: Iterable[tuple[str, int]] = ()
 ) -> int:
     """Raise unless all leaves have the same number of items; return that number.
 
-    A list may have one element per item: a list of eight images with three channels
-    each looks like three items with eight arrays each. So a list is rejected if it is
-    as long as the batch, or if it contains all arrays of the batch.
+    A list may have one element per item. So a list is rejected if it is as long as the
+    batch.
 
     Args:
         sizes: the path of each leaf that is split, and its length along the batch axis.
@@ -225,30 +348,25 @@ def require_one_size(
             "batch: expected an array to split; got a batch in which every leaf is"
             " passed whole. Pass at least one array with a batch axis."
         )
-    items = sizes[0][1]
-    for one_list in lists:
-        inside = [path.startswith(f"{one_list.path}[") for path, _ in sizes]
-        holds_all = all(inside) and not one_list.is_tuple
-        if one_list.length == items or holds_all:
-            raise _list_error(one_list)
+    first_path, items = sizes[0]
+    for path, length in lists:
+        if length == items:
+            raise ArgumentValueError(
+                f"{path}: expected a list in which each element contains all items; got"
+                f" {length} elements of one kind, which may be the items. Stack the"
+                " elements into one array if they are the items. Otherwise write an"
+                " axis for each element in axes=, such as [0, 0], or None to pass the"
+                " list whole."
+            )
     for path, size in sizes:
         if size != items:
             raise ArgumentValueError(
-                f"{path}: expected {items} items, as in {sizes[0][0]}; got {size}"
+                f"{path}: expected {items} items, as in {first_path}; got {size}"
                 " items. In axes= write the batch axis of this leaf, or None to pass"
                 " the leaf whole. If a list has one element per item, stack the"
                 " elements into one array."
             )
     return items
-
-
-def _list_error(one_list: ListOfOneKind) -> GradAccumError:
-    return ArgumentValueError(
-        f"{one_list.path}: expected a list in which each element contains all items;"
-        f" got {one_list.length} elements of one kind, which may be the items. Stack"
-        " the elements into one array if they are the items. Otherwise write an axis"
-        " for each element in axes=, such as [0, 0], or None to pass the list whole."
-    )
 
 
 def require_items(items: int) -> None:

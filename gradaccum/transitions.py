@@ -175,16 +175,18 @@ def joined(state: Fields, weight: Scalar, overflow: Scalar) -> Fields:
 def divisor(state: Fields, options: Options, where: Where) -> Scalar:
     """Return the number by which the window's gradient sum is divided before clipping:
     the loss scale times the denominator.
-
-    The denominator is 1 for ``reduction="sum"`` and for a window of weight 0; otherwise
-    it is the window's weight.
     """
-    weight = state[3]
     loss_scale = state[5]
+    return loss_scale * denominator(state[3], options, where)
+
+
+def denominator(weight: Scalar, options: Options, where: Where) -> Scalar:
+    """Return the number by which the sum of a window or of a large batch of this total
+    weight is divided: 1 for ``reduction="sum"`` and for a weight of 0; otherwise the
+    weight.
+    """
     one = 0 * weight + 1
-    return loss_scale * (
-        one if options.reduction == "sum" else where(weight > 0, weight, one)
-    )
+    return one if options.reduction == "sum" else where(weight > 0, weight, one)
 
 
 def with_denominator(

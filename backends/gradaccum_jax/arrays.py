@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from gradaccum import ArgumentValueError
+from gradaccum import ArgumentValueError, kit
 
 Array = Any
 """A value that JAX accepts as an array: a `jax.Array` (concrete or traced), a NumPy
@@ -263,12 +263,4 @@ def axis_of(path: str, leaf: Array, axis: Any) -> Axis:
     is_one_key = is_key(leaf) and np.shape(leaf) == ()
     if (axis == KEY or is_one_key) and not is_constant(leaf):
         return KEY
-    rank = np.ndim(leaf)
-    if not -rank <= axis < rank:
-        raise ArgumentValueError(
-            f"{path}: expected an array with a batch axis {axis}; got a"
-            f" {type(leaf).__name__} of shape {np.shape(leaf)}. If every micro-batch"
-            " needs the whole value, pass it as a positional argument with axes=None."
-            " If the value is a list with one number per item, convert it to an array."
-        )
-    return int(axis % rank)
+    return kit.batch_axis(kit.Leaf(path, leaf), np.shape(leaf), axis)

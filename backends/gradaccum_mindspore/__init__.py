@@ -4,8 +4,10 @@ MindSpore optimizer.
 
 from gradaccum_mindspore.backend import backend, wrap
 from gradaccum_mindspore.large_batch.coupled import coupled_value_and_grad
-from gradaccum_mindspore.large_batch.value_and_grad import value_and_grad
-from gradaccum_mindspore.large_batch.value_and_update import value_and_update
+from gradaccum_mindspore.large_batch.value_and_grad import (
+    value_and_grad,
+    value_and_update,
+)
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer
 from gradaccum_mindspore.recording import LoopRecorder
 from gradaccum_mindspore.saving import load_checkpoint_into

@@ -16,7 +16,7 @@ from mindspore import Tensor
 from mindspore.ops import constexpr
 
 from gradaccum import ArgumentTypeError, GradientError
-from gradaccum.kit import given_weight, require_item_weights, require_weight
+from gradaccum.kit import given_weight, require_weight
 from gradaccum_mindspore.gradient_sum import DType, Gradients, Number, Shape
 
 Weight: TypeAlias = Number | None
@@ -104,14 +104,6 @@ def weight_as_number(weight: Number) -> float:
     if isinstance(weight, Tensor) and weight.size == 1:
         weight = weight.asnumpy().item()
     return require_weight(weight)
-
-
-def item_weights(weights: Any, items: int) -> list[float]:
-    if isinstance(weights, Tensor):
-        weights = weights.asnumpy()
-    if isinstance(weights, np.ndarray):
-        weights = weights.tolist()
-    return require_item_weights(weights, items)
 
 
 def loss_as_number(loss: Any) -> float:

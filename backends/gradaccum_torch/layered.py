@@ -22,10 +22,8 @@ from gradaccum import ArgumentTypeError, UsageError, kit
 from gradaccum.kit import measures
 from gradaccum_torch.large_batch.backward import run_micro_batches
 from gradaccum_torch.large_batch.batch import (
-    LargeBatch,
     MergeAux,
     Weight,
-    merge,
     tensors_of,
 )
 from gradaccum_torch.large_batch.gradients import (
@@ -147,28 +145,26 @@ def layered_backward(
     require_plain_layers(layers, modules)
     if optimizer is not None:
         require_layered_optimizer(optimizer)
-    cut = LargeBatch((inputs, targets), axes, weight).cut(division, options)
-    factors = [micro_batch.factor for micro_batch in cut.micro_batches]
+    large = kit.LargeBatch((inputs, targets), axes, weight)
+    micro_batches = list(large.micro_batches(division, options))
     parameters = [p for module in modules for p in module.parameters()]
     are_modules = all(isinstance(layer, nn.Module) for layer in functions)
     before = Before(parameters, modules, notes_calls=not are_modules)
-    with collecting(optimizer, factors, cut.divisor, before) as destination:
+    with collecting(optimizer, options, micro_batches, before) as destination:
         run = LayeredRun(
             functions,
             destination,
-            before,
             is_on_host=borders == "host",
             recomputes=within != "keep",
         )
-        loss, auxes = run_micro_batches(
+        loss, aux = run_micro_batches(
             lambda inputs, targets: loss_fn(run.forward(inputs), targets),
-            cut,
+            micro_batches,
             destination,
             has_aux,
+            merge_aux,
         )
-        weights = [micro_batch.weight for micro_batch in cut.micro_batches]
-        aux = merge(auxes, weights, merge_aux)
-        run.backward(factors)
+        run.backward([micro_batch.factor for micro_batch in micro_batches])
     return (loss, aux) if has_aux else loss
 
 
@@ -284,7 +280,6 @@ class LayeredRun:
         self,
         layers: list[Layer],
         destination: GradientsInGrad,
-        before: Before,
         *,
         is_on_host: bool,
         recomputes: bool,
@@ -298,7 +293,7 @@ class LayeredRun:
         """
         if destination.window is not None:
             self._updates_layers = not measures(destination.window.options)
-        self._before = before
+        self._before = destination.before
         self._is_on_host = is_on_host
         self._recomputes = recomputes
         self._anchor = torch.empty(0, requires_grad=True)

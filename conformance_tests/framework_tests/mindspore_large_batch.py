@@ -15,7 +15,7 @@ MODES = ("pynative", "jit", "graph", "cell")
 """From Python in PyNative and in graph mode; and inside compiled code: in
 `mindspore.jit`, and in a Cell in graph mode.
 """
-FROM_PYTHON, COMPILED = ("pynative", "graph"), ("jit", "cell")
+FROM_PYTHON = ("pynative", "graph")
 ITEMS = 7
 RNG = np.random.RandomState(3)
 X, Y = RNG.randn(ITEMS, 4), RNG.randn(ITEMS, 2)

@@ -185,7 +185,7 @@ def test_arrays_by_keyword_are_cut(steps: int) -> None:
         return products.sum() / mask.sum()
 
     x, mask = np.arange(6.0), np.array([1.0, 0, 1, 1, 1, 0.5])
-    for weight in (lambda batch, mask: mask.sum(), mask):
+    for weight in (lambda batch, mask, train: mask.sum(), mask):
         step = gradaccum_jax.value_and_grad(loss_fn, steps=steps, weight=weight)
         loss, gradient = step(ONE, batch={"x": x}, mask=mask, train=True)
         assert float(loss) == float(gradient) == pytest.approx(11.5 / 4.5)

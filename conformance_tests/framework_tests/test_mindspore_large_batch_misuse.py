@@ -15,38 +15,26 @@ from conformance_tests.framework_tests.mindspore_large_batch import (
     seed,  # noqa: F401
     tensors,
 )
-from gradaccum import ArgumentValueError
-from gradaccum_mindspore.large_batch.value_and_grad import value_and_grad
-from gradaccum_mindspore.large_batch.value_and_update import value_and_update
+from gradaccum_mindspore.large_batch.value_and_grad import (
+    value_and_grad,
+    value_and_update,
+)
 
 X = np.arange(10.0).reshape(5, 2)
 
 
-def made(position=None, **options):
+def test_negative_weight_in_compiled_code():
+    """Compiled code cannot refuse a value: the gradient is NaN."""
     weight = Parameter(Tensor([1.0, 2.0], ms.float64), name="w")
 
     def forward(x):
         return (weight * x).mean()
 
-    return value_and_grad(forward, position, weight, **{"steps": 2, **options})
-
-
-def compiled(**options):
-    return in_mode("jit", made(**options))(*tensors(X))
-
-
-def test_gradient_of_an_argument_is_refused():
-    with pytest.raises(ArgumentValueError, match=r"^grad_position: expected None"):
-        made(0)
-
-
-def test_negative_weight_in_compiled_code():
-    """Compiled code cannot refuse a value: the gradient is NaN."""
-
     def negative(x):
         return x.sum() * 0 - 1
 
-    loss, gradient = compiled(weight=negative)
+    made = value_and_grad(forward, None, weight, steps=2, weight=negative)
+    loss, gradient = in_mode("jit", made)(*tensors(X))
     assert np.isnan(loss.asnumpy())
     assert np.isnan(gradient.asnumpy()).all()
 

@@ -42,10 +42,6 @@ def couple(outputs_fn: Any, loss_fn: Any = Tensor.std, **options: Any) -> Any:
 
 
 BAD = {
-    "moving weight": (
-        r"weight: expected a weight that does not depend.*weight\.detach\(\)",
-        lambda: split(loss_fn, X, Y, weight=lambda x, y: MODEL(x).exp().sum()),
-    ),
     "other reduction": (
         "reduction='sum'",
         lambda: split(

@@ -77,12 +77,8 @@ FAULTS = {
         "apply = (in_range", "apply = (in_range & (weight < 0)", GOOD
     ),
     "the gradient stays scaled": Fault(
-        (
-            "    return loss_scale * (\n"
-            '        one if options.reduction == "sum" else where(weight > 0, weight, one)\n'
-            "    )\n"
-        ),
-        '    return one if options.reduction == "sum" else where(weight > 0, weight, one)\n',
+        "    return loss_scale * denominator(state[3], options, where)\n",
+        "    return denominator(state[3], options, where)\n",
         GOOD,
     ),
     "a sum is divided": Fault(

@@ -4,7 +4,7 @@ memory.
 XLA reports how much memory a compiled program needs. The program is compiled for the
 whole batch, then for micro-batches of half the size, and so on, until the memory stays
 within the limit. If the device still runs out of memory, the size is halved again. All
-processes choose the same size, because they use the limit that the user passed.
+processes choose the same size if they use a limit that the user passed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from gradaccum import AutoMicroBatchSize, kit
-from gradaccum.kit import unknown_limit_error
+from gradaccum import ArgumentValueError, AutoMicroBatchSize, kit
 from gradaccum_jax.arrays import Tree, is_constant, typeof
 from gradaccum_jax.large_batch.batch import (
     LargeBatch,
@@ -46,10 +45,7 @@ class LargeBatchFunction(ABC):
         arguments: tuple[Tree, ...],
         keywords: dict[str, Any],
     ) -> Any:
-        """Split the batch into micro-batches, and run the compiled function on them.
-        For a plain keyword argument such as a flag, a program is compiled for each
-        value.
-        """
+        """Split the batch into micro-batches, and run the compiled function on them."""
         batch = read_batch(arguments, keywords, self.splitting)
         if self._size_search is not None:
             return self._size_search(model_arguments, batch)
@@ -90,53 +86,55 @@ class SizeSearch:
         leaves, structure = jax.tree.flatten((model_arguments, batch))
         key = (self.identity, structure, *map(_type_of, leaves))
         size = self.sizes.start(key, batch.items)
-        while True:
-            result, failure = self.attempt(
-                (key, size),
-                model_arguments,
-                cut_batch(batch, size, model_arguments),
-                limit,
-            )
-            if failure is None:
+        failure: Exception | None = None
+        while size:
+            small_batch = cut_batch(batch, size, model_arguments)
+            try:
+                result = self.attempt((key, size), model_arguments, small_batch, limit)
+            except jax.errors.JaxRuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                kit.free_frames(error)
+                failure = error
+                size = self.sizes.after_failure(size) if size > 1 else 0
+            else:
                 self.sizes.remember(key, size)
                 return result
-            try:
-                size = self.sizes.after_failure(size)
-            except Exception as error:  # no size is left
-                raise error from (failure if isinstance(failure, Exception) else None)
+        raise kit.too_small_error(self.sizes.memory_limit) from failure
 
     def attempt(
         self, name: Hashable, model_arguments: Tree, batch: LargeBatch, limit: int
-    ) -> tuple[Any, Exception | str | None]:
-        """Run the function on a batch. Return ``(result, None)``, or ``(None, reason)``
-        if the batch did not fit in memory. An error is returned as the reason without
-        its traceback, which would keep arrays alive.
+    ) -> Any:
+        """Run the function on a batch. If the program needs more than `limit` bytes,
+        raise the error that the device would raise.
         """
-        try:
-            if name in self.programs:
-                return self.programs[name](model_arguments, batch), None
-            program = self.compile(model_arguments, batch)
-            needed_bytes = bytes_of(program, (model_arguments, batch))
-            if needed_bytes > limit:
-                return None, f"{needed_bytes} bytes"
-            # A device may report only at the end of a run that it is out of memory.
-            library: Any = jax
-            result = library.block_until_ready(program(model_arguments, batch))
-        except jax.errors.JaxRuntimeError as error:
-            # GPUs and TPUs raise RESOURCE_EXHAUSTED, and XLA:CPU raises INTERNAL with
-            # "Out of memory allocating ... bytes".
-            message = str(error)
-            ran_out = message.startswith("RESOURCE_EXHAUSTED")
-            if not ran_out and "out of memory" not in message.lower():
-                raise
-            self.programs.pop(name, None)
-            return None, error.with_traceback(None)
+        if name in self.programs:
+            return self.programs[name](model_arguments, batch)
+        program = self.compile(model_arguments, batch)
+        needed_bytes = bytes_of(program, (model_arguments, batch))
+        if needed_bytes > limit:
+            raise jax.errors.JaxRuntimeError(
+                f"RESOURCE_EXHAUSTED: {needed_bytes} bytes"
+            )
+        # A device may report only at the end of a run that it is out of memory.
+        library: Any = jax
+        result = library.block_until_ready(program(model_arguments, batch))
         self.programs[name] = program
-        return result, None
+        return result
 
     def compile(self, model_arguments: Tree, batch: LargeBatch) -> Any:
         with jax.numpy_dtype_promotion("standard"):
             return self.jitted.lower(model_arguments, batch).compile()
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """GPUs and TPUs raise RESOURCE_EXHAUSTED, and XLA:CPU raises INTERNAL with "Out of
+    memory allocating ... bytes".
+    """
+    message = str(error)
+    return (
+        message.startswith("RESOURCE_EXHAUSTED") or "out of memory" in message.lower()
+    )
 
 
 def bytes_of(program: Any, arguments: Tree) -> int:
@@ -163,15 +161,16 @@ def free_bytes(arguments: Tree) -> int:
     """Return the number of free bytes on the device with the least free memory, among
     the devices that store the arguments.
     """
-    if jax.process_count() > 1:
-        raise unknown_limit_error(
-            f"{jax.process_count()} processes, each with its own free memory"
-        )
     sizes = []
     for device in devices_of(arguments):
         stats = device.memory_stats() or {}
         if "bytes_limit" not in stats:
-            raise unknown_limit_error(f"{device.device_kind} ({device.platform})")
+            raise ArgumentValueError(
+                "micro_batch_size: expected a device that reports its memory limit; got"
+                f" 'auto' on {device.device_kind} ({device.platform}). Write"
+                " micro_batch_size=AutoMicroBatchSize(memory_limit=2 * 1024**3) with the"
+                " number of bytes that the call may use, or pass a number of items."
+            )
         sizes.append(int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0)))
     return min(sizes)
 

@@ -8,7 +8,7 @@ traversed with `jax.tree`, because users register their own classes as pytrees.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gradaccum import ArgumentValueError, kit
+from gradaccum import kit
 from gradaccum.kit import Division, Scalar
 from gradaccum_jax.arrays import (
     KEY,
@@ -61,10 +61,7 @@ class MicroBatch(NamedTuple):
     """The arguments of the loss function for one micro-batch."""
 
     arguments: tuple[Tree, ...]
-    named_arrays: dict[str, Tree]
-    """The keyword arguments of the loss function that contain arrays."""
-    flags: dict[str, Any]
-    """The keyword arguments of the loss function that contain no arrays."""
+    keywords: dict[str, Tree]
     item_weights: Array
     """A real array of shape (items,) with the weight of each item; None if the user did
     not pass such an array.
@@ -86,23 +83,23 @@ class Constant:
     value: Any
 
 
-def value_of(node: Any) -> Any:
-    return node.value if is_constant_node(node) else node
+def with_values(tree: Tree) -> Tree:
+    """Replace each `Constant` in `tree` with its value."""
 
+    def is_constant_node(node: object) -> bool:
+        return isinstance(node, Constant)
 
-def is_constant_node(node: object) -> bool:
-    return isinstance(node, Constant)
+    return jax.tree.map(
+        lambda node: node.value if is_constant_node(node) else node,
+        tree,
+        is_leaf=is_constant_node,
+    )
 
 
 def call_with(
     function: Callable[..., Any], params: Tree, micro_batch: MicroBatch
 ) -> Any:
-    return function(
-        params,
-        *micro_batch.arguments,
-        **micro_batch.named_arrays,
-        **micro_batch.flags,
-    )
+    return function(params, *micro_batch.arguments, **micro_batch.keywords)
 
 
 class EqualMicroBatches(NamedTuple):
@@ -129,7 +126,7 @@ class LargeBatch:
     """
 
     trees: tuple[Tree, ...]
-    """The first four fields of a `MicroBatch`, but for all items of the batch. Each
+    """The first three fields of a `MicroBatch`, but for all items of the batch. Each
     value that is not an array is a `Constant`.
     """
     axes: tuple[Axis, ...]
@@ -171,11 +168,9 @@ class LargeBatch:
                 leaves[place] = take_items(
                     leaves[place], int(axis), start, length, self.blocks
                 )
-        trees = jax.tree.unflatten(structure, leaves)
-        arguments, named_arrays, flags, item_weights = jax.tree.map(
-            value_of, trees, is_leaf=is_constant_node
-        )
-        return MicroBatch(arguments, named_arrays, flags, item_weights, items)
+        trees = with_values(jax.tree.unflatten(structure, leaves))
+        arguments, keywords, item_weights = trees
+        return MicroBatch(arguments, keywords, item_weights, items)
 
 
 def take_items(
@@ -199,29 +194,20 @@ def read_batch(
     """Check the arguments of a call. Return them as a large batch that is not split
     yet, so that one micro-batch contains all items.
     """
-    named_arrays = {name: tree for name, tree in keywords.items() if is_batch(tree)}
-    flags = {
-        name: Constant(type(value), value)
-        for name, value in keywords.items()
-        if name not in named_arrays
-    }
-    axis_of_named_arrays = splitting.axes if isinstance(splitting.axes, int) else 0
+    axes = spread_over(splitting.axes, arguments, "axes")
+    keyword_axis = splitting.axes if isinstance(splitting.axes, int) else 0
+    for leaf in jax.tree.leaves(keywords):
+        axes.append(None if is_constant(leaf) else keyword_axis)
     nodes: list[Any] = []
     leaf_axes: list[Axis] = []
     sizes: list[tuple[str, int]] = []
     paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(
-        (arguments, named_arrays)
+        (arguments, keywords)
     )
-    axes = [
-        *_axes_of_leaves(arguments, splitting.axes),
-        *_axes_of_leaves(named_arrays, axis_of_named_arrays),
-    ]
-    owners = [
-        node
-        for node in jax.tree.leaves((arguments, named_arrays), is_leaf=is_sparse)
-        for _ in jax.tree.leaves(node)
-    ]
-    for (path, leaf), axis, owner in zip(paths_and_leaves, axes, owners, strict=True):
+    for (path, leaf), axis in zip(paths_and_leaves, axes, strict=True):
+        is_plain = isinstance(leaf, PLAIN) and not isinstance(leaf, np.generic)
+        if is_plain and axis != KEY:
+            axis = None
         name = f"batch{jax.tree_util.keystr(path[1:])}"
         axis = axis_of(name, leaf, axis)
         if is_constant(leaf):
@@ -230,66 +216,18 @@ def read_batch(
         nodes.append(leaf)
         leaf_axes.append(axis)
         if isinstance(axis, int):
-            if is_sparse(owner):
-                raise ArgumentValueError(
-                    f"{name}: expected a dense array to split; got a"
-                    f" {type(owner).__name__}. Convert it with .todense(), or pass"
-                    " axes=None if every micro-batch needs the whole array."
-                )
             sizes.append((name, np.shape(leaf)[axis]))
     lists = [
         *kit.lists_of_one_kind(arguments, splitting.axes),
-        *kit.lists_of_one_kind(named_arrays, axis_of_named_arrays),
+        *kit.lists_of_one_kind(keywords, keyword_axis),
     ]
     items = kit.require_one_size(sizes, lists)
     kit.require_items(items)
     item_weights = _weights_of_items(splitting.weight, items)
     if item_weights is not None:
         leaf_axes.append(0)
-    trees = (*jax.tree.unflatten(structure, nodes), flags, item_weights)
+    trees = (*jax.tree.unflatten(structure, nodes), item_weights)
     return LargeBatch(trees, tuple(leaf_axes), items, size=items)
-
-
-def is_batch(tree: Tree) -> bool:
-    """True if the value of a keyword argument contains arrays, or is a list or a dict,
-    which may contain items of the batch too. Other values are constants of the compiled
-    program.
-    """
-    has_array = any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(tree))
-    return has_array or not isinstance(tree, Hashable)
-
-
-def is_sparse(node: object) -> bool:
-    """True if `node` is a sparse array. The arrays inside it cannot be split, because
-    their first axis is not a batch axis.
-    """
-    return hasattr(node, "todense")
-
-
-def _axes_of_leaves(arguments: Tree, axes: Tree) -> list[Any]:
-    """Return the batch axis of each leaf, which is None for a plain value. But a list
-    of plain values may have one value per item, so these values keep their axis, and
-    are rejected later.
-    """
-
-    def is_list_of_values(node: Any) -> bool:
-        return node is not arguments and kit.is_column(node)
-
-    stands_alone = [
-        not is_list_of_values(node)
-        for node in jax.tree.leaves(arguments, is_leaf=is_list_of_values)
-        for _ in jax.tree.leaves(node)
-    ]
-    leaf_axes: list[Any] = []
-    for leaf, axis, is_alone in zip(
-        jax.tree.leaves(arguments),
-        spread_over(axes, arguments, "axes"),
-        stands_alone,
-        strict=True,
-    ):
-        is_plain = isinstance(leaf, PLAIN) and not isinstance(leaf, np.generic)
-        leaf_axes.append(None if is_plain and is_alone and axis != KEY else axis)
-    return leaf_axes
 
 
 def _weights_of_items(weight: Weight, items: int) -> Array:
@@ -447,7 +385,7 @@ def weight_of(micro_batch: MicroBatch, weight: Weight, dtype: DType) -> Scalar:
     """
     if callable(weight):
         traced_weight = as_weight(
-            weight(*micro_batch.arguments, **micro_batch.named_arrays), dtype
+            weight(*micro_batch.arguments, **micro_batch.keywords), dtype
         )
     elif micro_batch.item_weights is not None:
         traced_weight = jnp.sum(micro_batch.item_weights.astype(dtype))

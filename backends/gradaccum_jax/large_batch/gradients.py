@@ -102,7 +102,8 @@ def summarize(spec: LossSpec, batch: LargeBatch, stacks: Stacks) -> tuple[Any, S
     )
     total = sum_over_devices(jnp.sum(terms), spec.axis_names)
     weight = sum_over_devices(jnp.sum(weights), spec.axis_names)
-    loss = (total / denominator(weight, spec.options)).astype(losses.dtype)
+    divisor = kit.denominator(weight, spec.options, jnp.where)
+    loss = (total / divisor).astype(losses.dtype)
     if not spec.has_aux:
         return loss, weight
     auxes = [stack[2] for stack in stacks]
@@ -183,15 +184,6 @@ def gradients_of(
         gradient = sum_over_devices(gradient, names)
         gradients.append(gradient.astype(jnp.result_type(leaf)))
     return put(gradients)
-
-
-def denominator(weight: Scalar, options: Options) -> Scalar:
-    """Return the number by which the sums are divided: 1 for the reduction "sum";
-    otherwise the weight, or 1 if the weight is 0.
-    """
-    if options.reduction == "sum":
-        return jnp.ones_like(weight)
-    return jnp.where(weight == 0, 1, weight)
 
 
 def sum_over_devices(array: Array, axis_names: tuple[str, ...]) -> Array:

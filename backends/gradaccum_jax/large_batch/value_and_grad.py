@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradaccum.kit import Scalar, make_division, make_options
+from gradaccum.kit import Scalar, denominator, make_division, make_options
 from gradaccum_jax.arrays import (
     Array,
     DType,
@@ -32,7 +32,6 @@ from gradaccum_jax.large_batch.batch import LargeBatch, Splitting, Weight
 from gradaccum_jax.large_batch.gradients import (
     LossSpec,
     add_gradients,
-    denominator,
     empty_sums,
     gradients_of,
     run,
@@ -89,13 +88,13 @@ def value_and_grad(
         reduction: "mean" if `loss_fn` returns a mean over the weights; "sum" if it
             returns a sum; "sum_per_item" if it returns a sum that is to be divided by
             the batch's weight.
-        weight: the weight of a micro-batch. It is a function of the micro-batch's
-            arguments that returns, for example, the number of tokens; or an array with
-            one number per item. By default the weight is the number of items. The
-            weight is not differentiated. A traced weight that is negative or not finite
-            makes the loss and the gradient NaN. A micro-batch of weight 0 adds nothing,
-            even if its gradient is NaN. If all weights are 0, the loss and the gradient
-            are 0.
+        weight: the weight of a micro-batch. It is a function of the arguments that
+            `loss_fn` gets after `params`, which returns, for example, the number of
+            tokens; or an array with one number per item. By default the weight is the
+            number of items. The weight is not differentiated. A traced weight that is
+            negative or not finite makes the loss and the gradient NaN. A micro-batch of
+            weight 0 adds nothing, even if its gradient is NaN. If all weights are 0,
+            the loss and the gradient are 0.
         axes: a tree prefix of the tuple of the batch's arguments. It contains the batch
             axis of an argument; or None, if every micro-batch gets the whole argument;
             or "key" for a random key, so that micro-batch number i gets
@@ -120,8 +119,9 @@ def value_and_grad(
         A function of ``(params, *batch)`` that returns ``(loss, gradients)``, or
         ``((loss, aux), gradients)``. The loss has shape () and the dtype that `loss_fn`
         returns. Arrays that are passed by keyword are split along axis 0, or along
-        `axes` if `axes` is a single axis for all arguments. Keyword arguments such as
-        ``train=True`` are constants, which `loss_fn` gets with every micro-batch.
+        `axes` if `axes` is a single axis for all arguments. Other values, such as
+        ``train=True``, are passed whole. They are constants of the compiled program,
+        except floats.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an option is invalid; or, when the
@@ -170,7 +170,7 @@ class ValueAndGrad(LargeBatchFunction):
         value, sums, weight = run(
             self.spec, vary(params, varying), batch, vary(sums, varying), add
         )
-        divisor = denominator(weight / unit, options)
+        divisor = denominator(weight / unit, options, jnp.where)
         return value, gradients_of(sums, divisor, params, names)
 
 

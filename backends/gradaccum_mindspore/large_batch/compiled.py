@@ -33,11 +33,7 @@ from gradaccum_mindspore.gradient_sum import (
     where,
     working_dtype,
 )
-from gradaccum_mindspore.large_batch.batch import (
-    CallOptions,
-    Constant,
-    cuts_and_weights,
-)
+from gradaccum_mindspore.large_batch.batch import CallOptions
 from gradaccum_mindspore.large_batch.gradients import Function
 from gradaccum_mindspore.window.compiled import number_of
 
@@ -52,7 +48,6 @@ class TensorOutline:
 
 
 tensor_outline = constexpr(TensorOutline)
-constant = constexpr(Constant)
 
 
 class CompiledLoop(nn.Cell):  # type: ignore[misc]
@@ -107,7 +102,7 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
             loss, total_weight, sums = self.add(
                 batch, indices, weights[full], loss, total_weight, sums
             )
-        divisor = self.divisor(total_weight, zero)
+        divisor = kit.denominator(total_weight, self.reduction, where)
         return self.results(loss / divisor, sums, divisor)
 
     def add(
@@ -134,12 +129,6 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         term = outputs[1].astype(loss.dtype) * factor
         term = where(weight != 0, term, ops.zeros_like(term))
         return loss + term, total_weight + weight, sums
-
-    def divisor(self, total_weight: Tensor, zero: Tensor) -> Tensor:
-        count = zero.astype(ms.int32)
-        has_weight = total_weight > 0
-        state = (count, count, count, total_weight, has_weight, zero + 1, count)
-        return kit.divisor(state, self.reduction, where)
 
     def first_sums(self, zero: Tensor) -> Any:
         sums: tuple[Tensor, ...] = ()
@@ -182,12 +171,12 @@ def plan_of(options: CallOptions, dtype: DType) -> Callable[[Any], Any]:
 
     @constexpr(reuse_result=False)  # type: ignore[untyped-decorator]
     def plan(outline: Any) -> tuple[int, int, int, Tensor]:
-        cuts, weights = cuts_and_weights(outline, options)
+        large = kit.LargeBatch(outline, options.axes, options.weight)
+        cuts = kit.divided(options.division, large.items)
         size = cuts[0].items
         tail = cuts[-1].items % size
-        numbers = [0.0 if weight is None else weight for weight in weights]
-        full = len(cuts) - bool(tail)
-        return full, size, tail, Tensor(np.array(numbers), dtype)
+        weights = np.array([large.weight_of(cut) for cut in cuts])
+        return len(cuts) - bool(tail), size, tail, Tensor(weights, dtype)
 
     planned: Callable[[Any], Any] = plan
     return planned
@@ -199,7 +188,8 @@ def plan_of(options: CallOptions, dtype: DType) -> Callable[[Any], Any]:
 
 def outline_of(nest: Any) -> Any:
     """Return `nest` with each Tensor replaced by its shape and dtype, and any other
-    value replaced by a `Constant`.
+    value replaced by an empty tuple. Compiled code does not split lists of numbers or
+    strings.
     """
     if isinstance(nest, (tuple, list)):
         parts = []
@@ -213,7 +203,7 @@ def outline_of(nest: Any) -> Any:
         return named
     if isinstance(nest, Tensor):
         return tensor_outline(nest.shape, nest.dtype)
-    return constant()
+    return ()
 
 
 def items_at(nest: Any, axes: Any, indices: Tensor) -> Any:

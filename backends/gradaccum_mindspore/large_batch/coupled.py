@@ -28,12 +28,7 @@ from gradaccum.kit import (
     with_leaves,
 )
 from gradaccum_mindspore.gradient_sum import HALF, working_dtype
-from gradaccum_mindspore.large_batch.batch import (
-    Batch,
-    CallOptions,
-    micro_batches,
-    positional,
-)
+from gradaccum_mindspore.large_batch.batch import Batch, CallOptions, positional
 from gradaccum_mindspore.large_batch.gradients import (
     Function,
     TensorSum,
@@ -83,7 +78,7 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
             SavedState(self.modules) as state,
             RandomReplay(self.modules) as replay,
         ):
-            arguments = [part.arguments for part in micro_batches(batch, self.options)]
+            arguments = [part.arguments for part in self.options.micro_batches(batch)]
             outputs = self.first_pass(arguments, replay)
             loss, cotangents = self.differentiated_loss(outputs, total)
             state.restore()

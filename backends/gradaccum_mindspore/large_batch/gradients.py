@@ -16,7 +16,7 @@ from mindspore import Parameter, Tensor, ops
 from mindspore.ops import constexpr
 
 from gradaccum import kit
-from gradaccum.kit import Nest
+from gradaccum.kit import MicroBatch, Nest
 from gradaccum_mindspore.gradient_sum import (
     DType,
     add_into,
@@ -25,7 +25,7 @@ from gradaccum_mindspore.gradient_sum import (
     scaled,
     sum_dtype,
 )
-from gradaccum_mindspore.large_batch.batch import Batch, CallOptions, micro_batches
+from gradaccum_mindspore.large_batch.batch import Batch, CallOptions
 
 Function = Callable[..., Any]
 
@@ -95,47 +95,32 @@ def require_scalar(shape: tuple[int, ...]) -> None:
 
 
 def run_micro_batches(
-    backward: Function, batch: Batch, options: CallOptions, add: Function
+    backward: Function,
+    batch: Batch,
+    options: CallOptions,
+    add: Callable[[tuple[Tensor, ...], Tensor, MicroBatch], object],
 ) -> tuple[Any, float]:
     """Compute the gradients of each micro-batch and pass them to `add`. Return the loss
-    of the large batch, or ``(loss, aux)``, and the sum of the weights.
+    of the large batch, or ``(loss, aux)``, and the number by which the sums are divided.
 
     Args:
         backward: a function that `gradient_function` returned.
         batch: the arguments of the user's function for the whole large batch.
         options: the options of the function that processes the large batch.
-        add: a function that is called with the gradients, the weight and the loss of
-            each micro-batch.
+        add: a function that is called with the gradients, the loss and the micro-batch.
     """
     losses = TensorSum()
     weights: list[float] = []
     auxes: list[Nest] = []
-    for arguments, weight in micro_batches(batch, options):
-        (_, loss, *aux), gradients = backward(*arguments)
-        add(gradients, weight, loss)
+    for micro_batch in options.micro_batches(batch):
+        (_, loss, *aux), gradients = backward(*micro_batch.arguments)
+        add(gradients, loss, micro_batch)
         del gradients  # Free the memory for the next gradients.
-        losses.add([loss], options.factor(weight))
-        weights.append(weight)
+        losses.add([loss], micro_batch.factor)
+        weights.append(micro_batch.weight)
         auxes += aux
-    total_weight = sum(weights)
-    (value,) = losses.quotients(options.divisor(total_weight))
+    divisor = kit.denominator(sum(weights), options.reduction, kit.select)
+    (value,) = losses.quotients(divisor)
     if options.has_aux:
-        value = (value, merged_aux(auxes, weights, options.merge_aux))
-    return value, total_weight
-
-
-def merged_aux(auxes: list[Nest], weights: list[float], merge_aux: Any) -> Any:
-    if merge_aux is None:
-        return auxes
-    if merge_aux == "concatenate":
-        return concatenate_leaves(auxes)
-    return merge_aux(auxes, weights)
-
-
-def concatenate_leaves(nests: Sequence[Nest]) -> Nest:
-    """Return a nest whose Tensors are the corresponding Tensors of `nests`,
-    concatenated along the first axis.
-    """
-    leaves = [[leaf.value for leaf in kit.leaves_of(nest)] for nest in nests]
-    rows = [ops.concat(parts, 0) for parts in zip(*leaves, strict=True)]
-    return kit.with_leaves(nests[0], iter(rows))
+        value = (value, kit.merged_aux(auxes, weights, options.merge_aux, ops.concat))
+    return value, divisor

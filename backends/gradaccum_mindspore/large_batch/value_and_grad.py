@@ -1,21 +1,18 @@
-"""Compute the loss and gradients of a large batch in one call, with the memory of one
-micro-batch.
+"""Compute the loss and gradients of a large batch, or make the update of a wrapped
+optimizer, with the memory of one micro-batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from mindspore import Parameter, Tensor, nn
+from mindspore import Parameter, Tensor, nn, ops
 
 from gradaccum import ArgumentValueError, kit
-from gradaccum.kit import Nest
-from gradaccum_mindspore.large_batch.batch import (
-    CallOptions,
-    Weight,
-    positional,
-)
+from gradaccum.kit import MicroBatch, Nest
+from gradaccum_mindspore.large_batch.batch import CallOptions, Weight, positional
 from gradaccum_mindspore.large_batch.compiled import CompiledLoop
 from gradaccum_mindspore.large_batch.gradients import (
     Function,
@@ -26,6 +23,7 @@ from gradaccum_mindspore.large_batch.gradients import (
 )
 from gradaccum_mindspore.large_batch.replay import SavedState, modules_of
 from gradaccum_mindspore.mindspore_private import refuse_trace
+from gradaccum_mindspore.optimizer import AccumulatingOptimizer
 
 
 class LargeBatchGradient(nn.Cell):  # type: ignore[misc]
@@ -48,26 +46,26 @@ class LargeBatchGradient(nn.Cell):  # type: ignore[misc]
         backward = gradient_function(fn, parameters, options.has_aux, identity)
         self.options = options
         self.accumulate_dtype = accumulate_dtype
-        # With plain assignments, the Cell would list the parameters of these objects as
-        # its own.
-        object.__setattr__(self, "fn", fn)
-        object.__setattr__(self, "backward", backward)
-        object.__setattr__(self, "modules", modules_of(fn, modules))
+        # As an attribute, a Cell of the user would be a part of this Cell.
+        self.positional = partial(positional, fn)
+        self.saved_state = partial(SavedState, modules_of(fn, modules))
         self.loop = CompiledLoop(backward, parameters, options, accumulate_dtype)
 
     def __call__(self, *batch: Nest, **keywords: Nest) -> tuple[Any, Any]:
         refuse_trace()
-        batch = positional(self.fn, batch, keywords)
+        batch = self.positional(batch, keywords)
         total = TensorSum(self.accumulate_dtype)
 
-        def add(gradients: tuple[Tensor, ...], weight: float, loss: Tensor) -> None:
-            total.add(gradients, self.options.factor(weight))
+        def add(
+            gradients: tuple[Tensor, ...], loss: Tensor, micro_batch: MicroBatch
+        ) -> None:
+            total.add(gradients, micro_batch.factor)
 
-        with SavedState(self.modules):
-            value, total_weight = run_micro_batches(
-                self.backward, batch, self.options, add
+        with self.saved_state():
+            value, divisor = run_micro_batches(
+                self.loop.backward, batch, self.options, add
             )
-        gradients = total.quotients(self.options.divisor(total_weight))
+        gradients = total.quotients(divisor)
         return value, gradients[0] if self.is_single else gradients
 
     def construct(self, *batch: Nest) -> tuple[Any, Any]:
@@ -100,7 +98,8 @@ def value_and_grad(
     Args:
         fn: a function or Cell of the batch that returns a scalar loss, or
             ``(loss, aux)`` with `has_aux`.
-        grad_position: must be None.
+        grad_position: None, as in `mindspore.value_and_grad`. The gradients with
+            respect to the arguments are not computed.
         weights: the Parameters to differentiate with respect to.
         has_aux: True if `fn` also returns an auxiliary output (aux), a nest of Tensors.
             The call then returns ``(loss, aux)`` instead of the loss, and must be made
@@ -154,12 +153,6 @@ def value_and_grad(
         >>> float(loss), weight.asnumpy().tolist()
         (7.0, [[3.0, 4.0]])
     """
-    if grad_position is not None:
-        raise ArgumentValueError(
-            "grad_position: expected None, because value_and_grad differentiates only"
-            f" with respect to weights; got {grad_position!r}. Write value_and_grad(fn,"
-            " None, weights, steps=4)."
-        )
     options = CallOptions(
         kit.make_division(steps, micro_batch_size),
         kit.make_options(None, reduction=reduction),
@@ -169,3 +162,144 @@ def value_and_grad(
         merge_aux,
     )
     return LargeBatchGradient(fn, weights, options, accumulate_dtype, modules)
+
+
+class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
+    """The function that `value_and_update` returns."""
+
+    def __init__(
+        self,
+        fn: Function,
+        optimizer: AccumulatingOptimizer,
+        options: CallOptions,
+        modules: Sequence[nn.Cell],
+    ) -> None:
+        super().__init__(auto_prefix=False)
+        parameters = optimizer.parameters
+        backward = gradient_function(fn, parameters, options.has_aux, optimizer.scale)
+        self.optimizer = optimizer
+        self.options = options
+        # As an attribute, a Cell of the user would be a part of this Cell.
+        self.positional = partial(positional, fn)
+        self.saved_state = partial(SavedState, modules_of(fn, modules))
+        self.loop = CompiledUpdateLoop(backward, optimizer, options)
+
+    def __call__(self, *batch: Nest, **keywords: Nest) -> Any:
+        refuse_trace()
+        batch = self.positional(batch, keywords)
+        optimizer = self.optimizer
+        storage = optimizer.storage
+        last_event = storage.last_event.value().copy()
+
+        def add(
+            gradients: tuple[Tensor, ...], loss: Tensor, micro_batch: MicroBatch
+        ) -> None:
+            optimizer(gradients, micro_batch.weight, loss)
+
+        with self.saved_state():
+            try:
+                value, _ = run_micro_batches(
+                    self.loop.backward, batch, self.options, add
+                )
+            except BaseException:
+                optimizer.discard()
+                ops.assign(storage.last_event, last_event)
+                raise
+        optimizer.flush()
+        return value
+
+    def construct(self, *batch: Nest) -> Any:
+        return self.loop.run(batch)
+
+
+class CompiledUpdateLoop(CompiledLoop):
+    """A compiled loop that passes the gradients of each micro-batch to the optimizer.
+
+    Instead of gradient sums, the loop carries a zero, on which each micro-batch and the
+    update depend.
+    """
+
+    def __init__(
+        self, backward: Function, optimizer: AccumulatingOptimizer, options: CallOptions
+    ) -> None:
+        super().__init__(backward, optimizer.parameters, options)
+        self.optimizer = optimizer
+
+    def first_sums(self, zero: Tensor) -> Tensor:
+        return zero
+
+    def add_gradients(
+        self, sums: Any, gradients: Any, weight: Tensor, factor: Tensor, loss: Tensor
+    ) -> Any:
+        return ops.depend(sums, self.optimizer(gradients, weight + sums, loss))
+
+    def results(self, loss: Tensor, sums: Any, divisor: Tensor) -> Tensor:
+        return ops.depend(loss + sums, self.optimizer.flush())
+
+
+def value_and_update(
+    fn: Function,
+    optimizer: AccumulatingOptimizer,
+    has_aux: bool = False,
+    *,
+    steps: int | None = None,
+    micro_batch_size: int | None = None,
+    weight: Weight = None,
+    axes: Nest = 0,
+    merge_aux: Callable[[list[Any], list[float]], Any] | str | None = None,
+    modules: Sequence[nn.Cell] = (),
+) -> LargeBatchUpdate:
+    """Return a function of a large batch that makes one update of a wrapped optimizer
+    and returns the large batch's loss.
+
+    The call ends the window of `optimizer`: all its options apply, the loss is
+    multiplied by its loss scale, and ``optimizer.result`` describes the window. If the
+    window already contained micro-batches, the update includes them. The function works
+    in PyNative, inside `mindspore.jit` and in graph mode.
+
+    Args:
+        fn: a function or Cell of the batch that returns an unscaled scalar loss, or
+            ``(loss, aux)`` with `has_aux`.
+        optimizer: an optimizer wrapped with ``steps=None``; its ``reduction`` applies.
+        has_aux: True if `fn` also returns an auxiliary output (aux).
+        steps: the maximum number of micro-batches, as for `value_and_grad`.
+        micro_batch_size: the number of items in a micro-batch.
+        weight: a function of the micro-batch's arguments that returns its weight, or a
+            sequence with one number per item. By default, the weight is the number of
+            items.
+        axes: the axis along which each array contains its items, as for
+            `value_and_grad`.
+        merge_aux: how the auxiliary outputs are merged, as for `value_and_grad`.
+        modules: the Cells whose statistics are restored if a micro-batch raises, in
+            addition to `fn` or the Cell whose method `fn` is.
+
+    Returns:
+        A Cell to call with the batch. It returns the loss, or ``(loss, aux)``, of all
+        micro-batches of the batch, including dropped micro-batches. If `fn` raises, the
+        window is discarded, and the optimizer is otherwise unchanged.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: as for `value_and_grad`; or `optimizer`
+            is not wrapped with ``steps=None``.
+
+    Examples:
+        >>> import gradaccum
+        >>> from mindspore import Tensor, nn
+        >>> net = nn.Dense(2, 1, weight_init="ones", has_bias=False)
+        >>> inner = nn.SGD(net.trainable_params(), 0.5)
+        >>> optimizer = gradaccum.wrap(inner, steps=None, clip_norm=1.0)
+        >>> train_step = value_and_update(lambda x: net(x).mean(), optimizer, steps=2)
+        >>> float(train_step(Tensor([[0.0, 4.0], [6.0, 4.0]]))), optimizer.result.grad_norm
+        (7.0, 5.0)
+        >>> [round(number, 4) for number in net.weight.asnumpy()[0].tolist()]
+        [0.7, 0.6]
+    """
+    if optimizer.options.steps is not None:
+        raise ArgumentValueError(
+            "optimizer: expected an optimizer wrapped with steps=None, because each"
+            f" call closes its own window; got steps={optimizer.options.steps!r}. Write"
+            " gradaccum.wrap(optimizer, steps=None)."
+        )
+    division = kit.make_division(steps, micro_batch_size)
+    options = CallOptions(division, optimizer.options, weight, axes, has_aux, merge_aux)
+    return LargeBatchUpdate(fn, optimizer, options, modules)

@@ -14,27 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum import AutoMicroBatchSize, kit
-from gradaccum_torch.large_batch.auto import (
-    has_nothing_to_share,
-    run_divided,
-    share_nothing,
-)
+from gradaccum_torch.large_batch.auto import run_divided
 from gradaccum_torch.large_batch.batch import (
-    CutBatch,
-    LargeBatch,
     MergeAux,
-    MicroBatch,
     Weight,
     copy_without_graph,
-    merge,
     require_scalar,
 )
 from gradaccum_torch.large_batch.gradients import (
     GradientsInGrad,
-    collecting,
     options_of_call,
 )
-from gradaccum_torch.large_batch.replay import Before
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.torch_private.names import processes, untraced_within
 
@@ -133,55 +123,62 @@ def backward(
     """
     division = kit.make_division(steps, micro_batch_size)
     options = options_of_call(optimizer, reduction)
-    large = LargeBatch(batch, axes, weight)
-    if optimizer is not None and has_nothing_to_share(large, optimizer):
-        loss = share_nothing(division, optimizer)
-        return (loss, None) if has_aux else loss
     is_automatic = isinstance(division.micro_batch_size, AutoMicroBatchSize)
     is_alone = optimizer is None and processes() > 1
-    notes_calls = not modules and (is_automatic or is_alone)
 
-    def run(division: kit.Division, agree: Callable[[], None]) -> Any:
-        cut = large.cut(division, options)
-        factors = [micro_batch.factor for micro_batch in cut.micro_batches]
-        before = Before(large.tensors, modules, notes_calls=notes_calls)
-        with collecting(optimizer, factors, cut.divisor, before) as destination:
-            loss, auxes = run_micro_batches(loss_fn, cut, destination, has_aux)
-            weights = [micro_batch.weight for micro_batch in cut.micro_batches]
-            aux = merge(auxes, weights, merge_aux)
-            agree()
-        return (loss, aux) if has_aux else loss
+    def run(
+        micro_batches: list[kit.MicroBatch], destination: GradientsInGrad
+    ) -> tuple[Tensor, Any]:
+        return run_micro_batches(
+            loss_fn, micro_batches, destination, has_aux, merge_aux
+        )
 
-    return run_divided(run, division, loss_fn, large, optimizer)
+    loss, aux = run_divided(
+        run,
+        loss_fn,
+        kit.LargeBatch(batch, axes, weight),
+        division,
+        options,
+        optimizer,
+        modules,
+        notes_calls=not modules and (is_automatic or is_alone),
+    )
+    return (loss, aux) if has_aux else loss
 
 
 def run_micro_batches(
     loss_fn: Callable[..., Any],
-    cut: CutBatch,
+    micro_batches: list[kit.MicroBatch],
     destination: GradientsInGrad,
     has_aux: bool,
-) -> tuple[Tensor, list[Any]]:
+    merge_aux: MergeAux,
+) -> tuple[Tensor, Any]:
     """Run the forward and backward passes of all micro-batches. Return the large
-    batch's loss, and the list of the `aux` values that `loss_fn` returned.
+    batch's loss and its `aux`.
     """
+    if not micro_batches:
+        return torch.zeros(()), None
     total: Tensor | None = None
     auxes = []
-    for micro_batch in cut.micro_batches:
+    for micro_batch in micro_batches:
         loss, aux = differentiate(loss_fn, micro_batch, destination, has_aux)
         if total is None:
             dtype = loss.dtype
             wide_dtype = torch.promote_types(dtype, torch.float32)
             total = torch.zeros_like(loss, dtype=wide_dtype)
         if micro_batch.factor:
-            total += loss.to(wide_dtype) * (micro_batch.factor / cut.divisor)
+            total += loss.to(wide_dtype) * (micro_batch.factor / destination.divisor)
         auxes.append(aux)
     assert total is not None
-    return total.to(dtype), auxes
+    if not has_aux:
+        return total.to(dtype), None
+    weights = [micro_batch.weight for micro_batch in micro_batches]
+    return total.to(dtype), kit.merged_aux(auxes, weights, merge_aux, torch.cat)
 
 
 def differentiate(
     loss_fn: Callable[..., Any],
-    micro_batch: MicroBatch,
+    micro_batch: kit.MicroBatch,
     destination: GradientsInGrad,
     has_aux: bool,
 ) -> tuple[Tensor, Any]:

@@ -19,30 +19,25 @@ from torch import Tensor, nn
 
 from gradaccum import AutoMicroBatchSize, UsageError
 from gradaccum.kit import (
-    Division,
+    LargeBatch,
+    MicroBatch,
     Nest,
+    concatenated,
     make_division,
+    make_options,
     mapped,
 )
-from gradaccum_torch.large_batch.auto import (
-    has_nothing_to_share,
-    run_divided,
-    share_nothing,
-)
+from gradaccum_torch.large_batch.auto import run_divided
 from gradaccum_torch.large_batch.batch import (
-    LargeBatch,
-    concatenate,
     copy_without_graph,
     require_scalar,
     tensors_of,
 )
 from gradaccum_torch.large_batch.gradients import (
     GradientsInGrad,
-    collecting,
     options_of_call,
 )
 from gradaccum_torch.large_batch.replay import (
-    Before,
     Buffers,
 )
 from gradaccum_torch.optimizer import AccumulatingOptimizer
@@ -110,35 +105,39 @@ def coupled_backward(
             ' together; got on_overflow="drop_micro_batch". Write'
             ' on_overflow="skip_window".'
         )
-    large = LargeBatch(batch, axes, None)
-    if optimizer is not None and has_nothing_to_share(large, optimizer):
-        return share_nothing(division, optimizer)
+    # The loss is a single loss of all items, so its gradient is not divided.
+    undivided = make_options(None, reduction="sum")
 
-    def run(division: Division, agree: Callable[[], None]) -> Tensor:
-        cut = large.cut(division, options)
-        arguments = [micro_batch.arguments for micro_batch in cut.micro_batches]
-        before = Before(large.tensors, modules, notes_calls=not modules)
-        with collecting(optimizer, [1.0], 1.0, before) as destination:
-            loss = run_twice(outputs_fn, loss_fn, arguments, destination, before)
-            agree()
-        return loss
+    def run(micro_batches: list[MicroBatch], destination: GradientsInGrad) -> Tensor:
+        return run_twice(outputs_fn, loss_fn, micro_batches, destination)
 
-    return run_divided(run, division, outputs_fn, large, optimizer)
+    return run_divided(
+        run,
+        outputs_fn,
+        LargeBatch(batch, axes),
+        division,
+        undivided,
+        optimizer,
+        modules,
+        notes_calls=not modules,
+    )
 
 
 def run_twice(
     outputs_fn: Callable[..., Any],
     loss_fn: Callable[[Any], Tensor],
-    arguments: Sequence[tuple[Any, ...]],
+    micro_batches: list[MicroBatch],
     destination: GradientsInGrad,
-    before: Before,
 ) -> Tensor:
+    if not micro_batches:
+        return torch.zeros(())
+    before = destination.before
     random_states = []
     nests = []
     with torch.no_grad():
-        for micro_batch in arguments:
+        for micro_batch in micro_batches:
             random_states.append(before.random_state())
-            nests.append(mapped(copy_without_graph, outputs_fn(*micro_batch)))
+            nests.append(mapped(copy_without_graph, outputs_fn(*micro_batch.arguments)))
     # Before torch 2.8 the cache of an outer autocast contains weights that were cast
     # without a graph.
     torch.clear_autocast_cache()
@@ -151,10 +150,12 @@ def run_twice(
     value = loss.detach().clone()
     del loss  # This also frees the graph of all items.
     before.buffers.put_back()
-    for index, micro_batch in enumerate(arguments):
+    for index, micro_batch in enumerate(micro_batches):
         random_states[index].put_back()
         with torch.enable_grad():
-            tensors, gradients = outputs.gradients_of(index, outputs_fn(*micro_batch))
+            tensors, gradients = outputs.gradients_of(
+                index, outputs_fn(*micro_batch.arguments)
+            )
         if tensors:
             destination.add_outputs(tensors, gradients)
         del tensors  # This also frees their graph.
@@ -171,7 +172,7 @@ class Outputs:
         columns = zip(*map(tensors_of, nests), strict=True)
         self._starts = [[0, *accumulate(map(len, column))] for column in columns]
         """For each tensor of the outputs, the rows at which the micro-batches begin."""
-        self.nest = concatenate(nests)
+        self.nest = concatenated(nests, torch.cat)
         nests.clear()
         self.tensors = tensors_of(self.nest)
         for tensor in self.tensors:

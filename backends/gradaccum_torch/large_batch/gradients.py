@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from gradaccum import ArgumentValueError, UsageError
-from gradaccum.kit import Options, make_options
+from gradaccum.kit import MicroBatch, Options, denominator, make_options, select
 from gradaccum_torch.arithmetic import (
     HALF,
     add,
@@ -53,23 +53,24 @@ class GradientsInGrad:
     soon as autograd has computed them.
 
     Args:
-        factors: the factors by which the micro-batches' losses are multiplied.
+        before: the random states and module buffers from before the call.
+        largest_factor: the largest factor by which a micro-batch's loss is multiplied.
         divisor: the number by which the sum of the losses is divided.
         ignored_ids: the ids of leaves whose gradients are collected elsewhere.
     """
 
     window: WholeWindow | None = None
-    before: Before
-    """The random states and module buffers from before the call."""
 
     def __init__(
         self,
-        factors: Sequence[float],
+        before: Before,
+        largest_factor: float,
         divisor: float,
         ignored_ids: Iterable[int] = (),
     ) -> None:
-        self._largest_factor = max(factors)
-        self._divisor = divisor
+        self.before = before
+        self.divisor = divisor
+        self._largest_factor = largest_factor
         self._applied_divisor: float | None = None
         """The number by which the losses were already divided before their backward
         passes.
@@ -137,7 +138,7 @@ class GradientsInGrad:
             dtypes = {loss.dtype, *map(gradient_dtype, self._earlier_gradients)}
             # Small half-precision gradients would underflow if they were divided here.
             is_half = not dtypes.isdisjoint(HALF)
-            self._applied_divisor = self._largest_factor if is_half else self._divisor
+            self._applied_divisor = self._largest_factor if is_half else self.divisor
         share = factor / self._applied_divisor
         self.backward([loss], [torch.full_like(loss, share, requires_grad=False)])
 
@@ -175,7 +176,7 @@ class GradientsInGrad:
 
     def deliver(self) -> None:
         """Divide the gradient sums, and add them to the earlier values of ``.grad``."""
-        divisor = self._divisor / (self._applied_divisor or 1.0)
+        divisor = self.divisor / (self._applied_divisor or 1.0)
         with torch.no_grad():
             divide(
                 [p.grad for p in self._earlier_gradients if p.grad is not None], divisor
@@ -189,9 +190,6 @@ class GradientsInGrad:
                 elif earlier is not None:
                     leaf.grad = add(earlier, leaf.grad)
         self._earlier_gradients.clear()
-
-    def flush(self) -> None:
-        """Make the update if the gradients belong to a window of an optimizer."""
 
     def _move_into_sum(self, leaf: Tensor) -> None:
         gradient = leaf.grad
@@ -219,11 +217,16 @@ class GradientsInWindow(GradientsInGrad):
     window: WholeWindow
 
     def __init__(
-        self, optimizer: AccumulatingOptimizer, factors: Sequence[float], divisor: float
+        self,
+        optimizer: AccumulatingOptimizer,
+        before: Before,
+        largest_factor: float,
+        divisor: float,
     ) -> None:
         self._optimizer = optimizer
         self.window = optimizer.whole_window()
-        super().__init__(factors, divisor, self.window.parameter_ids)
+        ids = self.window.parameter_ids
+        super().__init__(before, largest_factor, divisor, ids)
 
     def __enter__(self) -> None:
         self.window.__enter__()
@@ -261,33 +264,33 @@ class GradientsInWindow(GradientsInGrad):
 
     def deliver(self) -> None:
         if self._earlier_gradients:
-            self._divisor *= self.window.loss_scale()
+            self.divisor *= self.window.loss_scale()
             super().deliver()
-
-    def flush(self) -> None:
-        self._optimizer.flush()
 
 
 @contextmanager
 def collecting(
     optimizer: AccumulatingOptimizer | None,
-    factors: Sequence[float],
-    divisor: float,
+    options: Options,
+    micro_batches: Sequence[MicroBatch],
     before: Before,
 ) -> Iterator[GradientsInGrad]:
-    """Collect the gradients of losses that are multiplied by `factors`. At the end of
-    the block, add the gradients to ``.grad`` or make the update of `optimizer`. If the
-    block raises, restore everything.
+    """Collect the gradients of the losses of `micro_batches`. At the end of the block,
+    add the gradients to ``.grad`` or make the update of `optimizer`. If the block
+    raises, restore everything.
     """
+    largest_factor = max((each.factor for each in micro_batches), default=1.0)
+    total_weight = sum(micro_batch.weight for micro_batch in micro_batches)
+    divisor = denominator(total_weight, options, select)
     if optimizer is None:
-        destination = GradientsInGrad(factors, divisor)
+        destination = GradientsInGrad(before, largest_factor, divisor)
     else:
-        destination = GradientsInWindow(optimizer, factors, divisor)
-    destination.before = before
+        destination = GradientsInWindow(optimizer, before, largest_factor, divisor)
     with before, destination:
         yield destination
         destination.deliver()
-    destination.flush()
+    if optimizer is not None:
+        optimizer.flush()
 
 
 def leaves_of_graph(

@@ -71,13 +71,7 @@ def length_along(value: Any, axis: Any, path: str) -> int | None:
         )
     if not hasattr(value, "dtype"):
         return len(value) if isinstance(value, Sized) else None
-    if not -value.ndim <= axis < value.ndim:
-        fix = "Write axes=None for a leaf that is given whole."
-        raise ArgumentValueError(
-            f"{path}: expected an array with an axis {axis}; got shape {value.shape}."
-            f" {fix}"
-        )
-    return int(value.shape[axis])
+    return int(value.shape[kit.batch_axis(kit.Leaf(path, value), value.shape, axis)])
 
 
 def weight_of(piece: tuple[Any, ...], weight: Any) -> float:

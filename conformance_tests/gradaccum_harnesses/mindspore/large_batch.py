@@ -41,8 +41,10 @@ from gradaccum_harnesses.mindspore.trainer import (
 from gradaccum_harnesses.mindspore.workers import MindSporeWorkers
 from gradaccum_mindspore.gradient_sum import write
 from gradaccum_mindspore.large_batch.coupled import coupled_value_and_grad
-from gradaccum_mindspore.large_batch.value_and_grad import value_and_grad
-from gradaccum_mindspore.large_batch.value_and_update import value_and_update
+from gradaccum_mindspore.large_batch.value_and_grad import (
+    value_and_grad,
+    value_and_update,
+)
 
 
 class Network(nn.Cell):  # type: ignore[misc]

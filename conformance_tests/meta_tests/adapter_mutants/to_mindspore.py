@@ -97,7 +97,7 @@ MUTANTS = (
     ),
     Mutant(
         "weigh_no_micro_batch_of_a_large_batch",
-        "            total.add(gradients, self.options.factor(weight))\n",
+        "            total.add(gradients, micro_batch.factor)\n",
         "            total.add(gradients)\n",
         SUITE + "test_one_call.py::test_weights_of_items",
     ),
