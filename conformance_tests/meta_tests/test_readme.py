@@ -110,7 +110,7 @@ def test_table_is_the_scoreboard_s() -> None:
         weights = cells[1].replace("yes", "right")
         half_precision = re.split(r"[ ,]", cells[2])[0]
         expected[name] = [short_window, weights, half_precision, cells[5]]
-    assert rows_below(README, "## Beside others") == expected
+    assert rows_below(README, "## Compared with other packages") == expected
 
 
 def test_number_of_planted_faults() -> None:
