@@ -74,11 +74,11 @@ def shown(row: str, figure: str) -> str:
 @pytest.mark.parametrize(
     ("row", "figure", "sentence"),
     [
-        ("accelerate_rows.short_window", "length", "its update is {}"),
-        ("lightning_rows.short_window", "length", "its update is {}"),
-        ("trl_rows.dpo", "distance", "TRL's DPO {} off"),
-        ("keras_rows.short_batch", "distance", "Keras {} off"),
-        ("mindspore_rows.mindcv_clipped", "distance", "training step is {} off"),
+        ("accelerate_rows.short_window", "length", "the update is only {}"),
+        ("lightning_rows.short_window", "length", "the update is only {}"),
+        ("trl_rows.dpo", "distance", "TRL's DPO is off by {}"),
+        ("keras_rows.short_batch", "distance", "in Keras by {}"),
+        ("mindspore_rows.mindcv_clipped", "distance", "training step is off by {}"),
     ],
 )
 def test_numbers_are_the_scoreboard_s(row: str, figure: str, sentence: str) -> None:
@@ -110,7 +110,7 @@ def test_table_is_the_scoreboard_s() -> None:
         weights = cells[1].replace("yes", "right")
         half_precision = re.split(r"[ ,]", cells[2])[0]
         expected[name] = [short_window, weights, half_precision, cells[5]]
-    assert rows_below(README, "## Beside others") == expected
+    assert rows_below(README, "## Compared with other packages") == expected
 
 
 def test_number_of_planted_faults() -> None:
