@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum.kit import Conditions, HostRandom, Subject, places_of
-from gradaccum.options import Reduction
 from gradaccum_torch.extensions import is_divided_by
 from gradaccum_torch.large_batch.gradients import REENTRANT_NODE, leaves_of_graph
 from gradaccum_torch.large_batch.replay import RandomState, random_devices
@@ -150,7 +149,7 @@ class TorchSubject(Subject):
             if parameter not in self._graph.leaves
         ]
 
-    def is_divided_by(self, steps: int, reduction: Reduction) -> bool:
+    def is_divided_by(self, steps: int, reduction: str) -> bool:
         return is_divided_by(self._graph.division, steps, reduction)
 
     @property

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.experimental import sparse
 
 import gradaccum
 import gradaccum_jax
@@ -111,21 +110,6 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ),
         USAGE,
         r"tx: expected no stateful transformation after.*got state\[1\]\.count.*Wrap the whole",
-    ),
-    "list of flags": (
-        lambda: large_batch(ONE, X, [True] * 6),
-        VALUE,
-        r"batch\[1\]\[0\]: expected an array with a batch axis 0.*a bool.*a list",
-    ),
-    "list of numbers by keyword": (
-        lambda: large_batch(ONE, X, y=[1.0] * 6),
-        VALUE,
-        r"batch\['y'\]\[0\]: expected an array with a batch axis 0.*a list",
-    ),
-    "sparse array": (
-        lambda: large_batch(ONE, sparse.BCOO.fromdense(jnp.eye(6))),
-        VALUE,
-        "batch.*: expected a dense array to split; got a BCOO.*todense",
     ),
     "seed in place of a random key": (
         lambda: gradaccum_jax.value_and_grad(loss, steps=2, axes=(0, "key"))(ONE, X, 3),

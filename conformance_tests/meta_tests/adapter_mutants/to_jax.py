@@ -43,8 +43,8 @@ MUTANTS = (
     ),
     Mutant(
         "apply_what_is_to_be_skipped",
-        "Ending(closed_state, total, decision.apply, decision.divisor, loss)",
-        "Ending(closed_state, total, jnp.asarray(True), decision.divisor, loss)",
+        "numbers = (closed_state, decision.apply, decision.divisor, loss)",
+        "numbers = (closed_state, jnp.asarray(True), decision.divisor, loss)",
         SUITE + "test_overflow.py::test_overflow_skips_this_window_only",
     ),
     Mutant(
