@@ -108,10 +108,10 @@ def spread(prefix: Nest, nest: Nest, argument: str) -> list[object]:
     if below is None or [step for step, _ in given] != [step for step, _ in below]:
         steps = ", ".join(step for step, _ in below or ())
         raise ArgumentValueError(
-            f"{argument}: expected a prefix of a nest like"
+            f"{argument}: expected one value, or the beginning of a structure like"
             f" {type(nest).__name__}({steps}); got {prefix!r}"
-            f" ({type(prefix).__name__}). Pass one value for all arrays, or a nest with"
-            " the same keys and lengths as the batch."
+            f" ({type(prefix).__name__}). Pass one value for all arrays, or a structure"
+            " with the same keys and lengths as the batch."
         )
     return [
         value

@@ -206,7 +206,7 @@ class Accumulation:
     def add(
         self, state: AccumulationState, grads: Tree, weight: Scalar, loss: Scalar
     ) -> AccumulationState:
-        """Add one micro-batch to the open window, which only the caller closes."""
+        """Add one micro-batch to the open window. This never closes the window."""
         micro_batch = MicroBatch(self._align(grads, state), weight, loss)
         return window.add(state, micro_batch, None, self.options, self.shard_axes)[0]
 

@@ -87,7 +87,8 @@ def call_when_saved(parameter: Parameter, function: Callable[[], None]) -> None:
 
 
 class CellOfOnePhase(nn.Cell):  # type: ignore[misc]
-    """A Cell that keeps the name of the program that is called to itself.
+    """A Cell that does not pass the name of the called program on to the Cells below
+    it.
 
     At each call of a compiled program, MindSpore 2.10 writes the name into every Cell
     below the called one, through every path that leads to it. For a window's Cells,

@@ -2,10 +2,10 @@
 layer. In this pass, all micro-batches go through one layer before any of them enters
 the next layer.
 
-A layer's update is made, and its gradient freed, when the backward pass of the last
-micro-batch has left the layer, so that only one layer's gradients are in memory at a
-time. Between two layers there is a border. It contains the activations that one layer
-returned and the next layer receives, and later the gradients of these activations.
+As soon as the last micro-batch has passed backward through a layer, the layer is
+updated and its gradients are freed, so that only one layer's gradients are in memory at
+a time. The border between two layers contains the activations that one layer returned
+and the next layer receives, and later the gradients of these activations.
 """
 
 from __future__ import annotations

@@ -103,7 +103,8 @@ def test_prefix_reaches_every_leaf_below() -> None:
     with pytest.raises(
         ArgumentValueError,
         match=(
-            r"axes\[1\]: expected a prefix of a nest like dict\(\['ids'\], \['grid'\]\)"
+            r"axes\[1\]: expected one value, or the beginning of a structure like"
+            r" dict\(\['ids'\], \['grid'\]\)"
         ),
     ):
         kit.spread((1, {"ids": 0}), nest, "axes")

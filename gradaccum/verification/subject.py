@@ -43,8 +43,8 @@ class Conditions:
     factor before they are returned.
     """
     perturbation: int | None = None
-    """The number of a perturbation, which changes each parameter by one rounding error;
-    None means no perturbation.
+    """The index of the perturbation to apply, which changes each parameter by one
+    rounding error; None means no perturbation.
     """
 
 

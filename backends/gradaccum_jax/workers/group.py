@@ -55,9 +55,9 @@ class ParamsType(Enum):
     """
 
     SAME = "same on all devices"
-    """According to their types, the parameters are the same on all devices. JAX's types
-    then show which values depend on a device's own batch, but `jax.grad` adds up the
-    gradients over the devices.
+    """The types of the parameters say that they are the same on all devices. So JAX's
+    types show which values depend on a device's own batch, but they also make
+    `jax.grad` add up the gradients over the devices.
     """
     COPY = "a copy for each device"
     """According to their types, the parameters are per-device copies. `jax.grad` then

@@ -86,9 +86,9 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         sharded, every worker computes the loss of all items. Otherwise, each worker
         computes the loss of its own items.
         """
-        # With plain assignments, the Cell would list these objects as its own. `always`
-        # is a Parameter, because the compiler would not create a branch for a constant
-        # condition.
+        # Plain assignments would register these objects as members of the Cell.
+        # `always` is a Parameter, because the compiler would not create a branch for a
+        # constant condition.
         object.__setattr__(self, "always", note("always", Tensor(True)))
         # `differs` is true if compiled code has found that workers ended windows of
         # different optimizers or had different learning rates.
