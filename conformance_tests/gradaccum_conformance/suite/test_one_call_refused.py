@@ -37,7 +37,7 @@ BAD_FOR_THE_BATCH: list[tuple[dict[str, Option], type[Exception], str]] = [
     ({"weight": np.r_[np.ones(11), -1.0]}, VALUE, WORDS),
     ({"weight": np.r_[np.nan, np.ones(11)]}, VALUE, WORDS),
     ({"axes": None}, VALUE, "batch: expected an array to split"),
-    ({"axes": (0, 0, 0)}, VALUE, "axes: expected a prefix of"),
+    ({"axes": (0, 0, 0)}, VALUE, "axes: expected one value, or the beginning of"),
 ]
 """What shows when the batch is there, beside ``steps=2``."""
 BAD_WEIGHTS: dict[str, Callable[..., Any]] = {
