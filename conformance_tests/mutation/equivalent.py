@@ -42,6 +42,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "leaf.dtype == wider(divisor.dtype, leaf.dtype)": "promotion is symmetric",
         "quotient_dtype = wider(jnp.float32, total_dtype)": "promotion is symmetric",
         "norm = jnp.minimum(float(limits.max), _square_root(again) / factor)": "the smaller of two",
+        "for leaf, dtype in zip(jax.tree.leaves(accumulator), dtypes, strict=False):": "each leaf has a dtype",
     },
     "backends/gradaccum_jax/state.py": {
         "return [vary(new, axes_of(old)) for new, old in zip(arrays, olds, strict=False)]": "each old value has a new one",

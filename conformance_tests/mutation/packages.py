@@ -133,7 +133,7 @@ TORCH = TORCH._replace(
 JAX = _adapter(
     "jax",
     ("window.py", "state.py", "gradient_sum.py", "update.py", "extensions.py"),
-    ("leaves", "norm", "program", "multisteps"),
+    ("leaves", "norm", "program", "multisteps", "combinators"),
 )
 MINDSPORE = _adapter(
     "mindspore",
