@@ -49,6 +49,7 @@ from gradaccum.options import (
     use_of_weights,
 )
 from gradaccum.refusals import (
+    DIVIDED_LOSS,
     RATE_MOVED,
     accumulate_dtype_error,
     half_made_error,
@@ -142,6 +143,7 @@ from gradaccum.watching import Handle, Listener, Listeners
 from gradaccum.window_loop import Epoch, Sizes, epoch
 
 __all__ = [
+    "DIVIDED_LOSS",
     "FIELD_DTYPES",
     "FORMAT",
     "RATE_MOVED",

@@ -31,11 +31,6 @@ LEFTOVER_LOOP = (
     " backward pass is followed by a step(). If a trainer also accumulates gradients,"
     " set its gradient_accumulation_steps to 1."
 )
-DIVIDED_LOSS = (
-    "gradaccum: the loss is divided by {steps}, but gradaccum already divides by the"
-    " window's {steps} micro-batches. Each update is therefore {steps} times too small."
-    " Most likely `loss / {steps}` is left from the old loop. Delete the division."
-)
 NON_FINITE_LOSS = (
     "gradaccum: a loss was not finite on rank {} of {}. Check the data and the loss"
     " there. opt.result.overflow shows whether all workers skipped the window."
@@ -370,7 +365,7 @@ class DividedLossWarning(Extension):
 
     def micro_batch_added(self, micro_batch: MicroBatch, weight: float) -> None:
         if self._is_divided and len(micro_batch.losses) == 1:
-            self._warn(DIVIDED_LOSS.format(steps=self._steps))
+            self._warn(f"gradaccum: {kit.DIVIDED_LOSS.format(steps=self._steps)}")
         self._is_divided = False
 
     def window_closed(self, state: Fields, options: Options) -> None:

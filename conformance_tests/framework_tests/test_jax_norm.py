@@ -9,8 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import gradaccum
 from gradaccum_jax.gradient_sum import measure
 
 LARGEST = float(np.finfo(np.float32).max)
@@ -60,3 +62,25 @@ def test_norm_of_zeros_and_largest_numbers() -> None:
     assert norm_of([jnp.zeros((3, 4)), jnp.zeros(5)]) == 0.0
     assert norm_of([jnp.full((1024, 64), LARGEST)]) == LARGEST
     assert norm_of([]) == 0.0
+
+
+def test_clipped_window_can_be_differentiated() -> None:
+    """Its derivative is that of the large batch's clipped gradient."""
+    params = jnp.zeros(2)
+    gradients = jnp.asarray([[3.0, 1.0], [1.0, 7.0]])
+    clip = optax.clip_by_global_norm(1.0)
+
+    def accumulated(gradients: jax.Array) -> jax.Array:
+        tx = gradaccum.wrap(optax.sgd(1.0), steps=2, clip_norm=1.0)
+        state = tx.init(params)
+        for gradient in gradients:
+            updates, state = tx.update(gradient, state, params)
+        return -updates
+
+    def large(gradients: jax.Array) -> jax.Array:
+        mean = gradients.mean(0)
+        return clip.update(mean, clip.init(params))[0]
+
+    np.testing.assert_allclose(
+        jax.jacobian(accumulated)(gradients), jax.jacobian(large)(gradients), rtol=1e-5
+    )

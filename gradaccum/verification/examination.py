@@ -14,6 +14,7 @@ from dataclasses import replace
 from gradaccum.errors import require_int
 from gradaccum.least_squares import Vector
 from gradaccum.options import Reduction, require_reduction
+from gradaccum.refusals import DIVIDED_LOSS
 from gradaccum.verification.batch import Items
 from gradaccum.verification.comparison import (
     ROUNDING_LIMIT,
@@ -47,11 +48,6 @@ SAME = 1e-3
 """Measured coefficients count as equal to the expected coefficients up to this
 difference.
 """
-DIVIDED_LOSS = (
-    "the loss is divided by {steps}, but gradaccum already divides by the window's"
-    " {steps} micro-batches. Most likely `loss / {steps}` is left from the old loop."
-    " Each update is {steps} times too small: delete the division."
-)
 OF_A_PART = (
     "gradaccum: verify runs loss_fn on parts of the batch, which may contain any of its"
     " items. If loss_fn accepts only the full batch, because some items belong"
