@@ -22,7 +22,9 @@ demo and conformance need: pip install 'gradaccum[conformance]'"""
 
 
 def main() -> None:
-    """Run the command that the user typed, or say which package it needs."""
+    """Run the user's command. If it needs a package that is not installed, exit with
+    the name of that package.
+    """
     arguments = sys.argv[1:]
     if arguments == ["versions"]:
         print(versions.report())
@@ -48,7 +50,9 @@ def main() -> None:
 
 
 def check(arguments: list[str]) -> int | str:
-    """Print the report that a function returns, and return the exit status."""
+    """Call the function that the user named, print the report that it returns, and
+    return the exit status.
+    """
     module, _, name = "".join(arguments[:1]).partition(":")
     if not name:
         return "gradaccum: name the function to call: gradaccum check module:function"

@@ -13,8 +13,8 @@ from typing import SupportsFloat, SupportsIndex, cast
 
 
 class GradAccumError(Exception):
-    """The base class of gradaccum's errors. When such an error is raised, the gradient
-    sum of the open window is kept.
+    """The base class of gradaccum's errors. The open window keeps its gradient sum when
+    such an error is raised.
     """
 
 
@@ -27,7 +27,7 @@ class ArgumentTypeError(GradAccumError, TypeError):
 
 
 class GradientError(GradAccumError, ValueError):
-    """The gradients differ from the parameters in structure, shape or dtype."""
+    """The gradients do not match the parameters in structure, shape or dtype."""
 
 
 class CheckpointError(GradAccumError, ValueError):
@@ -37,7 +37,9 @@ class CheckpointError(GradAccumError, ValueError):
 
 
 class UsageError(GradAccumError, RuntimeError):
-    """At this point in the program, the call would silently give a wrong result."""
+    """The call is not allowed at this point in the program, because it would silently
+    give a wrong result.
+    """
 
 
 class GradAccumWarning(UserWarning):
@@ -86,8 +88,8 @@ def require_number(
     """
     number: float | None = None
     if not isinstance(value, (bool, str)):
-        # float() raises one of these errors for an array of several numbers and for a
-        # traced value.
+        # float() raises one of these errors if the value is an array with several
+        # elements, or a traced value.
         with suppress(TypeError, ValueError, RuntimeError):
             number = float(cast(SupportsFloat, value))
     if number is not None and (

@@ -1,4 +1,4 @@
-"""The parts from which a backend is built. What users need, including the error
+"""The building blocks of a backend. Everything that users need, including the error
 classes, is in `gradaccum` itself.
 
 - `accumulate`, `usable`, `contribution`, `ends`, `with_denominator`, `decide`, `close`,
@@ -11,10 +11,11 @@ classes, is in `gradaccum` itself.
   backend;
 - `Listeners`: functions that are called after each window. Closed windows need to be
   recorded only while ``added`` is not empty;
-- `described`, `status`: a description of the state in one line;
+- `described`, `status`: one-line descriptions of the state;
 - `examine`, `Subject`, `Conditions`, `places_of`: the experiments of `gradaccum.verify`;
 - `Backend`: the protocol that a backend implements;
-- `Steps`, `WrapOptions`, `wrap_with`: the parts of a backend's own typed ``wrap``.
+- `Steps`, `WrapOptions`, `wrap_with`: the building blocks of a backend's own typed
+  ``wrap``.
 """
 
 from gradaccum.errors import require_bool, require_choice, require_weight

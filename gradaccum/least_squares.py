@@ -13,7 +13,7 @@ Vector: TypeAlias = Any
 ``@``.
 """
 PIVOT = 1e-12
-"""Gradients count as distinguishable if each pivot of their normalised Gram matrix is
+"""Gradients can be distinguished if every pivot of their normalised Gram matrix is
 larger than this number.
 """
 
@@ -28,12 +28,13 @@ class SolvedUpdate(NamedTuple):
     0 come first, then the coefficients of worker 1, and so on.
     """
     uncertainty: float
-    """The rounding error of the coefficients, relative to the largest coefficient; inf
-    if the micro-batches' gradients are too similar to distinguish.
+    """The rounding error of the coefficients, relative to the largest coefficient. It
+    is inf if the micro-batches' gradients are too similar to be distinguished.
     """
     unexplained: float
     """||v - sum(c_k g_k)|| / sum(||c_k g_k||): how much of the received gradient v is
-    not a sum of the micro-batches' gradients g_k with the coefficients c_k.
+    not explained by the weighted sum of the micro-batches' gradients g_k, with the
+    coefficients c_k.
     """
     norm: float
     """The 2-norm of the gradient that the optimizer received."""
@@ -50,13 +51,13 @@ def solve_updates(
     updates: Sequence[Vector],
     product: Callable[[Vector, Vector], float] = dot,
 ) -> list[SolvedUpdate]:
-    """Return, for each update, the weighted sum of the micro-batches' gradients that is
-    nearest to it.
+    """For each update, find the weighted sum of the micro-batches' gradients that is
+    closest to it.
 
     Args:
         gradients: the gradient of each micro-batch.
         updates: the gradients that the optimizer received.
-        product: the dot product of two vectors, which defines what "nearest" means.
+        product: the dot product of two vectors, which defines what "closest" means.
     """
     gram = [[product(a, b) for b in gradients] for a in gradients]
     norms = [math.sqrt(row[place]) for place, row in enumerate(gram)]
@@ -96,7 +97,8 @@ def solve_updates(
         residual = math.sqrt(product(rest, rest))
         total = sum(abs(c) * norm for c, norm in zip(coefficients, norms, strict=True))
         largest = max(map(abs, coefficients))
-        # The standard error of least squares for a residual of 1 per element.
+        # The least-squares standard error of a coefficient if the residual of each
+        # element is 1.
         spread = max(
             math.sqrt(max(inverse[k][k], 0.0)) / norm
             for k, norm in enumerate(norms)
@@ -115,8 +117,9 @@ def solve_updates(
 
 
 def _inverse(matrix: list[list[float]]) -> list[list[float]] | None:
-    """Invert a symmetric matrix with ones on its diagonal in place, and return it; None
-    if a pivot is almost zero. If a row is all zeros, its diagonal element becomes 1.
+    """Invert, in place, a symmetric matrix whose diagonal elements are 1, and return
+    it. Return None if a pivot is almost zero. If a row contains only zeros, its
+    diagonal element is first set to 1.
     """
     for k, top in enumerate(matrix):
         if not any(top):

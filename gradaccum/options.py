@@ -21,13 +21,14 @@ from gradaccum.errors import (
 )
 from gradaccum.state import Scalar
 
-# A window ends after a number of micro-batches, when it reaches a weight, or when the
-# caller ends it. The number and the weight may differ from update to update.
+# A window ends after a given number of micro-batches, when it reaches a given weight,
+# or when the caller ends it. The number and the weight may change from one update to
+# the next.
 
 
 Sizes = int | tuple[tuple[int, int], ...] | Callable[[Scalar], Scalar]
-"""The size of the window at each optimizer step: a constant, pairs ``(first
-optimizer_step, size)`` or a function of the optimizer step.
+"""The size of the window at each optimizer step: a constant, a tuple of pairs ``(first
+optimizer_step, size)``, or a function of the optimizer step.
 """
 
 
@@ -44,7 +45,7 @@ class UntilWeight:
 
 
 Schedule = Sizes | UntilWeight | None
-"""The type of ``steps=`` after it was checked."""
+"""The type of ``steps=`` after validation."""
 
 
 def until_weight(weight: object) -> UntilWeight:
@@ -63,8 +64,8 @@ def until_weight(weight: object) -> UntilWeight:
             step.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: `weight` has another type or form, or
-            contains a number below 1.
+        ArgumentTypeError, ArgumentValueError: `weight` does not have one of these
+            forms, or contains a number below 1.
 
     Examples:
         >>> until_weight(524_288)
@@ -74,17 +75,15 @@ def until_weight(weight: object) -> UntilWeight:
 
 
 def is_known(schedule: Schedule) -> bool:
-    """True if the window sizes are known without calling a function that the user
-    passed.
-    """
+    """True if the window sizes are known without calling a user-supplied function."""
     if isinstance(schedule, UntilWeight):
         return not callable(schedule.weight)
     return not callable(schedule)
 
 
 def make_schedule(steps: object) -> Schedule:
-    """Return the user's ``steps=`` as a `Schedule`. Raise unless it is an int, pairs, a
-    callable, an `UntilWeight` or None.
+    """Return the user's ``steps=`` as a `Schedule`. Raise unless it is an int, a list
+    of pairs, a callable, an `UntilWeight` or None.
     """
     if steps is None or isinstance(steps, UntilWeight):
         return steps
@@ -94,16 +93,16 @@ def make_schedule(steps: object) -> Schedule:
 def require_steps(
     size: object, optimizer_step: int, schedule: Schedule
 ) -> int | UntilWeight:
-    """Return the size that a callable returned. Raise unless it is an int >= 1, or an
-    `UntilWeight` of an int >= 1.
+    """Return a window size that a user-supplied function has computed. Raise unless it
+    is an int >= 1, or an `UntilWeight` of an int >= 1.
 
     A backend calls this function for step 0 when it wraps an optimizer and, outside
-    compiled code, for each window. Compiled code cannot raise an error. There, a window
-    whose size is below 1 counts as an overflow.
+    compiled code, for each window. Compiled code cannot raise an error. Therefore, a
+    window whose size is below 1 counts as an overflow there.
 
     Args:
         size: the size that `gradaccum.kit.steps_at` returned.
-        optimizer_step: the number of updates before the window.
+        optimizer_step: the number of updates made before the window.
         schedule: the schedule that returned the size. Only an `UntilWeight` schedule
             may return an `UntilWeight`.
     """
@@ -123,7 +122,9 @@ _FIXES = {
 
 
 def _make_sizes(name: str, sizes: object) -> Sizes:
-    """Return the sizes after checking that they are an int, pairs or a callable."""
+    """Return the sizes after checking that they are an int, a list of pairs or a
+    callable.
+    """
     fix = _FIXES[name]
     if callable(sizes):
         return cast(Callable[[Scalar], Scalar], sizes)
@@ -211,7 +212,7 @@ LossScale = DynamicLossScale
 @runtime_checkable
 class ScalerDriver(Protocol):
     """A backend that accepts its framework's loss scaler as ``loss_scale=``, and
-    updates it once per window.
+    updates the scaler once per window.
     """
 
     scaler_kind: str
@@ -274,7 +275,7 @@ class Options(NamedTuple):
     clip_norm: float | None
     skip_norm: float | None
     accumulate_dtype: Any
-    """The dtype of the gradient sum, or the name of that dtype. None means float32 for
+    """The dtype of the gradient sum, or the dtype's name. None means float32 for
     half-precision gradients, and the gradient's own dtype for other gradients.
     """
     scale_rule: ScaleRule
@@ -282,11 +283,11 @@ class Options(NamedTuple):
     master_weights: bool = False
     scaler: Any = None
     """The framework's loss scaler, such as a `torch.amp.GradScaler`, if the user passed
-    it as the loss scale. The backend updates it.
+    one as ``loss_scale=``. The backend updates this scaler.
     """
     separate_sums: bool = False
-    """True if the gradient sums are kept in separate buffers. The user may then use the
-    framework's own field for gradients, such as ``.grad``.
+    """True if the gradient sums are kept in separate buffers. The user may then modify
+    the framework's own gradient field, such as ``.grad``.
     """
 
 
@@ -343,8 +344,8 @@ def require_reduction(reduction: object) -> Reduction:
 
 
 def use_of_weights(options: Options) -> str | None:
-    """Return the option that requires a weight for each micro-batch, as the user would
-    write it, or None if no option requires weights.
+    """Return the option that requires a weight for each micro-batch, written as in the
+    user's code. Return None if no option requires weights.
     """
     if isinstance(options.steps, UntilWeight):
         return "steps=until_weight(...)"
@@ -389,8 +390,8 @@ def require_denominator(
     """Return `denominator` as a float. Raise unless ``flush(denominator=...)`` is
     allowed and the number is finite and > 0.
 
-    `several`: True if several workers share the window, each with its own
-    `denominator`.
+    `several`: True if several workers share the window, in which case each worker would
+    have its own `denominator`.
     """
     require_denominator_allowed(options, several=several)
     return require_number("denominator", denominator, above=0)

@@ -45,8 +45,8 @@ def accumulate_dtype_error(got: object) -> GradAccumError:
 
 
 def half_made_error() -> UsageError:
-    """Return the error for a call that is made after an exception has interrupted an
-    update or the addition of a gradient to the sum.
+    """Return the error for any call after an exception has interrupted an update, or
+    the addition of a gradient to the sum.
     """
     return UsageError(
         "optimizer: expected the last update to be complete or not started; got an"
@@ -57,8 +57,8 @@ def half_made_error() -> UsageError:
 
 
 def missing_worker_error(state: State, rank: int, more_time: str = "") -> UsageError:
-    """Return the error for a reduction that failed at a window's end. `more_time` says
-    how to wait for slow workers.
+    """Return the error for a reduction that failed at a window's end. `more_time` is
+    advice on how to give slow workers more time.
     """
     fix = (
         "When a worker has no more data, call flush() on it. flush() takes part in the"
@@ -105,7 +105,7 @@ DIVIDED_LOSS = (
     " {steps} micro-batches. Each update is therefore {steps} times too small. Most"
     " likely `loss / {steps}` is left from the old loop. Delete the division."
 )
-"""The text about a loss that the user has divided by the length of a window."""
+"""The warning text for a loss that the user has divided by the length of a window."""
 
 RATE_MOVED = (
     "gradaccum: a learning rate changed inside a window, most likely because a"
@@ -113,7 +113,7 @@ RATE_MOVED = (
     " optimizer, and write scheduler = gradaccum.wrap(scheduler), so that it steps once"
     " per update. Set the length of the schedule to opt.updates_in(loader)."
 )
-"""The text of the `GradAccumWarning` about a scheduler that is not wrapped."""
+"""The text of the `GradAccumWarning` for a scheduler that is not wrapped."""
 
 
 @lru_cache(maxsize=8)
@@ -121,8 +121,8 @@ def rate_bits(*rates: float) -> bytes:
     """Return a fingerprint of an optimizer's learning rates: 32 numbers, each of which
     is 0 or 1, so that their sums over the workers are exact.
     """
-    # Adding 0.0 turns -0.0 into 0.0. Both must give the same result, because the cache
-    # treats them as the same key.
+    # Adding 0.0 turns -0.0 into 0.0. Both rates must give the same bits, because the
+    # cache treats them as the same key.
     mark = zlib.crc32(struct.pack(f"<{len(rates)}d", *(rate + 0.0 for rate in rates)))
     return bytes(mark >> bit & 1 for bit in range(32))
 

@@ -84,8 +84,8 @@ class GatingBackend(Protocol):
 
 
 def owners(group: str) -> Mapping[str, EntryPoint]:
-    """Return the entry points of `group` by name, including adapters that were copied
-    next to this package but not installed.
+    """Return the entry points of `group` by name, including the entry points of
+    adapters that were copied next to this package but not installed.
     """
     copied_adapters = {
         name: EntryPoint(name, value, group)

@@ -1,5 +1,5 @@
-"""The settings that an open window depends on. They are saved together with its state,
-and checked when the window resumes.
+"""The settings that an open window depends on. They are saved together with the
+window's state, and checked when the window resumes.
 
 A partial gradient sum is meaningful only with the settings that produced it, so an open
 window can resume only with the same settings. If no window is open, every option may
@@ -27,8 +27,8 @@ from gradaccum.transitions import select, steps_at
 
 SCALES_IN_USE = ("unused", "static", "dynamic")
 FORMAT = 1
-"""The format of a window in a checkpoint. A release that drops an entry, or changes the
-meaning of an entry, increments this number.
+"""The version of the format in which a checkpoint stores a window. A release that drops
+an entry, or changes the meaning of an entry, increments this number.
 """
 
 
@@ -47,7 +47,7 @@ class Terms(NamedTuple):
 
 def terms_of(options: Options, optimizer_step: Scalar) -> Terms:
     """Return the settings of the window that follows update number `optimizer_step`.
-    The number is an int or an integer scalar.
+    This number is an int or an integer scalar.
     """
     steps = None
     if options.steps is not None:
@@ -83,8 +83,8 @@ def encode_terms(terms: Terms) -> tuple[int, int, int, int, int]:
 
 
 def code_of(size: Scalar) -> Scalar:
-    """Return a window's size encoded as a number, as in `encode_terms`: 0 for None, and
-    the negative of the weight for a window that ends by weight.
+    """Encode a window's size as a number, as in `encode_terms`. None is encoded as 0.
+    If the window ends by weight, its size is encoded as the negative of that weight.
     """
     if isinstance(size, UntilWeight):
         return -cast(Scalar, size.weight)
@@ -131,13 +131,13 @@ def resumed(fields: State, saved_terms: Terms, options: Options) -> State:
 
 
 def redistributed(states: Sequence[State], workers: int) -> list[State]:
-    """Return the states with which `workers` workers resume an open window. The number
-    of workers that saved it may be different.
+    """Return the states with which `workers` workers resume an open window. The window
+    may have been saved by a different number of workers.
 
-    The first worker resumes with the sum of all gradient sums, so it gets the total
-    weight and the overflow flag. The other workers resume with an empty sum. Every
-    worker gets the highest `micro_step` that was saved, so that all workers end the
-    window together.
+    The first worker resumes with the sum of all gradient sums, so it also gets the
+    total weight and the combined overflow flag. The other workers resume with an empty
+    sum. Every worker gets the highest `micro_step` that was saved, so that all workers
+    end the window together.
 
     Args:
         states: one state for each worker that saved the window, as Python numbers.
@@ -193,20 +193,20 @@ def _require_same_window(fields: State, saved: Terms, options: Options) -> None:
             )
 
 
-# The next functions describe the state in one line, with the same wording in every
+# The following functions describe the state in one line, with the same wording in every
 # backend.
 
 
 _DEFAULTS = make_options(1)
 _SHOWN_OTHERWISE = ("steps", "scale_rule", "scaler")
-"""Options that `described` prints differently from the other options."""
+"""The options that `described` formats differently from the other options."""
 
 
 def status(state: State, steps: Schedule) -> str:
-    """Return the progress in words:
+    """Return the progress as text:
     ``micro-batch 2 of 4, update 17, 1 skipped, scale 65536``.
 
-    If windows end by weight, the words are
+    If windows end by weight, the text is
     ``micro-batch 2, weight 96 of 128, update 17``.
 
     Args:
@@ -233,9 +233,9 @@ def described(
     """Return one line for ``repr``, such as ``AccumulatingOptimizer(SGD, steps=4,
     clip_norm=1.0 | micro-batch 2 of 4, update 17)``.
 
-    The line shows the options that differ from their defaults. `wrapper` and `inner`
-    are the class names of the wrapper and of the inner optimizer. `state` and `steps`
-    have the same meaning as for `status`.
+    The line shows ``steps`` and the options that differ from their defaults. `wrapper`
+    and `inner` are the class names of the wrapper and the inner optimizer. `state` and
+    `steps` have the same meaning as for `status`.
     """
     steps_in_words = getattr(options.steps, "__name__", repr(options.steps))
     words = [inner, f"steps={steps_in_words}"]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 Scalar = Any
 """A Python number, or a framework's scalar of shape ``()``. The scalar may be on a
-device, or a traced value in compiled code.
+device. In compiled code it may be a traced value.
 """
 
 FIELD_DTYPES = {
@@ -50,7 +50,7 @@ class State(NamedTuple):
     overflow: Scalar
     """bool: True if a micro-batch of the open window is known to have had a non-finite
     gradient. With ``on_overflow="skip_window"`` such a gradient is detected only at the
-    window's end, through the norm.
+    window's end, from the norm of the gradient sum.
     """
     loss_scale: Scalar
     """float32: the factor by which the loss is multiplied before differentiation. It is
@@ -94,7 +94,7 @@ def has_exact_inverse(number: float) -> bool:
 
 
 def at_rest(state: tuple[Scalar, ...], *, float64_weight: bool = False) -> State:
-    """Return a state of Python numbers, with each float rounded to the dtype of its
+    """Return the state as Python numbers, with each float rounded to the dtype of its
     field.
 
     A weight beyond the range of that dtype becomes inf, and the window then ends
@@ -109,7 +109,8 @@ def at_rest(state: tuple[Scalar, ...], *, float64_weight: bool = False) -> State
         loss_scale,
         growth_tracker,
     ) = state
-    # This runs once per micro-batch, and `State._replace` would take twice as long.
+    # Do not use `State._replace`, which would take twice as long: this function runs
+    # once per micro-batch.
     return State(
         micro_step,
         optimizer_step,
@@ -121,13 +122,13 @@ def at_rest(state: tuple[Scalar, ...], *, float64_weight: bool = False) -> State
     )
 
 
-# The outcome of the last call. Flushing an empty window does nothing; `applied`,
-# `skipped` and `overflow` are then False.
+# The outcome of the last call. If the last call flushed an empty window, it did
+# nothing, and `applied`, `skipped` and `overflow` are False.
 
 
 class StepResult(NamedTuple):
-    """The result of the last micro-batch, flush or discard, as Python numbers, or as
-    the framework's scalars inside compiled code.
+    """The result of the last micro-batch, flush or discard. Its fields are Python
+    numbers, or the framework's scalars inside compiled code.
     """
 
     applied: Scalar
@@ -138,7 +139,7 @@ class StepResult(NamedTuple):
     """
     overflow: Scalar
     """bool: True if the last call closed a window that contained a non-finite gradient,
-    or dropped its micro-batch because of a non-finite gradient.
+    or if it dropped a micro-batch because the micro-batch's gradient was not finite.
     """
     grad_norm: Scalar
     """float: the global 2-norm of the last closed window's gradient, without the loss

@@ -35,7 +35,7 @@ def add_loss(
     - `total`: the sum before the micro-batch, 0 at the window's start.
     - `loss`: the micro-batch's loss, a scalar, not scaled; NaN if no loss was passed.
     - `weight`: the micro-batch's weight, a scalar.
-    - `adds`: bool, the result of `gradaccum.kit.usable`: whether the micro-batch
+    - `adds`: bool, the result of `gradaccum.kit.usable`: True if the micro-batch
       counts.
     """
     return where(adds, total + contribution(weight, options) * loss, total)
@@ -53,11 +53,11 @@ def window_loss(total: Scalar, state: Fields, options: Options, where: Where) ->
     loss = (
         total if options.reduction == "sum" else total / where(weight > 0, weight, one)
     )
-    # The derivative of ``NaN * one`` would be NaN.
+    # Do not write ``NaN * one``, because its derivative would be NaN.
     return where(weight > 0, loss, float("nan") + one)
 
 
-# The number of items in an update, and the learning rate for that number.
+# The number of items in an update, and a learning rate that matches this number.
 
 
 Rule = Literal["linear", "sqrt"]
@@ -80,8 +80,8 @@ def effective_batch_size(per_device: int, steps: int, world_size: int = 1) -> in
 def scaled_learning_rate(
     base: float, effective: int, reference: int = 256, rule: Rule = "linear"
 ) -> float:
-    """Return the learning rate for a batch of `effective` items, if `base` is the right
-    learning rate for `reference` items.
+    """Return the learning rate for a batch of `effective` items, given that `base` is
+    the right learning rate for `reference` items.
 
     Args:
         base: the learning rate for the reference batch, > 0.

@@ -44,15 +44,15 @@ class Where(Protocol):
 
 
 class Decision(NamedTuple):
-    """What happens at a window's end. Create it with ``Decision(*decide(...))``. Every
-    field is a scalar.
+    """The decision about what happens at a window's end. Create it with
+    ``Decision(*decide(...))``. Every field is a scalar.
     """
 
     apply: Scalar
     """bool: True if the inner optimizer must make its update."""
     overflow: Scalar
-    """bool: True if the window's gradient was not finite, or if the gradient of a
-    micro-batch that the window dropped was not finite.
+    """bool: True if the window's gradient was not finite, or if the window dropped a
+    micro-batch whose gradient was not finite.
     """
     divisor: Scalar
     """float: the number by which the gradient sum is divided to get the gradient for
@@ -65,8 +65,8 @@ class Decision(NamedTuple):
 
 
 def select(condition: Scalar, a: Scalar, b: Scalar) -> Scalar:
-    """Return `a` if `condition` is true, else `b`. It serves as ``where`` for Python
-    numbers.
+    """Return `a` if `condition` is true, else `b`. This is the ``where`` function for
+    Python numbers.
     """
     return a if condition else b
 
@@ -74,8 +74,8 @@ def select(condition: Scalar, a: Scalar, b: Scalar) -> Scalar:
 def accumulate(state: Fields, weight: Scalar, finite: Scalar, where: Where) -> Fields:
     """Return the state after one more micro-batch.
 
-    - `weight`: a scalar >= 0. Any other weight, which only compiled code accepts
-      without an error, counts as a non-finite gradient.
+    - `weight`: a scalar >= 0. Any other weight counts as a non-finite gradient. Outside
+      compiled code, such a weight raises an error earlier.
     - `finite`: bool, False if the gradient is known to contain an inf or NaN. The
       micro-batch's weight is then not added.
     """
@@ -88,7 +88,7 @@ def accumulate(state: Fields, weight: Scalar, finite: Scalar, where: Where) -> F
         loss_scale,
         growth_tracker,
     ) = state
-    # Add a weight of 0 as well, because the user may differentiate the total with
+    # Add the weight even if it is 0, because the user may differentiate the total with
     # respect to the weight.
     harmless = usable(state, weight, finite) | (weight == 0)
     return (
@@ -181,9 +181,9 @@ def divisor(state: Fields, options: Options, where: Where) -> Scalar:
 
 
 def denominator(weight: Scalar, options: Options, where: Where) -> Scalar:
-    """Return the number by which the sum of a window or of a large batch of this total
-    weight is divided: 1 for ``reduction="sum"`` and for a weight of 0; otherwise the
-    weight.
+    """Return the number by which the sum of a window, or of a large batch, with this
+    total weight is divided. It is 1 if ``reduction="sum"`` or if the weight is 0, and
+    otherwise the weight.
     """
     one = 0 * weight + 1
     return one if options.reduction == "sum" else where(weight > 0, weight, one)
@@ -238,9 +238,9 @@ def decide(
     """Decide what happens at the end of a window, and return the fields of a
     `Decision`.
 
-    A divisor outside the range of the sums' dtype would silently make the gradient 0 or
-    inf, so such a window counts as an overflow. With ``on_overflow="ignore"`` a sum
-    that is not finite is applied as it is, unclipped.
+    A window counts as an overflow if its divisor is outside the range of the sums'
+    dtype, because such a divisor would silently make the gradient 0 or inf. With
+    ``on_overflow="ignore"`` a sum that is not finite is applied as it is, unclipped.
 
     - `state`: the state after the window's last micro-batch.
     - `norm`: the global 2-norm of the gradient sum, still multiplied by the loss scale
@@ -278,8 +278,8 @@ def decide(
 
 
 def measures(options: Options) -> bool:
-    """True if the norm of the gradient sum is needed at the end of a window, to clip,
-    to skip the window, or to find an overflow.
+    """True if the norm of the gradient sum is needed at the end of a window: to clip
+    the gradient, to skip the window, or to detect an overflow.
     """
     limited = options.clip_norm is not None or options.skip_norm is not None
     return limited or options.on_overflow != "ignore"

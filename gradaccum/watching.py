@@ -41,15 +41,15 @@ class ClosedWindow(NamedTuple):
     loss_scale: float
     """The loss scale for the next window. It is 1 if there is no loss scaling."""
     weight: float
-    """The sum of the weights of the window's micro-batches. It includes all workers if
-    the optimizer reduces the gradients, and is NaN if it is unknown.
+    """The sum of the weights of the window's micro-batches. If the optimizer reduces
+    the gradients, the sum includes all workers. It is NaN if it is unknown.
     """
     micro_batches: float
     """The number of this worker's micro-batches in the window, or NaN if it is unknown.
     """
     seconds: float
-    """The wall-clock time since the previous window closed, or, for the first window,
-    since the first listener was added.
+    """The wall-clock time since the previous window closed. For the first window, it is
+    the time since the first listener was added.
     """
     loss: float = math.nan
     """The loss that the window would have as one large batch over all workers. It is
@@ -75,7 +75,7 @@ _AFTER = (
 
 
 class Handle:
-    """The handle that is returned when a listener is added. As with torch's hooks,
+    """A handle that is returned when a listener is added. As with torch's hooks, its
     ``remove()`` removes the listener.
     """
 
@@ -89,9 +89,9 @@ class Handle:
 
 
 class Listeners:
-    """The listeners of one optimizer, in order, and the closed windows that have not
-    been reported to them yet. A copy or a pickle contains neither listeners nor
-    windows.
+    """The listeners of one optimizer, in the order in which they were added, and the
+    closed windows that have not been reported yet. Copying or pickling this object
+    leaves out both the listeners and the windows.
     """
 
     def __init__(self) -> None:
@@ -178,7 +178,7 @@ class Listeners:
         of the listeners are kept until `settled` raises them.
 
         A call that closes several windows reports each window before the next window
-        closes, because a listener may step a schedule.
+        closes, because a listener may step a learning-rate schedule.
         """
         windows = self._untold
         self._untold = []

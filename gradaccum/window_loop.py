@@ -38,8 +38,8 @@ workers.
 """
 
 _ROUNDING = 1e-5
-"""The relative error that is allowed in a sum over the workers, because the sum may be
-rounded to float32. The error would be larger if `reduce` computed a mean.
+"""The relative error that is allowed in a sum over the workers, which may be rounded to
+float32. If `reduce` computed a mean by mistake, the error would be larger.
 """
 
 
@@ -61,16 +61,16 @@ def updates_in(
     optimizer_step: int = 0,
     micro_step: int = 0,
 ) -> int:
-    """Return the number of updates in `epochs` passes over a loader, if each pass ends
+    """Return the number of updates in `epochs` passes over a loader, each of which ends
     with a flush. Use this number as the length of a learning-rate schedule.
 
     Args:
         micro_batches: the loader if it has a length, otherwise its number of
             micro-batches, an int >= 0.
-        steps: an int, pairs or a callable, as for `gradaccum.wrap`.
+        steps: an int, a list of pairs or a callable, as for `gradaccum.wrap`.
         epochs: the number of passes over the loader, an int >= 0.
-        optimizer_step: the number of updates before these passes, if `steps` depends on
-            it.
+        optimizer_step: the number of updates made before these passes. It is needed
+            only if `steps` depends on it.
         micro_step: the number of micro-batches in a window that is already open. The
             first pass completes this window.
 
@@ -112,7 +112,7 @@ class Sizes:
 
     def see(self, micro_batch: object) -> None:
         """Compare the number of items in the last micro-batch with the number in the
-        first.
+        first micro-batch, and warn if they differ.
         """
         if self.weighed or not self._looks:
             return
@@ -134,10 +134,9 @@ def _items_of(micro_batch: object) -> int | None:
     """Return the number of items in a micro-batch: 0 if there is no array, None if the
     number is unknown.
 
-    For a batch of graphs, this is its number of graphs. Otherwise it is the length of
-    the first axis, provided that all arrays have the same length there. In a time-major
-    batch, the first axis of the inputs and the first axis of the labels have different
-    lengths.
+    For a batch of graphs, it is the number of graphs. Otherwise it is the length of the
+    arrays' first axis. If the first axes have different lengths, as the inputs and
+    labels of a time-major batch do, the number is unknown.
     """
     number_of_graphs = getattr(micro_batch, "num_graphs", None)
     if isinstance(number_of_graphs, int):
@@ -172,8 +171,8 @@ def epoch(
     Args:
         loader: yields the micro-batches.
         flush: a function that closes the open window.
-        carry: leave the last window open for the next pass.
-        progress: show a progress bar with rich.
+        carry: if True, leave the last window open for the next pass.
+        progress: if True, show a progress bar with rich.
         see: a function that is called with each micro-batch after the loop's body has
             run.
 
@@ -221,15 +220,15 @@ def _epoch(
 def _with_progress(loader: Iterable[M]) -> Iterable[M]:
     track = import_module("rich.progress").track
     total = None
-    # torch's DataLoader has a ``__len__``, but it raises an error if the dataset has no
-    # length.
+    # torch's DataLoader always has a ``__len__``, but calling it raises an error if the
+    # dataset has no length.
     with suppress(TypeError):
         total = len(cast(Sized, loader))
     return cast(Iterable[M], track(loader, "micro-batches", total=total))
 
 
 # `Windows` iterates over a loader. It reads all micro-batches of a `Window` before the
-# user's loop runs the first of them.
+# user's loop processes the first micro-batch.
 
 
 class Window(Generic[M]):
@@ -264,7 +263,7 @@ class Window(Generic[M]):
         return (self._at(index) for index in range(self._length))
 
     def forget(self) -> None:
-        """Release the micro-batches, because the next window begins."""
+        """Release the micro-batches. This is called when the next window begins."""
         self._micro_batches = None
 
     def _at(self, index: int) -> M:
@@ -323,8 +322,8 @@ class Windows(Generic[M]):
             window.forget()
 
     def _values_of(self, micro_batches: list[M]) -> list[float]:
-        """Return the number of micro-batches in the list, which is 0 or 1, and then the
-        counts in order.
+        """Return a list of the number of micro-batches, which is 0 or 1, followed by
+        the counts in order.
         """
         values = [float(len(micro_batches))]
         for name, function in self.count.items():
@@ -339,8 +338,9 @@ class Windows(Generic[M]):
 
         Raises:
             ArgumentValueError: `reduce` returned a different number of values, an
-                infinite value, or a value below this worker's own value. The last case
-                occurs if `reduce` computes a mean instead of a sum.
+                infinite value, or a value below this worker's own value. A value below
+                this worker's own value means that `reduce` probably computes a mean
+                instead of a sum.
         """
         if self.reduce is None:
             return values

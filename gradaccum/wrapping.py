@@ -45,8 +45,8 @@ def wrap(
             - ``on_overflow``: what happens if a gradient is not finite. With
               ``"skip_window"`` (the default) the window ends without an update. With
               ``"drop_micro_batch"`` the micro-batch adds nothing. With ``"ignore"`` the
-              gradient is applied, as the bare optimizer would do. No norm is then
-              measured unless another option needs it. ``"ignore"`` cannot be combined
+              gradient is applied, as the bare optimizer would do. The norm is then
+              computed only if another option needs it. ``"ignore"`` cannot be combined
               with a dynamic loss scale.
             - ``master_weights``: True keeps float32 copies of the float16 and bfloat16
               parameters. The inner optimizer updates these copies, and the rounded
