@@ -18,14 +18,15 @@ from gradaccum_torch.torch_private.names import (
 )
 
 HALF = (torch.float16, torch.bfloat16)
-"""Gradients of these dtypes are summed in float32 unless the user sets a dtype."""
+"""Gradients of these dtypes are summed in float32, unless ``accumulate_dtype`` is set.
+"""
 FAINT = 2.0**-31
-"""If a float32 tensor's norm is below this bound, squares of its elements may
-underflow.
+"""If the computed norm of a float32 tensor is below this bound, the squares of its
+elements may have underflowed.
 """
 FAINT_HALF = 2.0**-13
-"""If a float16 tensor's norm, computed in float16, is below this bound, squares of its
-elements may underflow.
+"""If the norm of a float16 tensor, computed in float16, is below this bound, the
+squares of its elements may have underflowed.
 """
 
 
@@ -64,7 +65,8 @@ def divide(tensors: Sequence[Tensor], divisor: float) -> None:
     with torch.no_grad():
         for group in groups_of(map(elements, tensors)):
             if has_exact_inverse(divisor):
-                # Multiplying gives the same bits as dividing, in half the time.
+                # Multiplying by the inverse gives the same bits as dividing, in half
+                # the time.
                 torch._foreach_mul_(group, 1 / divisor)
             else:
                 torch._foreach_div_(group, divisor)
@@ -82,7 +84,7 @@ def multiply(tensors: Sequence[Tensor], factor: float) -> None:
 @torch.no_grad()
 def narrowed(gradient: Tensor, divisor: float, dtype: torch.dtype) -> Tensor:
     """Return `gradient` / `divisor` in `dtype`. The quotient is computed in the wider
-    of the gradient's dtype and `dtype`.
+    of the two dtypes.
     """
     wide_gradient = gradient.to(torch.promote_types(gradient.dtype, dtype))
     if divisor != 1:
@@ -179,7 +181,7 @@ def all_finite(gradients: Sequence[Tensor]) -> bool:
 
 
 def is_zero(tensor: Tensor) -> bool:
-    """True if this process's part of `tensor` contains only zeros. Waits for the
-    device.
+    """True if the part of `tensor` that this process stores contains only zeros. Waits
+    for the device.
     """
     return not bool(local(elements(tensor)).any())

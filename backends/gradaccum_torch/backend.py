@@ -59,7 +59,7 @@ class TorchBackend:
         Args:
             optimizer: the optimizer.
             options: the checked options.
-            separate_sums: whether ``step`` moves the micro-batch's gradients from
+            separate_sums: if True, ``step`` moves the micro-batch's gradients from
                 ``.grad`` into separate buffers. Between two steps you may then clear,
                 assign, reduce or clip ``.grad`` yourself. This costs one buffer per
                 parameter, and one more pass over each micro-batch's gradients.
@@ -70,30 +70,31 @@ class TorchBackend:
                 each window. This call, the end of a window and ``flush`` are
                 collective.
             gradient_sync: when FSDP2 reduces gradients. ``"micro_batch"`` reduces them
-                in each micro-batch, and each worker keeps only its shard of the sum.
-                ``"window"`` reduces them once per window. Until then each worker keeps
-                gradients of the whole model, as with
+                in each micro-batch, so that each worker stores only its shard of the
+                sum. ``"window"`` reduces them once per window. Until then each worker
+                keeps gradients of the whole model, as with
                 ``set_requires_gradient_sync(False)``.
             process_group: the `torch.distributed.ProcessGroup` of workers that train
                 equal copies of one model without a parallel module. The window's sum is
-                reduced as with ``module=``. If the optimizer itself averages gradients
-                over the workers, it then averages equal gradients. With ``"alone"``
-                this process does not share its windows, even if several processes are
-                running. If several processes are running and you pass neither `module`
-                nor `process_group`, a `GradAccumWarning` is issued.
+                reduced as with ``module=``. If the optimizer itself also averages
+                gradients over the workers, its average changes nothing, because all
+                workers then have the same gradients. With ``"alone"`` this process does
+                not share its windows, even if several processes are running. If several
+                processes are running and you pass neither `module` nor `process_group`,
+                a `GradAccumWarning` is issued.
             norm_group: the `torch.distributed.ProcessGroup` of the stages of a
                 pipeline, each of which has its own optimizer. The gradient norm, the
                 clipping and the decision on overflow then cover all stages. The end of
-                a window is collective: if only one stage reaches it, that stage waits
-                until the group's timeout, and then raises an error.
+                a window is collective: if only one stage reaches the end of its window,
+                that stage waits until the group's timeout, and then raises an error.
 
         Raises:
             ArgumentTypeError: `optimizer` is not an optimizer, or is already wrapped;
                 or `module` is not a supported module.
             ArgumentValueError: `module` does not contain all parameters of the
                 optimizer; another worker passed different options, or the parameters in
-                a different order; or FSDP2 cannot defer its reduction with these
-                options.
+                a different order; or the reduction of FSDP2 cannot be deferred with
+                these options.
             UsageError: ``.grad`` of a parameter already contains a gradient.
         """
         if isinstance(optimizer, AccumulatingOptimizer):

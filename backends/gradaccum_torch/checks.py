@@ -1,5 +1,5 @@
 """Checks of the arguments of `gradaccum.wrap`, and the errors for calls that would
-corrupt an open window. Each error is raised before anything has changed.
+corrupt an open window. Every error is raised before the call has changed anything.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def window_size(options: Options, optimizer_step: int) -> Size:
 
 def known_window_size(options: Options, optimizer_step: int) -> Size:
     """Return the size of the window that follows `optimizer_step` updates, or None if
-    the user's schedule of sizes raises an error.
+    the user's function for the window sizes raises an error.
     """
     try:
         return window_size(options, optimizer_step)

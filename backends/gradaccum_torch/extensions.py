@@ -60,7 +60,7 @@ class MicroBatch:
         it, as in ``opt.scale(loss).backward()``.
         """
         self.losses: list[float | Tensor] = []
-        """The losses that the user passed, before they were scaled."""
+        """The unscaled losses that the user passed."""
         self.is_first = False
         """Whether this micro-batch is the first of its window."""
         self.passes = 0
@@ -77,34 +77,36 @@ class MicroBatch:
 
 
 class Extension:
-    """An observer of a window. The window calls the methods below when the events that
-    they describe occur. No method may change the window.
+    """An observer of a window. The window calls each method below when the event in the
+    method's description occurs. No method may change the window.
     """
 
     def loss_given(self, loss: Tensor) -> None:
-        """Observe a loss that the user has passed, before its backward pass."""
+        """Called when the user has passed a loss, before the loss's backward pass."""
 
     def micro_batch_added(self, micro_batch: MicroBatch, weight: float) -> None:
-        """Observe a micro-batch that was counted with this weight. The weight is 0 if
-        the micro-batch's gradient does not count.
+        """Called after a micro-batch was counted. `weight` is 0 if the micro-batch's
+        gradient does not count.
         """
 
     def numbers(self) -> list[float]:
-        """Return numbers that describe the open window. They are then added up over all
-        workers.
+        """Return numbers that describe the open window. The window then adds them up,
+        or averages them, over all workers.
         """
         return []
 
     def reduced(self, numbers: list[float]) -> None:
-        """Receive the sums of the `numbers` over all workers."""
+        """Called with the sums or averages of these numbers over all workers."""
 
     def window_closed(self, state: Fields, options: Options) -> None:
-        """Observe that the window was closed. The number by which its sum was divided
-        follows from `state` and `options`.
+        """Called after the window was closed. `state` and `options` determine the
+        number by which the gradient sum was divided.
         """
 
     def window_discarded(self) -> None:
-        """Observe that the window was discarded, or that another window was loaded."""
+        """Called after the window was discarded, or replaced by a window from a
+        checkpoint.
+        """
 
     def state_dict(self) -> dict[str, float]:
         """Return this observer's entries for a checkpoint."""
@@ -127,7 +129,7 @@ def as_number(loss: object) -> float | Tensor:
     scalar: Any = loss.detach()
     if is_sharded(scalar):
         scalar = scalar.full_tensor()
-    # Copy the loss, because each replay of a captured CUDA graph writes its loss into
+    # Copy the loss, because every replay of a captured CUDA graph writes its loss to
     # the same memory.
     if scalar.is_cpu:
         return float(scalar.item())
@@ -148,9 +150,11 @@ class WindowLoss(Extension):
         their weights.
         """
         self.total = 0.0
-        """The weighted sum of the open window's losses that have already been read."""
+        """The weighted sum of those losses of the open window that have already been
+        read from the device.
+        """
         self._misses_loss = False
-        """Whether the loss of any micro-batch in the open window is unknown."""
+        """Whether any micro-batch in the open window has an unknown loss."""
         self._read_closed_loss: Callable[[], float] | None = None
         self._value = math.nan
 
@@ -160,7 +164,7 @@ class WindowLoss(Extension):
         if self._read_closed_loss is not None:
             self._value = self._read_closed_loss()
             self._read_closed_loss = None
-        # Return the same NaN object each time, so that equal results compare equal.
+        # Always return the same NaN object, so that equal results compare equal.
         return math.nan if math.isnan(self._value) else self._value
 
     def micro_batch_added(self, micro_batch: MicroBatch, weight: float) -> None:
@@ -221,8 +225,8 @@ class WindowLoss(Extension):
 
 
 class Warnings:
-    """Issues each warning once per optimizer. The warning refers to the line of the
-    user's code that made the call.
+    """Issues each warning once per optimizer. Each warning points to the line of the
+    user's code that called gradaccum.
     """
 
     def __init__(self) -> None:
@@ -235,9 +239,7 @@ class Warnings:
 
 
 def levels_to_user() -> int:
-    """Return the ``stacklevel`` that makes a warning refer to the line of the user's
-    code.
-    """
+    """Return the ``stacklevel`` with which a warning points to the user's code."""
     level = 2
     frame = sys._getframe(level)
     while frame.f_back is not None and is_ours(frame):
@@ -272,8 +274,8 @@ class ChangedRateWarning(Extension):
             self._warn(kit.RATE_MOVED)
 
     def allow_change(self) -> None:
-        """Do not warn about learning rates that change in the open window, because a
-        wrapped scheduler has stepped or a parameter group was added.
+        """Allow learning rates to change in the open window without a warning. This is
+        called when a wrapped scheduler has stepped, or the parameters have changed.
         """
         self._rates = None
 
@@ -283,16 +285,16 @@ class ChangedRateWarning(Extension):
 
 def rate_mark(rate: object) -> object:
     """Return a value that changes when the learning rate changes. If the rate is a
-    tensor, the number of writes to the tensor is used, because reading its value would
-    wait for the device.
+    tensor, use the number of writes to the tensor, because reading the tensor's value
+    would wait for the device.
     """
     return (id(rate), version(rate)) if isinstance(rate, Tensor) else rate
 
 
 class LeftoverLoopWarning(Extension):
-    """Warns if each of the first two ``step`` calls came after as many backward passes
-    as a window has micro-batches. Most likely ``step`` is still inside an ``if`` that
-    was needed before the loop used gradaccum.
+    """Warns if the number of backward passes before each of the first two ``step``
+    calls is equal to the number of micro-batches per window. Most likely ``step`` is
+    still inside an ``if`` that was needed before the loop used gradaccum.
 
     Two backward passes per step cause no warning, because they are normal for the
     discriminator of a GAN, which has two losses.
@@ -334,9 +336,9 @@ class NonFiniteLossWarning(Extension):
 
 
 def is_divided_by(division: Division | None, steps: int, reduction: str) -> bool:
-    """True if the last operation on a loss was a division by `steps`, most likely by
-    mistake. The division is right if it averages `steps` terms, if it turns sums into
-    means, or with ``reduction="sum"``.
+    """True if the last operation on a loss was a division by `steps` that is most
+    likely a mistake. The division is not a mistake if it computes the mean of `steps`
+    terms or the mean of a sum's items, or if ``reduction="sum"``.
     """
     if division is None or not math.isclose(division.divisor, steps):
         return False
@@ -345,8 +347,9 @@ def is_divided_by(division: Division | None, steps: int, reduction: str) -> bool
 
 
 class DividedLossWarning(Extension):
-    """Warns if the user has divided a loss of the first window by the window's number
-    of micro-batches, because gradaccum divides by this number too.
+    """Warns if the user has divided a loss in the first window by the window's number
+    of micro-batches. gradaccum also divides by this number, so the gradient would be
+    too small.
     """
 
     def __init__(self, options: Options, warn: Warnings) -> None:

@@ -5,7 +5,7 @@ In the loop ``opt.backward(loss); opt.step()``, the end of the window sets the s
 the growth tracker as a single ``scaler.update()`` would. In the loop
 ``scaler.scale(loss).backward(); scaler.step(opt); scaler.update()``, the scaler updates
 its scale itself. In the middle of a window, no overflow is reported to the scaler, and
-its growth tracker is set back by one, because ``update`` will count a step.
+its growth tracker is decreased by one, because ``update`` will increase it by one.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from gradaccum_torch.torch_private.names import (
 )
 
 SMALLEST = 2.0**-125
-"""The minimum loss scale. It is needed because a `GradScaler` itself has no minimum.
-With a smaller scale, a window's sum could no longer be divided by the scale, and the
-scale could then never grow again.
+"""The minimum loss scale. It is needed because `GradScaler` has no minimum of its own.
+If the scale were smaller, no window's sum could be divided by it, so every window would
+count as an overflow, and the scale could never grow again.
 """
 
 
 SET_BACK: WeakKeyDictionary[torch.amp.GradScaler, tuple[Any, int]] = WeakKeyDictionary()
-"""For each scaler whose growth tracker was set back by one: its record of the pending
-``scaler.update()``, and the true value of the growth tracker. If the record is no
-longer the same object, ``update`` has been called since then.
+"""The scalers whose growth tracker was decreased by one. Each scaler is mapped to its
+record of the pending ``scaler.update()``, and to the true value of the growth tracker.
+If the scaler now has a different record, ``update`` has been called in the meantime.
 """
 
 
@@ -57,8 +57,8 @@ class ScalerLink:
         """
         pending = pending_update(self.scaler)
         if pending and self.stepping_optimizer is None:
-            # The pending scaler.update(), which the user calls, will set the scaler to
-            # these values.
+            # The user's next scaler.update() will set the scaler to the values in
+            # `state`.
             return state
         scale, tracker = scale_and_tracker(self.scaler)
         awaited_update, true_tracker = SET_BACK.get(self.scaler, (None, 0))
@@ -92,12 +92,12 @@ class ScalerLink:
             self.prepare_update(state, overflow)
 
     def prepare_update(self, state: State, overflow: bool) -> None:
-        """Prepare the scaler so that its scale is ``state.loss_scale`` after the user's
-        ``scaler.update()``, which follows ``scaler.step``.
+        """Prepare the scaler so that its scale becomes ``state.loss_scale`` when the
+        user calls ``scaler.update()`` after ``scaler.step``.
         """
-        # Let `update` itself change the scale, so that the user can compare the scale
-        # before and after the call. If the scale stays the same, `update` only
-        # increments the growth tracker.
+        # Leave the change of the scale to `update`, because the user may compare the
+        # scale before and after that call. If the scale must stay the same, `update`
+        # only increments the growth tracker.
         moves = self.scaler.get_scale() != state.loss_scale
         assert self.stepping_optimizer is not None
         for found_inf in found_inf_of(self.scaler, self.stepping_optimizer):
@@ -130,8 +130,8 @@ def link_scaler(options: Options, parameters: list[Tensor]) -> ScalerLink | None
 
 
 def groups_for_a_scaler(link: ScalerLink | None) -> list[dict[str, Any]] | None:
-    """Return parameter groups for a `GradScaler` that reads ``opt.param_groups``, or
-    None if another caller reads them. The groups contain only a dummy parameter with a
+    """If a `GradScaler` reads ``opt.param_groups``, return the parameter groups for the
+    scaler. Otherwise return None. The groups contain only a dummy parameter with a
     finite gradient, so that the scaler finds no overflow.
 
     Raises:
