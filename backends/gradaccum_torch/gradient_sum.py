@@ -1,5 +1,5 @@
-"""The sum of a window's gradients. It is kept either in ``.grad`` itself, to which
-autograd adds anyway, or in separate buffers.
+"""The sum of a window's gradients. It is kept either in ``.grad`` itself, where
+autograd accumulates gradients anyway, or in separate buffers.
 
 At the end of a window, `Window` reads the sum as a mapping from each parameter to a
 tensor. `gradaccum_torch.arithmetic` computes its norm and divides it.
@@ -27,8 +27,8 @@ GetParameters = Callable[[], list[Tensor]]
 
 
 class UpdateGuard(Protocol):
-    """An object whose `is_broken` flag is set before anything is written into a
-    gradient sum.
+    """An object with an `is_broken` flag, which is set before anything is written into
+    a gradient sum.
     """
 
     is_broken: bool
@@ -36,7 +36,7 @@ class UpdateGuard(Protocol):
 
 class GradientSum:
     """The sum of the open window's gradients, kept in ``.grad`` itself. This needs no
-    second buffer and no work per micro-batch.
+    second buffer, and no additional work for each micro-batch.
     """
 
     is_beside_grad = False
@@ -74,7 +74,7 @@ class GradientSum:
 
     def take(self, parameter: Tensor) -> Tensor | None:
         """Return the parameter's gradient sum, or None if the parameter has no sum. No
-        other code writes into the memory of the sum.
+        other code writes to the memory of the returned tensor.
         """
         keep_own(parameter)
         return parameter.grad
@@ -85,8 +85,8 @@ class GradientSum:
         self.watch.note(parameter)
 
     def add_micro_batch(self, guard: UpdateGuard) -> bool:
-        """Add the micro-batch's gradients to the sum. Return False if they were dropped
-        because they are not finite.
+        """Add the micro-batch's gradients to the sum. If the gradients are not finite
+        and are therefore dropped, return False.
 
         - `guard`: its `is_broken` flag is set before anything is written.
         """
@@ -109,8 +109,8 @@ class GradientSum:
         self.watch.reset()
 
     def prepare_update(self, gradients: Gradients) -> None:
-        """Prepare to put the divided `gradients` into ``.grad``. Drop all references to
-        the sums except the references in `gradients`.
+        """Prepare to put the divided `gradients` into ``.grad``. Keep no reference to
+        the sums other than `gradients`.
         """
 
     def clear(self) -> None:
@@ -125,7 +125,7 @@ class SumInBuffers(GradientSum):
     the micro-batch's ``.grad`` to them.
 
     The sum can therefore have its own dtype, a micro-batch can be dropped, and the user
-    may modify ``.grad`` between two steps.
+    may modify ``.grad`` between two calls of ``step``.
     """
 
     is_beside_grad = True
@@ -157,7 +157,8 @@ class SumInBuffers(GradientSum):
         is_finite = not self.drops_micro_batches or all_finite([*gradients.values()])
         new_buffers: Gradients = {}
         if is_finite:
-            # If memory runs out, it runs out here, before anything has been added.
+            # Allocate the new buffers first. If memory runs out here, nothing has been
+            # added yet.
             new_buffers = {
                 parameter: self._copy(parameter, gradient)
                 for parameter, gradient in gradients.items()
@@ -197,14 +198,14 @@ class SumInBuffers(GradientSum):
             self.buffers[parameter] = add(total, gradient)
 
     def _copy(self, parameter: Tensor, gradient: Tensor) -> Tensor:
-        """Return a copy of `gradient` in the sum's dtype, because other code may write
-        into the gradient's memory.
+        """Return a copy of `gradient` in the sum's dtype. A copy is needed because
+        other code may write to the gradient's memory.
         """
         dtype = sum_dtype(parameter, self.accumulate_dtype)
         return gradient.detach().to(dtype, copy=True)
 
     def gradients(self) -> Gradients:
-        # Keep the order of the parameters, so that the norm of a resumed window has the
+        # Use the order of the parameters, so that the norm of a resumed window has the
         # same bits.
         return {
             parameter: self.buffers[parameter]
@@ -226,8 +227,8 @@ class SumOnArrival(SumInBuffers):
     half-precision gradient is in memory at a time.
 
     The micro-batch's smallest gradient stays in ``.grad`` until ``step``, so that a
-    write into ``.grad`` can be detected. In a window of one micro-batch, all gradients
-    stay there.
+    write to ``.grad`` can be detected. If the window has only one micro-batch, all
+    gradients stay in ``.grad``.
     """
 
     expects_windows = True
@@ -238,8 +239,9 @@ class SumOnArrival(SumInBuffers):
         super().__init__(parameters, watch, options)
         self._staying: WatchedGradient | None = None
         self.adds_at_once = False
-        """Whether each gradient is moved out of ``.grad`` immediately, because several
-        micro-batches run their backward passes before the next ``step``.
+        """Whether every gradient is moved out of ``.grad`` immediately. This is
+        necessary if the backward passes of several micro-batches run before the next
+        ``step``.
         """
         self._gradient_added: Callable[[Tensor], None] | None = None
 
@@ -266,9 +268,9 @@ class SumOnArrival(SumInBuffers):
         return moves
 
     def move(self, watched_gradient: WatchedGradient) -> None:
-        """Compare the new gradient with the gradient that has stayed in ``.grad`` so
-        far. Add the gradient with more elements to its buffer, and leave the other
-        gradient in ``.grad``.
+        """Compare the size of the new gradient with the size of the gradient that has
+        stayed in ``.grad`` so far. Add the larger gradient to its buffer, and leave the
+        smaller gradient in ``.grad``.
         """
         moved_gradient: WatchedGradient | None = watched_gradient
         staying = self._staying

@@ -1,11 +1,11 @@
 """Detects changes of ``.grad`` that autograd did not make.
 
-A hook runs right after autograd has added to a gradient. It records the tensor in
-``.grad``, how often that tensor was written to, and the factor by which the loss was
+A hook runs right after autograd has added to a gradient. It records which tensor is in
+``.grad``, how often that tensor has been written to, and by which factor the loss was
 multiplied. A single comparison in ``step`` then detects clipping, a
 ``model.zero_grad()``, an assignment, a reduction by another library, and a loss that
 was not multiplied by its weight or by the loss scale. Writes that torch does not count
-(through ``.data`` or NumPy) are not detected. Writes into a `DTensor` are detected only
+(through ``.data`` or NumPy) are not detected. Writes to a `DTensor` are detected only
 in the first window, by comparing norms.
 """
 
@@ -30,19 +30,19 @@ from gradaccum_torch.torch_private.names import (
 )
 
 FACTORS = [1.0]
-"""A stack whose last entry is the factor by which the loss of the current backward pass
-was multiplied. The factor is 1 for a plain ``loss.backward()``.
+"""A stack. Its last entry is the factor by which the loss of the current backward pass
+was multiplied, or 1 for a plain ``loss.backward()``.
 """
 PASSES = [0]
-"""The number of backward passes, added up over all wrapped optimizers."""
+"""The total number of backward passes of all wrapped optimizers."""
 IN_PARTS = -2
-"""Recorded as the version of every `DTensor`, because torch does not count writes into
-the local part of a `DTensor`.
+"""The value that is recorded as the version of every `DTensor`, because torch does not
+count writes to the local part of a `DTensor`.
 """
 
 
 class WatchedGradient:
-    """One parameter, and its ``.grad`` as it was when autograd last added to it."""
+    """One parameter, and a record of its ``.grad`` after autograd last added to it."""
 
     __slots__ = ("gradient", "norm", "parameter", "version", "watch")
 
@@ -57,8 +57,8 @@ class WatchedGradient:
         self.gradient = gradient
         self.version = -1
         self.norm: Tensor | None = None
-        """If ``.grad`` is a `DTensor`, the norm of its local part, because clipping
-        does not change the version of a `DTensor`.
+        """The norm of the local part of ``.grad``, if ``.grad`` is a `DTensor`. The
+        norm is needed because clipping does not change the version of a `DTensor`.
         """
         if gradient is not None and is_sharded(gradient):
             self.version = IN_PARTS
@@ -72,7 +72,7 @@ class WatchedGradient:
         noted_gradient = self.gradient
         watch = self.watch
         if noted_gradient is not None and noted_gradient._version == self.version + 1:
-            # The most common case: autograd has made one addition in place.
+            # This is the most common case: autograd has added one gradient in place.
             self.version += 1
         else:
             if self.parameter.grad is not noted_gradient:
@@ -90,7 +90,7 @@ class WatchedGradient:
             watch.move_gradient(self)
 
     def _was_added(self, noted_gradient: Tensor) -> bool:
-        """True if ``.grad`` may be the result of a single addition by autograd to
+        """True if ``.grad`` may be the result of autograd adding one gradient to
         `noted_gradient`.
 
         With ``create_graph=True``, and when autograd adds a dense gradient to a sparse
@@ -127,8 +127,8 @@ class GradientWatch:
         the last ``step``.
         """
         self.was_changed = False
-        """Whether autograd has added to a gradient after other code had changed the
-        gradient.
+        """Whether other code has changed a gradient, and autograd has added to that
+        gradient afterwards.
         """
         self.has_plain_pass = False
         """Whether a plain ``loss.backward()`` has added a gradient since the last
@@ -146,28 +146,29 @@ class GradientWatch:
         """The number of the user's backward passes since the last ``step``."""
         self.engine_passes = 0
         """The number of backward passes since the last ``step``, including the passes
-        that reentrant checkpoints run inside the user's passes.
+        that reentrant checkpointing runs inside the user's passes.
         """
         self.move_gradient: Callable[[WatchedGradient], None] | None = None
         """The function that moves a new gradient out of ``.grad``, if any."""
         self.compares_norms = True
-        """Whether changes of sharded gradients are detected by comparing norms. Only
-        the first window is checked, because a training loop treats all windows alike.
+        """Whether changes to sharded gradients are detected by comparing norms. This is
+        True only in the first window, because a training loop treats all windows alike.
         """
         self._first_parameter = 0
         """The id of the first parameter that the micro-batch's first backward pass
         reached.
         """
         self._watched_gradients: dict[int, WatchedGradient] = {}
-        """The watched gradients by ``id(parameter)``, because ``id(parameter)`` is ten
-        times faster than ``hash(parameter)``.
+        """The watched gradients by ``id(parameter)``. The keys are not the parameters
+        themselves, because ``id(parameter)`` is ten times faster than
+        ``hash(parameter)``.
         """
         self._handles: dict[int, RemovableHandle] = {}
         WATCHES.add(self)
 
     def end_with(self, owner: object) -> None:
         """Remove the hooks when `owner` is freed. Otherwise each parameter would keep
-        its hook and everything that the hook refers to alive.
+        alive its hook and every object to which the hook refers.
         """
         weakref.finalize(owner, remove, self._handles).atexit = False
 
@@ -193,14 +194,14 @@ class GradientWatch:
             self._handles[key] = cast(RemovableHandle, handle)
 
     def pass_began(self, key: int) -> None:
-        """Record that a backward pass has begun, and by which factor its loss was
+        """Record the beginning of a backward pass and the factor by which its loss was
         multiplied. Register a callback for the end of the pass.
         """
         if not self.factors:
             self._first_parameter = key
-        # A reentrant checkpoint runs a separate pass for each of its segments inside
-        # the user's pass. Therefore a new pass of the user is counted only when the
-        # first parameter is reached again.
+        # Reentrant checkpointing runs separate backward passes for its segments inside
+        # the user's backward pass. Therefore, a new pass of the user is counted only
+        # when the first parameter is reached again.
         if key == self._first_parameter:
             self.passes += 1
         self.engine_passes += 1
@@ -218,9 +219,9 @@ class GradientWatch:
             self._keep_new_gradients()
 
     def _keep_new_gradients(self) -> None:
-        """Copy each new gradient if other code may write into its memory. If autograd's
-        engine is running, this happens at the end of the pass, because during the pass
-        autograd itself refers to the gradient.
+        """Copy each new gradient whose memory other code may write to. While autograd's
+        engine is running, the copy must wait until the end of the pass, because
+        autograd itself refers to the gradient during the pass.
         """
         for watched_gradient in self.new_gradients.values():
             gradient = watched_gradient.parameter.grad
@@ -239,7 +240,9 @@ class GradientWatch:
             watched_gradient.note()
 
     def is_intact(self) -> bool:
-        """True if only autograd has changed the watched ``.grad`` attributes."""
+        """True if no code other than autograd has changed the watched ``.grad``
+        attributes.
+        """
         if self.was_changed:
             return False
         for watched_gradient in self._watched_gradients.values():
@@ -255,9 +258,9 @@ class GradientWatch:
     def holds_other_gradients(
         self, parameters: Iterable[Tensor], *, is_separate: bool
     ) -> bool:
-        """True if ``.grad`` contains anything that was not added by a backward pass.
-        Pass ``is_separate=True`` if the window's sum is not in ``.grad``. May wait for
-        the device.
+        """True if ``.grad`` contains anything that no backward pass has added. Pass
+        ``is_separate=True`` if the window's sum is not in ``.grad``. May wait for the
+        device.
         """
         for parameter in parameters:
             gradient = parameter.grad
@@ -281,8 +284,8 @@ class GradientWatch:
 
     @property
     def has_seen_anything(self) -> bool:
-        """True if a backward pass has begun, or other code has changed a gradient,
-        since the last `reset`.
+        """True if, since the last `reset`, a backward pass has begun or other code has
+        changed a gradient.
         """
         return bool(self.factors) or self.is_running or self.was_changed
 
@@ -323,8 +326,8 @@ for _hook in (
 
 @contextmanager
 def delivering_zeros(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """Inside the block, replace every gradient that a backward pass computes for
-    `leaves` with zeros, even if the gradient is NaN.
+    """Inside the block, every gradient that a backward pass computes for `leaves` is
+    replaced with zeros, even if the gradient is NaN.
     """
     handles = [
         leaf.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]

@@ -1,11 +1,11 @@
 """``gradaccum_torch.layered_backward``: a window whose backward pass runs layer by
-layer. In this pass, all micro-batches go through one layer before any of them enters
-the next layer.
+layer. In this pass, all micro-batches go through one layer before any micro-batch
+enters the next layer.
 
-As soon as the last micro-batch has passed backward through a layer, the layer is
-updated and its gradients are freed, so that only one layer's gradients are in memory at
-a time. The border between two layers contains the activations that one layer returned
-and the next layer receives, and later the gradients of these activations.
+As soon as the last micro-batch has gone backward through a layer, the layer is updated
+and its gradients are freed, so that only one layer's gradients are in memory at a time.
+The border between two layers contains the activations that the first layer returns and
+the second layer receives. Later it also contains the gradients of these activations.
 """
 
 from __future__ import annotations
@@ -62,18 +62,19 @@ def layered_backward(
     borders: Literal["keep", "host"] = "keep",
     within: Literal["recompute", "keep"] = "recompute",
 ) -> Any:
-    """Add the large batch's gradient to ``.grad``, or make the update with this
-    gradient, one layer at a time, and return the large batch's loss.
+    """Run the backward pass of a large batch one layer at a time, and return the large
+    batch's loss. Without `optimizer`, the gradient is added to ``.grad``. With
+    `optimizer`, the update is made with this gradient.
 
     The result is the same as from `gradaccum_torch.backward` with
     ``loss_fn(layers(inputs), targets)``, and bit for bit the same if no parameter is in
-    two layers. Dropout draws the same numbers, and a batch norm sees each micro-batch
-    once, in order.
+    two layers. Dropout draws the same random numbers, and a batch norm sees each
+    micro-batch once, in order.
 
     If the `optimizer` needs no norm of the whole window, for example after
     ``gradaccum.wrap(optimizer, steps=None, on_overflow="ignore")``, each layer's update
     is made as soon as its sum is complete. The inner optimizer then makes a ``step`` in
-    which only this layer has gradients, and the gradients are freed. A parameter that
+    which only this layer has gradients, and these gradients are freed. A parameter that
     several layers share is updated together with the first of these layers. With
     ``clip_norm``, ``skip_norm`` or skipping on overflow, the sums of all layers are
     kept until the end, and the optimizer makes a single step. Step hooks, and
@@ -90,8 +91,8 @@ def layered_backward(
             previous layer, which may be any nested structure of tensors. Layers that
             FSDP2 shards are rejected.
         loss_fn: ``loss_fn(outputs, targets)`` returns a loss, a tensor of shape ``()``,
-            or ``(loss, aux)`` if `has_aux`.
-        inputs: the first layer's argument for the large batch. It is any nested
+            or ``(loss, aux)`` if `has_aux` is True.
+        inputs: the first layer's argument for the large batch. It may be any nested
             structure of tensors, and is split as in `gradaccum_torch.backward`.
         targets: the second argument of `loss_fn` for the large batch, as any nested
             structure of tensors.
@@ -115,14 +116,14 @@ def layered_backward(
             and needs no second forward pass.
 
     Returns:
-        The loss, detached, shape ``()``; or ``(loss, aux)``.
+        The detached loss, shape ``()``, or ``(loss, aux)`` if `has_aux` is True.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an argument is wrong, or `loss_fn` or
             `weight` returns an invalid value.
-        UsageError: something writes into the input of a layer; `optimizer` cannot be
-            used layer by layer; or a step of the inner optimizer changes state that all
-            parameters share, or parameters without a gradient.
+        UsageError: the input of a layer was modified in place; `optimizer` cannot be
+            used layer by layer; or a step of the inner optimizer changes parameters
+            without a gradient, or state that all parameters share.
 
     Examples:
         >>> import torch, gradaccum
@@ -176,11 +177,12 @@ class Border:
     def __init__(self, nest: Any) -> None:
         tensors = tensors_of(nest)
         self.roots = [tensor for tensor in tensors if tensor.requires_grad]
-        """The activations that require a gradient. Their graph is kept for as long as
-        it is needed.
+        """The activations that require a gradient. They are the roots of the graph that
+        computed them, and are dropped when this graph is no longer needed.
         """
         self.gradients: list[Tensor | None] = [None] * len(self.roots)
-        """The gradient of each root, or None if the next layer did not use the root."""
+        """The gradient of each root, or None if the next layer did not use this root.
+        """
         self._devices = [tensor.device for tensor in tensors]
         self._requires_grad = [tensor.requires_grad for tensor in tensors]
         self.nest: Any = None
@@ -239,7 +241,8 @@ def without_graph(leaf: object) -> object:
 
 class Enter(torch.autograd.Function):
     """The first operation of a layer's graph. Its backward pass stores the gradient of
-    the layer's input in a list, so that no leaf keeps the activations alive.
+    the layer's input in a list, so that no leaf of the graph keeps the activations
+    alive.
     """
 
     @staticmethod
@@ -263,8 +266,8 @@ class Pass(NamedTuple):
     outputs: Border
     random_state: RandomState
     buffers: Buffers
-    """The module buffers as they were before the pass. A second forward pass needs
-    them.
+    """The values of the module buffers before this pass, which are needed to repeat the
+    forward pass.
     """
 
 
@@ -288,8 +291,8 @@ class LayeredRun:
         self._destination = destination
         self._window: Any = destination.window
         self._updates_layers = False
-        """Whether each layer is updated as soon as its gradient is complete, because
-        the options need no norm of the window's gradient.
+        """Whether each layer is updated as soon as its gradient is complete. This is
+        possible if no option needs the norm of the window's gradient.
         """
         if destination.window is not None:
             self._updates_layers = not measures(destination.window.options)
@@ -302,8 +305,8 @@ class LayeredRun:
         self._passes: list[list[Pass]] = [[] for _ in layers]
         self._leaf_nodes: list[set[Node]] = [set() for _ in layers]
         self._first_layers: dict[int, int] = {}
-        """For each leaf, by its id, the first layer that uses it. The leaf's sum is
-        complete after that layer's backward pass.
+        """Maps the id of each leaf to the first layer that uses the leaf. The leaf's
+        sum is complete after that layer's backward pass.
         """
 
     def forward(self, inputs: Any) -> Any:
@@ -385,7 +388,7 @@ class LayeredRun:
 
     def _update(self, index: int) -> None:
         """Update the parameters of a layer, except parameters that an earlier layer
-        uses too. The first layer's parameters are updated at the end.
+        also uses. The first layer's parameters are updated at the end.
         """
         is_trained = index in self._first_layers.values()
         if index and is_trained and self._updates_layers:
@@ -417,9 +420,7 @@ def require_plain_layers(layers: object, modules: Sequence[nn.Module]) -> None:
 
 
 def require_layered_optimizer(optimizer: AccumulatingOptimizer) -> None:
-    """Raise unless `optimizer` allows a backward pass in which one layer after the
-    other processes all micro-batches.
-    """
+    """Raise unless `optimizer` allows a backward pass that runs layer by layer."""
     options = optimizer.whole_window().options
     problem = ""
     if options.separate_sums or options.on_overflow == "drop_micro_batch":

@@ -1,8 +1,8 @@
 """The float32 master weights of a model's half-precision parameters.
 
-The inner optimizer's groups contain the masters only during an update. Before the
-update, if other code has changed a parameter, the new value is copied to its master.
-After the update, the rounded masters are copied into the model.
+The inner optimizer's groups contain the masters only during an update. If other code
+has changed a parameter, its new value is copied to its master before the update. After
+the update, the rounded masters are copied into the model.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class MasterWeights:
         return parameters
 
     def groups(self) -> list[Group]:
-        """Return copies of the optimizer's groups that contain the model's parameters
-        instead of master weights.
+        """Return copies of the optimizer's groups in which master weights are replaced
+        with the model's parameters.
         """
         parameters = iter(self.parameters())
         return [
@@ -75,9 +75,9 @@ class MasterWeights:
         }
 
     def groups_changed(self) -> None:
-        """Create the missing master weights, and cast the optimizer state of the
-        corresponding parameters from half precision to float32. Drop the masters of
-        parameters that were replaced or cast.
+        """Called after the optimizer's groups have changed. Create the missing master
+        weights, and cast the optimizer state of their parameters from half precision to
+        float32. Delete the masters of parameters that were replaced or cast.
         """
         half_parameters = [
             parameter
@@ -103,8 +103,8 @@ class MasterWeights:
     @torch.no_grad()
     def load(self, masters: Mapping[int, Tensor]) -> None:
         """Load saved master weights. `masters` maps the index of each parameter to its
-        master. If a value in the model differs from its rounded master, the next update
-        starts from the model's value.
+        master. Wherever a value in the model differs from its rounded master, the next
+        update starts from the model's value.
         """
         for index, parameter in enumerate(self.parameters()):
             if index in masters:
@@ -134,7 +134,8 @@ class MasterWeights:
 
     def _swap(self, replacements: Mapping[Tensor, Tensor]) -> None:
         for group in self.inner.param_groups:
-            # Modify the list in place, because an optimizer may hold a reference to it.
+            # Modify the list in place, because the optimizer may have another reference
+            # to the list.
             group["params"][:] = [
                 replacements.get(each, each) for each in group["params"]
             ]
@@ -145,8 +146,8 @@ class MasterWeights:
 
     @contextmanager
     def work_on_masters(self) -> Iterator[None]:
-        """Inside the block, let the inner optimizer change the master weights. Then
-        write the rounded masters into the model.
+        """Inside the block, the inner optimizer works on the master weights. At the end
+        of the block, the rounded masters are written into the model.
         """
         if not self.are_in_place:
             self.copy_model_into_masters()
@@ -173,8 +174,8 @@ class MasterWeights:
             self.masters.update(every_master)
 
     def copy_model_into_masters(self) -> None:
-        """Copy each parameter's value into its master weight wherever the value differs
-        from the rounded master, because other code has changed the parameter.
+        """Wherever a parameter's value differs from its rounded master, other code has
+        changed the parameter. Copy the new value into the master weight.
         """
         if not self.masters:
             return
@@ -190,15 +191,17 @@ class MasterWeights:
         with torch.no_grad():
             for parameter, master in self.masters.items():
                 rounded_master = master.to(parameter.dtype)
-                # Autograd raises an error if a parameter was written to after the
-                # forward pass, even if its value is unchanged.
+                # Do not write an unchanged value, because autograd raises an error if a
+                # parameter was written to after the forward pass. On an accelerator the
+                # value is always written, because the comparison would wait for the
+                # device.
                 if not parameter.is_cpu or not torch.equal(rounded_master, parameter):
                     parameter.copy_(rounded_master)
 
 
 def through(action: Callable[[], None]) -> None:
-    """Run `action`. If it is interrupted by an exception, such as Ctrl-C, run it again
-    before the exception propagates. It must be safe to run `action` twice.
+    """Run `action`. If an exception such as KeyboardInterrupt interrupts it, run it
+    again before the exception propagates. `action` must therefore be safe to run twice.
     """
     try:
         action()

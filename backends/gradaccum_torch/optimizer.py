@@ -2,7 +2,7 @@
 per window of micro-batches.
 
 `Window` counts the micro-batches and closes the window. ``param_groups``, ``state`` and
-``defaults`` are the inner optimizer's own objects, whereas hooks are registered on the
+``defaults`` are the inner optimizer's own objects, but hooks are registered on the
 wrapper.
 """
 
@@ -48,18 +48,19 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     """The optimizer that `gradaccum.wrap` returns. Use it instead of the optimizer that
     you passed to `gradaccum.wrap`.
 
-    A loop of ``loss.backward(); opt.step(); opt.zero_grad()`` need not change;
+    A loop of ``loss.backward(); opt.step(); opt.zero_grad()`` works unchanged, and
     ``zero_grad`` may also come first. In the middle of a window, ``zero_grad`` keeps
     the partial sum, and ``step`` counts the micro-batch. The last ``step`` of a window
     divides and clips the sum, runs the inner optimizer and frees ``.grad``.
 
     Args:
-        inner: the optimizer to run once per window.
+        inner: the optimizer that runs once per window.
         options: the options of `gradaccum.wrap`, with ``accumulate_dtype`` as a torch
             dtype or None.
         workers: the workers that share a window.
-        masters: the existing master weights by parameter index, if `inner` is a copy or
-            was unpickled and has already used master weights.
+        masters: a mapping from parameter indices to existing master weights. It is
+            passed if `inner` is a copied or unpickled optimizer that already used
+            master weights.
     """
 
     def __init__(
@@ -73,8 +74,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         if masters is None:
             for group in inner.param_groups:
                 require_no_gradients(group["params"])
-        # The base class would build its own groups and state. Only the attributes that
-        # store hooks are needed here.
+        # Do not call the constructor of the base class, which would create its own
+        # groups and state. Only the attributes that store hooks are needed here.
         self.__dict__.update(hook_tables())
         self._inner = inner
         self._options = options
@@ -97,10 +98,10 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         Args:
             loss: scalar tensor, shape ``()``. It is not changed.
             weight: the number of items in the micro-batch, >= 0. The default is the
-                weight passed to `weigh`, or 1 if `weigh` was not called. With weight 0,
-                the micro-batch is counted but contributes nothing, not even NaN. No
-                backward pass is then run. If other workers wait for the backward pass,
-                it is run and produces zeros.
+                weight passed to `weigh`, or 1 if `weigh` was not called. A micro-batch
+                with weight 0 is counted, but contributes nothing, not even NaN. Its
+                backward pass does not run, unless other workers wait for this backward
+                pass. In that case the backward pass produces zeros.
             kwargs: the arguments of `torch.Tensor.backward`.
 
         Raises:
@@ -113,12 +114,12 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         self._window.backward(loss, weight, kwargs)
 
     def weigh(self, weight: float) -> None:
-        """Set the weight of the micro-batch that the next ``step`` counts. The backward
-        pass does not have to be run by this optimizer.
+        """Set the weight of the micro-batch that the next ``step`` counts. You need not
+        call this optimizer's ``backward`` for this micro-batch.
 
         With ``reduction="sum_per_item"``, several optimizers can therefore share a
-        single ``loss.backward()`` of a summed loss. Each optimizer divides by its own
-        number of items.
+        single ``loss.backward()`` of a summed loss. Each optimizer then divides by its
+        own number of items.
 
         Args:
             weight: the number of items, >= 0.
@@ -153,9 +154,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             The return value of the closure, or None.
 
         Raises:
-            UsageError: there was no backward pass since the last ``step``; something
-                changed ``.grad``; or a plain ``backward()`` was used although a weight
-                or a loss scale is needed. The window is as it was before the call.
+            UsageError: there was no backward pass since the last ``step``; other code
+                has changed ``.grad``; or a plain ``backward()`` was used although a
+                weight or a loss scale is needed. The window is unchanged.
             ArgumentTypeError: with ``reduction="sum_per_item"``, no weight was passed
                 for the micro-batch.
         """
@@ -184,9 +185,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             else:
                 scaler.prepare_update(window.state, overflow=False)
         except BaseException:
-            # scaler.step deletes these attributes only at its end, so they are still
-            # set if an error was raised. The user may then call step() without the
-            # scaler.
+            # scaler.step deletes these attributes only at its end. Delete them here,
+            # because they would stay if an error was raised, and the user may then call
+            # step() without the scaler.
             vars(self).pop("grad_scale", None)
             vars(self).pop("found_inf", None)
             if not window.state.micro_step:
@@ -197,8 +198,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """True if ``scaler.step`` should call ``step`` at once, without unscaling and
-        without waiting for the device.
+        """True if ``scaler.step`` should call ``step`` directly, without first
+        unscaling the gradients and waiting for the device.
         """
         return self._scaler is not None
 
@@ -207,14 +208,15 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         partial sum.
 
         Raises:
-            UsageError: the call was made between ``backward`` and ``step`` in an open
-                window, when the micro-batch is already part of the sum.
+            UsageError: the call was made in an open window, after ``backward`` and
+                before ``step``, when the micro-batch's gradient is already part of the
+                sum.
         """
         self._window.zero_grad(set_to_none)
 
     @property
     def result(self) -> StepResult:
-        """The result of the last ``step``, ``flush`` or ``discard``, in Python numbers.
+        """The result of the last ``step``, ``flush`` or ``discard``, as Python numbers.
 
         ``result.loss`` is NaN unless the loss of each micro-batch was passed to
         ``opt.backward`` or ``opt.scale``, or returned by a closure. If the losses are
@@ -226,8 +228,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         """Close the open window now, and divide its sum by the weight of the
         micro-batches counted so far. If no window is open, nothing changes.
 
-        With ``module=`` or ``process_group=`` this is collective: this worker takes
-        part in the windows of the other workers until they flush too.
+        With ``module=`` or ``process_group=`` this call is collective: this worker
+        takes part in the other workers' windows until all workers have called
+        ``flush``.
 
         Args:
             denominator: a number > 0, by which the sum is divided instead of the
@@ -236,9 +239,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         Raises:
             ArgumentTypeError, ArgumentValueError: `denominator` is not a number > 0.
             UsageError: a micro-batch is not finished (``backward`` without ``step``);
-                something changed ``.grad``; another worker did not arrive in time; or
-                `denominator` was passed although ``steps`` is not None or several
-                workers share the window.
+                other code has changed ``.grad``; the reduction over the workers failed
+                or timed out; or `denominator` was passed although ``steps`` is not None
+                or several workers share the window.
         """
         self._window.call_listeners_after(partial(self._window.flush, denominator))
 
@@ -249,13 +252,14 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         self._window.discard()
 
     def add_listener(self, listener: Listener) -> Handle:
-        """Call `listener` each time a window has closed, whether its update was applied
-        or skipped. Return a handle with ``remove()``.
+        """Call `listener` each time a window closes, no matter whether its update was
+        applied or skipped. Return a handle with ``remove()``.
 
         The listener is called at the end of the ``step`` or ``flush`` that closed the
         window, or before a ``flush`` closes another window, but not after ``discard``.
-        If the listener raises, the ``step`` or ``flush`` raises the same error at its
-        end. A state dict, pickle or copy contains no listeners.
+        If the listener raises an error, the ``step`` or ``flush`` raises the same error
+        after all its other work is done. State dicts, pickles and copies of the
+        optimizer contain no listeners.
 
         Args:
             listener: a function that takes a `gradaccum.watching.ClosedWindow`.
@@ -278,7 +282,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             function: for example ``lambda: ema.update_parameters(model)``.
 
         Returns:
-            A handle. Its ``remove()`` ends the calls.
+            A handle. Call its ``remove()`` to stop the calls.
 
         Raises:
             ArgumentTypeError: `function` is not callable.
@@ -289,15 +293,16 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         self, loader: Iterable[M], *, carry: bool = False, progress: bool = False
     ) -> Epoch[M]:
         """Iterate over the micro-batches of a loader, and call ``flush`` when the
-        loader ends. A ``break`` or an error leaves the window open.
+        loader ends. If the loop ends early, through a ``break`` or an error, the window
+        stays open.
 
         A `GradAccumWarning` is issued once if micro-batches have unequal sizes and you
         pass no weights.
 
         Args:
             loader: yields the micro-batches.
-            carry: leave the last window open for the next epoch.
-            progress: show a progress bar; needs rich.
+            carry: if True, leave the last window open for the next epoch.
+            progress: if True, show a progress bar. This needs the package rich.
 
         Raises:
             ArgumentTypeError: `loader` is not iterable, or a flag is not a bool.
@@ -307,17 +312,17 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         return epoch(loader, self.flush, carry=carry, progress=progress, see=see)
 
     def updates_in(self, loader: Sized | int, epochs: int = 1) -> int:
-        """Return the number of updates that `epochs` passes of `epoch` over a loader
-        will make from now on. Use this number, for example, as the length of a
-        schedule.
+        """Return the number of updates in the next `epochs` passes over a loader, if
+        each pass is made with `epoch`. You can use this number as the length of a
+        learning-rate schedule.
 
         Args:
             loader: a loader with a length, or its number of micro-batches, an int >= 0.
             epochs: the number of passes, an int >= 0.
 
         Raises:
-            ArgumentTypeError: `loader` has no length; or windows end by weight or by
-                ``flush``.
+            ArgumentTypeError: `loader` has no length; or windows end by weight, or only
+                when you call ``flush``.
             ArgumentValueError: a number is below 0.
         """
         return updates_in(
@@ -336,8 +341,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The inner optimizer. Calling its own ``step`` raises an error as long as the
-        wrapper is alive.
+        """The inner optimizer. Calling its ``step`` directly raises an error for as
+        long as the wrapper exists.
         """
         return self._inner
 
@@ -370,7 +375,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
         Raises:
             UsageError: the caller is `torch.distributed.checkpoint.state_dict`, which
-                would not save the window.
+                would not save the open window.
         """
         if is_called_by_model_state():
             raise checks.model_state_error()
@@ -392,8 +397,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     if not TYPE_CHECKING:  # A type checker should find a misspelt name.
 
         def __getattr__(self, name: str) -> Any:
-            # An attribute whose name begins with an underscore describes one particular
-            # optimizer. The inner optimizer's value would be wrong for the wrapper.
+            # Do not return the inner optimizer's attributes whose names begin with an
+            # underscore. Their values describe the inner optimizer, and would be wrong
+            # for the wrapper.
             if name.startswith("_"):
                 raise AttributeError(name)
             value = getattr(self._inner, name)
@@ -402,8 +408,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             return on_masters(value, masters) if is_method else value
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a parameter group, as `torch.optim.Optimizer.add_param_group` does. A
-        window may be open.
+        """Add a parameter group, as `torch.optim.Optimizer.add_param_group` does. You
+        may call this method in the middle of a window.
 
         Raises:
             ArgumentValueError: several workers share the window, and the group has a
@@ -423,14 +429,15 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             raise
 
     def state_dict(self) -> StateDict:
-        """Return the inner optimizer's ``state_dict`` with the open window under the
-        key ``"gradaccum"``.
+        """Return the inner optimizer's ``state_dict``, with the open window stored
+        under the key ``"gradaccum"``.
 
         As in torch, the tensors are not copied: save or deep-copy them before training
         continues.
 
         Raises:
-            UsageError: a micro-batch is not finished, or something changed ``.grad``.
+            UsageError: a micro-batch is not finished, or other code has changed
+                ``.grad``.
         """
         for hook in hooks_of(self, "state_dict_pre"):
             hook(self)
@@ -493,9 +500,10 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
 
 def on_masters(method: Callable[..., Any], masters: MasterWeights) -> Any:
-    """Return a function that calls `method` of the inner optimizer on the float32
-    master weights, and then writes the rounded masters into the model. This is needed,
-    for example, for schedulefree's ``eval`` and ``train``, which change the weights.
+    """Return a function that calls the inner optimizer's `method` with the float32
+    master weights in its groups, and then writes the rounded masters into the model.
+    schedulefree's ``eval`` and ``train``, for example, need this because they change
+    the weights.
     """
     if not masters.masters:
         return method
@@ -509,8 +517,8 @@ def on_masters(method: Callable[..., Any], masters: MasterWeights) -> Any:
 
 
 def require_no_gradients(parameters: Iterable[Tensor]) -> None:
-    """Raise if any of `parameters` has a nonzero ``.grad``, because it would become
-    part of the next update.
+    """Raise if any of `parameters` has a nonzero ``.grad``, because this gradient would
+    become part of the next update.
     """
     for parameter in parameters:
         if parameter.grad is not None and not is_zero(parameter.grad):

@@ -1,25 +1,26 @@
 """Saving and loading, even while a window is open. A resumed run gives the same bits as
 a run without interruption.
 
-The ``state_dict`` contains an entry of the wrapped optimizer next to the inner
-optimizer's entries. torch ignores this entry when an optimizer that is not wrapped
-loads the state. It contains only plain numbers, lists and tensors, so that
-``torch.load(weights_only=True)`` reads it:
+The ``state_dict`` contains the inner optimizer's entries and one entry of the wrapped
+optimizer. torch ignores the wrapped optimizer's entry when an optimizer that is not
+wrapped loads the state. This entry contains only plain numbers, lists and tensors, so
+that ``torch.load(weights_only=True)`` can read it:
 
 - ``format``: `gradaccum.kit.FORMAT`, the version of this format;
 - the seven fields of `gradaccum.kit.State`, and ``grad_norm``;
-- ``terms``: the options that an open window depends on, which are the fields of
-  `gradaccum.kit.Terms` as a mapping (if a window ends by weight, ``steps`` is the
-  negative of that weight);
-- ``worker``: the rank that saved the entry and the number of workers, because each
-  worker's sum is only a part of the sum of all workers;
+- ``terms``: the options that an open window depends on. They are the fields of
+  `gradaccum.kit.Terms`, as a mapping. If a window ends by weight, ``steps`` is the
+  negative of that weight;
+- ``worker``: the rank that saved the entry, and the number of workers. They are saved
+  because each worker's sum is only a part of the sum over all workers;
 - ``parameters``: the shape and dtype of each parameter, so that the state of a
   different model is detected;
-- ``sums``: the partial sums by the index of their parameter, empty unless a window is
-  open;
+- ``sums``: the open window's partial sums by the index of their parameter; it is empty
+  if no window is open;
 - ``loss`` and ``window_loss``: the sum of the open window's losses, and the loss of the
   last closed window;
-- ``masters``: the float32 master of each half-precision parameter by its index.
+- ``masters``: the float32 master weight of each half-precision parameter, by the index
+  of the parameter.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from gradaccum_torch.torch_private.names import is_sharded
 from gradaccum_torch.window import Window
 
 StateDict = dict[str, Any]
-"""A saved state in torch's format: ``"state"`` by the index of a parameter,
-``"param_groups"``, and the entries that an optimizer adds to them.
+"""A saved state in torch's format. It contains ``"state"`` (by the index of the
+parameter), ``"param_groups"``, and any other entries that an optimizer adds.
 """
 Entry = dict[str, Any]
 """The wrapped optimizer's own part of a ``state_dict``, which is stored under `KEY`."""
@@ -61,8 +62,8 @@ def save(window: Window) -> StateDict:
 
 def entry_of(window: Window) -> Entry:
     state = window.current_state()
-    # Do not call the user's schedule of window sizes if no window is open, because it
-    # may be defined only for the updates of the training run.
+    # If no window is open, do not call the user's function for the window sizes,
+    # because it may be undefined after the last update of the training run.
     size = window.size if state.micro_step else None
     terms = kit.terms_of(window.options._replace(steps=size), state.optimizer_step)
     masters = window.masters.by_index()
@@ -104,11 +105,12 @@ def load(window: Window, state_dict: StateDict) -> None:
         state = resumed_state(entry, window)
     has_dynamic_scale = bool(entry) and entry["terms"]["scale"] == "dynamic"
     if window.scaler is not None and not (state.micro_step or has_dynamic_scale):
-        # The scaler belongs to the user, who may have loaded it from its own file.
+        # Keep the scaler's current scale, because the user may have restored the scaler
+        # separately.
         state = window.scaler.with_scale(state)
     bare_state = {name: value for name, value in state_dict.items() if name != KEY}
-    # torch casts the tensors that it loads to the dtype of the parameters in the
-    # groups.
+    # Put the master weights into the groups first, because torch casts the tensors that
+    # it loads to the dtype of the parameters in the groups.
     with window.masters.in_place():
         window.masters.inner.load_state_dict(bare_state)
     window.masters.load(entry.get("masters", {}))
@@ -121,12 +123,13 @@ def state_in(entry: Entry) -> State:
 
 def resumed_state(entry: Entry, window: Window) -> State:
     """Return the counts and the loss scale to resume with. Raise if the saved entry has
-    an open window that has different options or belongs to another worker.
+    an open window, and this window has different options or belongs to another worker.
     """
     state = state_in(entry)
     place = window.workers.place
     saved_place = entry.get("worker")
-    # The sum of an open window is only a part of the sum of all workers.
+    # An open window's sum on one worker is only a part of the sum over all workers, so
+    # each worker must load its own state.
     if state.micro_step and saved_place and tuple(saved_place) != place:
         raise checkpoint_error(
             "worker",
@@ -141,7 +144,8 @@ def resumed_state(entry: Entry, window: Window) -> State:
 
 def encode_size(steps: Any) -> int | None:
     """Return a window's size as a single number for a checkpoint. A number of
-    micro-batches stays as it is. A weight at which the window ends is negated.
+    micro-batches is returned unchanged. If the window ends by weight, the negative of
+    that weight is returned.
     """
     size: Any = kit.code_of(steps) if isinstance(steps, UntilWeight) else steps
     return None if size is None else int(size)
@@ -169,10 +173,10 @@ def checkpoint_error(
 
 
 def require_same_model(entry: Entry, window: Window) -> None:
-    """Raise unless the saved entry fits the window's parameters, the dtypes of its
-    gradient sums, and its master weights.
+    """Raise unless the saved entry matches the window's parameters, the dtypes of the
+    window's gradient sums, and its master weights.
     """
-    # Ignore the parameters' names, which only some checkpoints contain.
+    # Do not compare the parameters' names, because only some checkpoints contain them.
     for parameter, saved_parameter in zip_longest(
         describe(window.masters), entry["parameters"], fillvalue=list[Any]()
     ):
@@ -194,9 +198,9 @@ def require_same_model(entry: Entry, window: Window) -> None:
         )
 
 
-# At the end of a window the sums of all workers are added up, so it does not matter how
-# their total is split among the workers that resume. Here the first worker gets the
-# whole total.
+# At the end of a window, the sums of all workers are added up. Therefore it does not
+# matter how this total is split among the workers that resume, and here the first
+# worker simply gets all of it.
 
 
 def redistributed(state_dicts: Sequence[StateDict], workers: int) -> list[StateDict]:
@@ -205,8 +209,9 @@ def redistributed(state_dicts: Sequence[StateDict], workers: int) -> list[StateD
     copied.
 
     The first worker gets the total of all workers' gradient sums, in their dtype, and
-    the total weight. On all other workers, the open window's sum is empty. All workers
-    get the highest micro-batch count of any worker, so that their windows end together.
+    the total weight. The other workers start with an empty sum. All workers get the
+    highest micro-batch count that any worker has saved, so that their windows end
+    together.
 
     Each worker loads its own state dict:
     ``opt.load_state_dict(gradaccum_torch.redistributed(state_dicts,
@@ -218,8 +223,8 @@ def redistributed(state_dicts: Sequence[StateDict], workers: int) -> list[StateD
         workers: the number of workers that resume, >= 1.
 
     Raises:
-        CheckpointError: the states were not saved at the same moment, or are not the
-            states of all ranks; or the sums are sharded.
+        CheckpointError: the states were not saved at the same moment; the state of a
+            rank is missing; or the sums are sharded.
     """
     entries = [state_dict[KEY] for state_dict in state_dicts]
     for entry in entries:
@@ -233,8 +238,8 @@ def redistributed(state_dicts: Sequence[StateDict], workers: int) -> list[StateD
                 " reshards the state.",
             )
     states = kit.redistributed([state_in(entry) for entry in entries], workers)
-    # Prefer the settings of an open window, because the size of an empty window is not
-    # saved.
+    # Use the settings of an open window if there is one, because the size of an empty
+    # window is not saved.
     open_entries = [entry for entry in entries if entry["micro_step"]]
     terms = (open_entries or entries)[0]["terms"]
     if open_entries:

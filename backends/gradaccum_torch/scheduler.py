@@ -1,9 +1,10 @@
 """A wrapper for learning-rate schedulers: you call ``scheduler.step()`` after every
 micro-batch, and the scheduler steps once per update.
 
-If a ``flush()`` closes several windows, the wrapper steps the scheduler between them. A
-timm scheduler receives the number of updates through its ``step_update``. Its ``step``,
-which takes an epoch, is not changed.
+If a ``flush()`` closes several windows, the wrapper also steps the scheduler between
+these windows. A timm scheduler receives the number of updates through its
+``step_update``. The scheduler's ``step`` method, whose argument is an epoch, is not
+changed.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ _REPLAYED = (
 
 
 def is_scheduler(candidate: object) -> bool:
-    """True if `candidate` is one of torch's schedulers, or if it has an ``optimizer``
-    and a ``step`` but is not itself an optimizer.
+    """True if `candidate` is one of torch's schedulers, or any object that has an
+    ``optimizer`` and a ``step`` method but is not itself an optimizer.
     """
     if isinstance(candidate, torch.optim.lr_scheduler.LRScheduler):
         return True
@@ -66,7 +67,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
     """
     _has_loaded: bool
     """Whether the scheduler has loaded a state and has not stepped since then. If the
-    optimizer then loads its state, the two states belong together.
+    optimizer's state is loaded next, the two states belong together.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -90,9 +91,9 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         updates = self._optimizer_updates()
         window = self._scheduler.optimizer._window
         if hasattr(self._scheduler, "step_update") or updates > self._updates:
-            # torch warns if the scheduler steps before the optimizer. After a
-            # checkpoint was loaded, the optimizer's earlier steps may have been made in
-            # another process.
+            # torch warns if a scheduler steps before its optimizer. Prevent this
+            # warning, because after loading a checkpoint, the optimizer's earlier steps
+            # may have been made in another process.
             note_step_called(self._scheduler.optimizer)
             self._scheduler.step(*args, **kwargs)
             window.changed_rate_warning.allow_change()
@@ -102,7 +103,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         self._has_loaded = False
 
     def follow(self) -> None:
-        """Call `step`, unless the scheduler's ``step`` needs an argument, such as a
+        """Step the scheduler, unless its ``step`` method needs an argument, such as a
         loss.
         """
         if hasattr(self._scheduler, "step_update"):
@@ -115,8 +116,9 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
             self.step()
 
     def optimizer_loaded(self) -> None:
-        """Do not step for updates that were made before the optimizer's state was
-        saved, unless the scheduler has loaded a state too.
+        """Called after the optimizer has loaded a state. The scheduler does not step
+        for updates that were made before that state was saved, unless the scheduler has
+        loaded a state too.
         """
         if not self._has_loaded:
             self._updates = self._optimizer_updates()
@@ -124,7 +126,9 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
     def _step_update(
         self, num_updates: int | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """Call the scheduler's ``step_update`` with the number of applied updates."""
+        """Call the scheduler's ``step_update`` with the number of applied updates, if
+        there has been an update.
+        """
         updates = self._optimizer_updates()
         self._scheduler.optimizer._window.changed_rate_warning.allow_change()
         if updates:
@@ -144,8 +148,8 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         return {**self._scheduler.state_dict(), _STEPPED_AT: self._updates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a saved state. If it comes from a scheduler that is not wrapped, the
-        scheduler is assumed to have stepped for every update so far.
+        """Restore a saved state. If the state comes from a scheduler that was not
+        wrapped, assume that this scheduler has stepped for every update so far.
         """
         state_dict = dict(state_dict)
         self._updates = state_dict.pop(_STEPPED_AT, self._optimizer_updates())

@@ -1,4 +1,4 @@
-"""Runs the inner optimizer once per window, and rejects direct calls of its step."""
+"""Runs the inner optimizer once per window, and rejects direct calls to its step."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from gradaccum_torch.gradient_sum import Gradients
 from gradaccum_torch.master_weights import MasterWeights, through
 
 Hooks = OrderedDict[int, Callable[..., Any]]
-"""The hooks of an optimizer, each under the id that torch has given it."""
+"""The hooks of an optimizer, by the id that torch has assigned to each hook."""
 
 
 class Update:
     """Runs the inner optimizer of one wrapped optimizer, once per window."""
 
     def __init__(self, wrapper: torch.optim.Optimizer, masters: MasterWeights) -> None:
-        # Keep a weak reference, because the wrapper owns this object.
+        # Use a weak reference, because the wrapper refers to this object.
         self.wrapper = weakref.ref(wrapper)
         self.masters = masters
         self.is_running = False
         self.is_broken = False
-        """Whether an exception has interrupted an update or an addition to the sum. The
-        update or the sum may then be incomplete.
+        """Whether an exception has interrupted an update, or an addition to the
+        gradient sum. If so, the update or the sum may be incomplete.
         """
         self.is_made = False
-        """Whether the inner optimizer has made the update, even if a later hook raised
-        an error.
+        """Whether the inner optimizer has made the update. This is True even if a hook
+        raised an error after the update.
         """
         self.updated_parameters: list[Tensor] = []
         """The parameters that had a gradient in the last update."""
@@ -82,15 +82,16 @@ class Update:
             target = self.masters.worked_on(parameter)
             dtype = gradient_dtype(target)
             if total.requires_grad and divisor != 1:
-                # An optimizer that differentiates this gradient again will then raise
-                # an error. This is intended, because the graph belongs to the undivided
-                # sum.
+                # If an optimizer differentiates this gradient again, it will raise an
+                # error. This is intended, because the graph belongs to the sum before
+                # its division.
                 total = total.detach()
                 sums[parameter] = total
             if total.dtype == dtype:
                 same_dtype.append(total)
             else:
-                # Cast the sums one by one, so that each sum is freed after its cast.
+                # Divide and cast the sums one by one, so that each sum is freed as soon
+                # as it has been cast.
                 sums[parameter] = narrowed(total, divisor, dtype)
         divide(same_dtype, divisor)
         for parameter, total in sums.items():
@@ -99,15 +100,16 @@ class Update:
 
 def hooks_of(wrapper: torch.optim.Optimizer, kind: str) -> list[Callable[..., Any]]:
     """Return the hooks of one `kind`, such as ``"step_pre"``, that were registered on a
-    wrapped optimizer. Lightning's proxy of an optimizer has no hooks.
+    wrapped optimizer. The proxy with which Lightning replaces an optimizer has no
+    hooks.
     """
     hooks: Hooks = vars(wrapper).get(f"_optimizer_{kind}_hooks", OrderedDict())
     return list(hooks.values())
 
 
 def hook_tables() -> dict[str, Hooks]:
-    """Return the attributes in which a torch optimizer stores its hooks, by name, with
-    the empty values that they have in a new optimizer.
+    """Return the attributes in which a new torch optimizer stores its hooks, as a
+    mapping from their names to their empty tables.
     """
     optimizer = torch.optim.SGD([torch.empty(0, device="cpu")])
     return {
@@ -149,7 +151,7 @@ def guard(update: Update, inner: torch.optim.Optimizer) -> None:
 
 
 def require_unwrapped(inner: torch.optim.Optimizer) -> None:
-    """Raise if `inner` already has a wrapper that is still alive."""
+    """Raise if `inner` already has a wrapper, and this wrapper is still alive."""
     reference = UPDATES.get(inner)
     if reference is None or reference() is None:
         return

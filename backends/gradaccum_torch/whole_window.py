@@ -1,5 +1,5 @@
-"""The interface for calls such as `gradaccum_torch.backward`, which process all
-micro-batches of a window and then close the window.
+"""The interface for functions such as `gradaccum_torch.backward`, which process all
+micro-batches of a window and then close the window in a single call.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from gradaccum_torch.window import Window
 
 
 class WholeWindow:
-    """A window whose micro-batches are all processed by one call, inside a ``with``
-    block.
+    """A context manager for a window whose micro-batches are all processed inside one
+    ``with`` block.
 
-    If the block raises, the window is discarded, and every ``.grad`` is restored.
+    If the block raises an error, the window is discarded, and every ``.grad`` is
+    restored.
     """
 
     def __init__(self, window: Window) -> None:
@@ -33,7 +34,9 @@ class WholeWindow:
         self.options = window.options
         self._gradients_before: dict[Tensor, Tensor] = {}
         self._updated_parts: list[int] = []
-        """The layers that were already updated. Their updates cannot be undone."""
+        """The indices of the layers that were already updated. Their updates cannot be
+        undone.
+        """
 
     def __enter__(self) -> WholeWindow:
         self._window.update.require_usable()
@@ -48,8 +51,9 @@ class WholeWindow:
             for parameter in self._parameters()
             if parameter.grad is not None
         }
-        # Zeros are allowed: zero_grad(set_to_none=False) leaves them, and autograd adds
-        # to them. Any other value would become part of the window's sum.
+        # Allow zeros, which are left by zero_grad(set_to_none=False). Autograd adds to
+        # the values in ``.grad``, so any other value would become part of the window's
+        # sum.
         if not all(map(is_zero, self._gradients_before.values())):
             raise UsageError(
                 ".grad: expected no gradients before the call, because the window"
@@ -117,7 +121,7 @@ class WholeWindow:
         return self._window.masters.parameters()
 
     def begin_weightless(self) -> None:
-        """Prepare for a backward pass whose micro-batches were already counted. The
+        """Prepare for a backward pass whose micro-batches were already counted. This
         pass adds no weight, and its gradients are not multiplied by the loss scale
         again.
         """
@@ -145,8 +149,8 @@ class WholeWindow:
         self._window.watch.reset()
 
     def update_part(self, number: int, belongs: Callable[[Tensor], bool]) -> None:
-        """Update the parameters for which `belongs` is true, and free their gradients.
-        The window stays open for the other parameters.
+        """Update the parameters for which ``belongs(parameter)`` is true, and free
+        their gradients. For all other parameters the window stays open.
 
         - `number`: the index of the layer, for error messages.
         """
@@ -164,9 +168,7 @@ class WholeWindow:
             )
 
     def _group_numbers(self) -> list[object]:
-        """Return the numbers that the parameter groups contain, such as a count of
-        steps.
-        """
+        """Return the numbers in the parameter groups, such as a step counter."""
         return [
             (name, rate_mark(value))
             for group in self._window.masters.inner.param_groups

@@ -1,9 +1,9 @@
 """A callback for Lightning's ``Trainer``. It closes the last window of each epoch, and
-rejects settings that would clip, accumulate or step a scheduler for each micro-batch.
+rejects settings that would clip, accumulate or step a scheduler in each micro-batch.
 
 Without this callback, Lightning clips the gradient and steps a scheduler after each
 micro-batch, and ends an epoch in the middle of a window. With ``separate_sums=True``,
-nothing else detects the clipping.
+no other check detects the clipping.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
     callback.
 
     Raises:
-        UsageError: the ``Trainer`` would clip, accumulate or step a scheduler for each
+        UsageError: the ``Trainer`` would clip, accumulate or step a scheduler in each
             micro-batch, or no optimizer is wrapped. The error is raised when training
-            begins, or at the batch at which such a setting changes.
+            begins, or at the first batch after such a setting has changed.
     """
 
     def __init__(self) -> None:
@@ -46,14 +46,15 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Keep the optimizers' states until training starts, because Lightning clears
-        the model's gradients after it has loaded these states.
+        """Keep the optimizers' states until training starts, when they are loaded
+        again. This is necessary because Lightning clears the model's gradients after it
+        has loaded the states.
         """
         self._saved_states[:] = checkpoint.get("optimizer_states", ())
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reject settings that would make every window wrong, and restore the gradient
-        sum of a window that was open in the checkpoint.
+        """Reject settings with which every window would be wrong. If the checkpoint
+        contains an open window, restore the window's gradient sum.
         """
         saved_states = list(self._saved_states)
         self._saved_states.clear()
@@ -81,7 +82,7 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
         batch_idx: int,
     ) -> None:
         """Reject gradient clipping and accumulation by the ``Trainer``. Both settings
-        are checked at each batch, because a ``GradientAccumulationScheduler`` may
+        are checked for every batch, because a ``GradientAccumulationScheduler`` may
         enable accumulation between two epochs.
         """
         self._has_delivered = False

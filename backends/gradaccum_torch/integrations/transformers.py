@@ -24,11 +24,11 @@ from gradaccum_torch.backend import wrap
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 
 Trainer = Any
-"""A `transformers.Trainer`. Its type is not imported, because mypy runs without that
-package.
+"""A `transformers.Trainer`. Its type is not imported, because mypy runs without the
+transformers package.
 """
 Argument = Any
-"""An argument that the Trainer passes to its callbacks or to its own methods."""
+"""Any argument that the Trainer passes to its callbacks or to its own methods."""
 
 
 class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
@@ -51,9 +51,9 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
             begun.
 
     Raises:
-        UsageError: in ``trainer.train()``, if the divisor of a TRL loss is not known,
-            or if a subclass of the Trainer calls ``loss.backward()`` itself on a loss
-            that has a weight.
+        UsageError: raised in ``trainer.train()`` if it is not known by which number TRL
+            divides the loss, or if a subclass of the Trainer calls ``loss.backward()``
+            itself although the micro-batch has a weight.
     """
 
     optimizer: AccumulatingOptimizer
@@ -62,8 +62,8 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self._trainer = trainer
         self._replacements = ExitStack()
         self._grad_norm = torch.zeros(())
-        """The gradient norm of the window. The Trainer fetches this tensor before the
-        update, and reads its value after the update.
+        """The gradient norm of the window. The Trainer gets this tensor before the
+        update, but reads the tensor's value only after the update.
         """
 
     def on_train_begin(
@@ -78,8 +78,8 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self.optimizer = wrap(
             trainer.optimizer.optimizer,
             None,
-            # The Trainer logs the norm, but the norm is computed only if clip_norm is
-            # set.
+            # Always set clip_norm, because the Trainer logs the norm, and without
+            # clip_norm the norm is not computed.
             clip_norm=args.max_grad_norm or sys.float_info.max,
             loss_scale=accelerator.scaler,
             module=module if is_parallel else None,
@@ -88,7 +88,8 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self._replace(trainer.optimizer, "scaler", None)
         self._replace(accelerator, "backward", self.optimizer.backward)
         self._replace(accelerator, "clip_grad_norm_", lambda *_: self._grad_norm)
-        # Each process counts only its own items, because the window adds up the counts.
+        # Let each process count only its own items, because the window adds up the
+        # counts of all processes.
         self._replace(args, "average_tokens_across_devices", False)
         training_step = partial(self._training_step, trainer.training_step)
         self._replace(trainer, "training_step", training_step)
@@ -109,7 +110,8 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self.optimizer.flush()
         result = self.optimizer.result
         self._grad_norm.fill_(result.grad_norm)
-        # The Trainer does not step its scheduler after a skipped update.
+        # With this flag, the Trainer does not step its scheduler after a skipped
+        # update.
         self._trainer.optimizer._is_overflow = result.skipped
         if math.isfinite(result.loss):
             self._trainer._tr_loss += result.loss
@@ -142,7 +144,7 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
 
     def _prepare_inputs(self, prepare_inputs: Argument, inputs: Argument) -> Any:
         """Set the micro-batch's weight to the number of tokens by which TRL divides the
-        loss, even if these are the tokens of a larger batch.
+        loss, even if TRL has counted these tokens over a larger batch.
         """
         prepared = prepare_inputs(inputs)
         if isinstance(prepared, Mapping) and self._trainer.model.training:
@@ -167,8 +169,8 @@ def batch_size(inputs: Mapping[str, Any]) -> float:
 
 _BY_TOKENS = {"dapo", "cispo", "vespo"}
 _MEANS = {"grpo", "bnpo", "dr_grpo", "sapo", "luspo"}
-"""The names of the TRL losses that are means over a micro-batch. With such a loss, a
-micro-batch is not weighted by its number of tokens. The losses in `_BY_TOKENS` are sums
+"""The names of the TRL losses that are means over a micro-batch. With such a loss, the
+weight of a micro-batch is not its number of tokens. The losses in `_BY_TOKENS` are sums
 divided by ``num_items_in_batch``.
 """
 
@@ -178,7 +180,7 @@ def divides_by_tokens(trainer: Trainer) -> bool:
     of tokens that TRL adds to the inputs.
 
     Raises:
-        UsageError: the divisor of the loss is not known.
+        UsageError: it is not known by which number TRL divides the loss.
     """
     kind = getattr(trainer, "loss_type", None)
     if kind in _MEANS:

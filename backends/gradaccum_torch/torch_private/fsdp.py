@@ -1,7 +1,8 @@
 """The private names of torch's FSDP2.
 
-`fully_shard` puts the parameters of a module into a group, and FSDP2 gathers and
-reduces the parameters of a group together. Here such a group is called a `Unit`.
+`fully_shard` puts the parameters of a module into a group. FSDP2 gathers the parameters
+of a group together, and reduces their gradients together. Here such a group is called a
+`Unit`.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import torch
 from torch import Tensor, nn
 
 Private = Any
-"""An object of torch whose type is not public."""
+"""A torch object whose type is not public."""
 
 
 class Unit:
-    """A group of parameters that FSDP2 gathers and reduces together."""
+    """A group of parameters that FSDP2 gathers together. Their gradients are also
+    reduced together.
+    """
 
     def __init__(self, group: Private, modules: list[Any]) -> None:
         self.group = group
@@ -35,7 +38,7 @@ class Unit:
 
     @property
     def divisor(self) -> float:
-        """The number by which FSDP2 divides the sums of the workers' gradients. This is
+        """The number by which FSDP2 divides the sum of the workers' gradients. It is
         the number of workers, unless the user has called
         ``set_gradient_divide_factor``.
         """
@@ -47,8 +50,9 @@ class Unit:
         parameter = self.group.fsdp_params[0]
         policy = parameter.mp_policy
         dtype: torch.dtype = parameter.sharded_param.dtype
-        # If a policy has no reduce_dtype, torch before 2.15 adds up gradients in the
-        # dtype of the computation. Later versions use the parameter's dtype.
+        # If a policy has no reduce_dtype, versions of torch before 2.15 add up
+        # gradients in the dtype of the computation. Later versions add them up in the
+        # parameter's dtype.
         if has_separate_sum(parameter):
             dtype = policy.param_dtype or dtype
         return policy.reduce_dtype or dtype
@@ -64,8 +68,9 @@ class Unit:
         ]
 
     def has_unreduced(self) -> bool:
-        """True if FSDP2 keeps gradients that it has not reduced yet."""
-        # On a two-dimensional mesh, gradients may be reduced over one dimension only.
+        """True if there are gradients that FSDP2 has not reduced yet."""
+        # On a two-dimensional mesh, gradients may have been reduced over only one
+        # dimension.
         has_part = getattr(self.group, "_partial_reduce_output", None) is not None
         return has_part or any(map(has_gradient, self.group.fsdp_params))
 
@@ -77,7 +82,7 @@ class Unit:
 
     def fill(self, parameter: Private) -> None:
         """Set the unreduced gradient of `parameter` to zeros, because another worker
-        has a gradient for it and this worker does not.
+        has a gradient for this parameter and this worker does not.
         """
         zeros = torch.zeros_like(parameter._unsharded_param, dtype=self.sum_dtype)
         if has_separate_sum(parameter):
@@ -97,7 +102,7 @@ class Unit:
 
 
 def has_gradient(parameter: Private) -> bool:
-    """True if FSDP2 keeps a gradient of `parameter` that it has not reduced yet."""
+    """True if there is a gradient of `parameter` that FSDP2 has not reduced yet."""
     gathered_parameter = getattr(parameter, "_unsharded_param", None)
     if gathered_parameter is not None and gathered_parameter.grad is not None:
         return True
@@ -114,8 +119,8 @@ def drop(parameter: Private) -> None:
 
 
 def has_separate_sum(parameter: Private) -> bool:
-    """True if FSDP2 keeps unreduced gradients in a separate attribute. From torch 2.15
-    on it keeps them in the ``.grad`` of the unsharded parameter.
+    """True if FSDP2 stores unreduced gradients in a separate attribute. Since torch
+    2.15 it stores them in the ``.grad`` of the unsharded parameter instead.
     """
     return "unsharded_accumulated_grad" in vars(parameter)
 
@@ -166,8 +171,9 @@ def reduce(units: Sequence[Unit]) -> None:
     """Reduce the unreduced gradients of `units` into ``.grad``, as FSDP2 does for a
     module that a backward pass did not reach.
 
-    The function calls ``post_backward``, because otherwise only the last backward pass
-    could reduce the gradients, and it is not known which pass is the last.
+    This function calls ``post_backward`` itself. Otherwise FSDP2 could reduce the
+    gradients only during the last backward pass, and it is not known which pass is the
+    last.
     """
     roots: dict[int, Private] = {}
     for unit in reversed(units):
@@ -186,7 +192,7 @@ def end_pass(root: Private) -> None:
     context = root._state_ctx
     was_last_backward = context.is_last_backward
     context.is_last_backward = True
-    # From torch 2.15 on, this attribute is None unless a backward pass is to be
+    # Since torch 2.15, this attribute is None unless a backward pass must still be
     # finalized.
     if hasattr(context, "manual_backward_finalization_active"):
         context.manual_backward_finalization_active = False

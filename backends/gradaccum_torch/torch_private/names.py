@@ -1,8 +1,8 @@
 """The private names of torch that this package uses. FSDP2's private names are in
 `fsdp`.
 
-Three names that torch looks up on the wrapped optimizer are used in other files:
-``_step_supports_amp_scaling``, ``grad_scale`` and ``found_inf``.
+Three more private names are used in other files, because torch reads them from the
+wrapped optimizer: ``_step_supports_amp_scaling``, ``grad_scale`` and ``found_inf``.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 Node = Any
-"""A node of autograd's graph. torch has no common type for these nodes."""
+"""A node of autograd's graph. torch has no common type for all nodes."""
 
 version: Callable[[Tensor], int] = attrgetter("_version")
-"""Returns how often a tensor was written to in place. Only this number shows that other
-code has changed ``.grad``.
+"""Returns how often a tensor has been modified in place. Only this number shows whether
+other code has modified ``.grad``.
 """
 flattened: Callable[[Sequence[Tensor]], Tensor] = _flatten_dense_tensors
 """Copies several dense tensors of one dtype into one flat tensor."""
 unflattened: Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor]] = (
     _unflatten_dense_tensors
 )
-"""Returns the parts of a flat tensor, in the shapes of the second argument."""
+"""Splits a flat tensor into parts that have the shapes of the tensors in the second
+argument.
+"""
 
 
 def buffers_of(module: torch.nn.Module) -> dict[str, Any]:
@@ -44,8 +46,8 @@ def buffers_of(module: torch.nn.Module) -> dict[str, Any]:
 
 def call_at_the_end_of_backward(function: Callable[[], None]) -> bool:
     """Make autograd call `function` at the end of the running backward pass, unless the
-    pass raises. Return False if autograd's engine is not running and would never call
-    `function`.
+    pass raises an error. Return False if autograd's engine is not running, because it
+    would then never call `function`.
 
     The engine is not running when FSDP2 calls hooks after the pass, or in a compiled
     backward pass.
@@ -76,14 +78,12 @@ class Division(NamedTuple):
     terms: int
     """How many terms were added up to form the dividend."""
     of_sums: bool
-    """Whether each term is itself the result of a sum. The division may then compute a
-    mean.
-    """
+    """Whether each term is itself a sum. If so, the division may compute a mean."""
 
 
 def last_division(loss: Tensor) -> Division | None:
-    """Return the last operation that computed `loss` if it is a division by a number,
-    otherwise None.
+    """Return the division if the last operation that computed `loss` was a division by
+    a number. Otherwise return None.
     """
     node: Node = loss.grad_fn
     divisor = None if node is None else _divisor_of(node)
@@ -110,14 +110,14 @@ def _divisor_of(node: Node) -> float | None:
     number = float(other)
     if kind == "Div":
         return number
-    # Ignore a factor of 1/2. Many losses contain it, and it hardly ever comes from a
-    # loop that accumulates gradients.
+    # Ignore a factor of 1/2. It is part of many losses, and rarely comes from a loop
+    # that accumulates gradients.
     return 1 / number if number not in (0.0, 0.5) else None
 
 
 def _terms_of(node: Node) -> list[Node]:
-    """Return the graph nodes that computed the terms of a sum. The search stops after
-    about 100 terms.
+    """Return the graph nodes that computed the terms of the sum at `node`. The search
+    stops after about 100 terms.
     """
     terms = list[Node]()
     nodes = [node]
@@ -142,42 +142,44 @@ def _kind_of(node: Node) -> str:
 
 
 def owns_memory(gradient: Tensor) -> bool:
-    """True if `gradient` has its own memory, into which no other code can write.
+    """True if `gradient` has its own memory, to which no other code can write.
 
     Autograd does not copy the gradient of the first backward pass, so this gradient may
-    share its memory, for example with a CUDA graph, which writes into the same memory
-    in each replay.
+    share memory with other tensors. For example, a CUDA graph writes its gradients to
+    the same memory in every replay.
     """
     if gradient.is_cuda and "torch._inductor.cudagraph_trees" in sys.modules:
-        # While a CUDA graph is recorded, its memory cannot be distinguished from other
-        # memory.
+        # While a CUDA graph is being captured, its memory cannot be distinguished from
+        # other memory.
         return False
     if type(gradient) is not Tensor:
-        # The gradients that FSDP2 shards are parts of one tensor, into which no other
-        # code writes.
+        # The gradients that FSDP2 shards are parts of one large tensor, to which no
+        # other code writes.
         return not is_sharded(gradient) or local(gradient).untyped_storage().resizable()
     if gradient.is_sparse:
         return False
     storage = gradient.untyped_storage()
-    # The variables `gradient` and `storage` account for two of the users.
+    # The variables `gradient` and `storage` account for two uses of the storage.
     users = torch._C._storage_Use_Count(storage._cdata)
     return users <= 2 and storage.resizable()
 
 
 def keep_own(leaf: Tensor) -> None:
-    """Copy the ``.grad`` of `leaf` if other code may write into its memory."""
+    """Replace the ``.grad`` of `leaf` with a copy if other code may write to its
+    memory.
+    """
     if leaf.grad is not None and not owns_memory(leaf.grad):
         leaf.grad = leaf.grad.clone()
 
 
 class Versions:
-    """Records how often each of `tensors` has been written to in place."""
+    """Records how often each of `tensors` has been modified in place."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._noted_versions = [(tensor, version(tensor)) for tensor in tensors]
 
     def moved(self) -> bool:
-        """True if a tensor has been written to since this object was created."""
+        """True if a tensor has been modified since this object was created."""
         return any(
             version(tensor) != noted_version
             for tensor, noted_version in self._noted_versions
@@ -203,8 +205,8 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this process's part of a `DTensor`, without a graph. Any other tensor is
-    returned as it is.
+    """Return the part of a `DTensor` that this process stores, without a graph. Any
+    other tensor is returned unchanged.
     """
     if not is_sharded(tensor):
         return tensor
@@ -231,8 +233,8 @@ def untraced(function: Callable[..., object]) -> None:
     """Prevent Dynamo from compiling `function` and, from torch 2.8 on, everything that
     it calls.
 
-    `torch.compiler.disable` does the same, but imports the whole compiler and adds a
-    frame to every call.
+    `torch.compiler.disable` does the same, but it imports the whole compiler and adds a
+    stack frame to every call.
     """
     frames = _frames()
     if hasattr(frames, "_FrameExecStrategy"):
@@ -244,9 +246,9 @@ def untraced(function: Callable[..., object]) -> None:
 
 
 def untraced_within(function: _F) -> _F:
-    """Return a function that does the same as `function`, but neither it nor anything
-    that it calls is compiled by Dynamo. Before torch 2.8, `untraced` does not cover the
-    functions that are called.
+    """Return a function that does the same as `function`, but Dynamo compiles neither
+    this function nor anything that it calls. This is needed because, before torch 2.8,
+    `untraced` does not apply to the functions that `function` calls.
     """
     if hasattr(_frames(), "_FrameExecStrategy"):
         untraced(function)
@@ -263,7 +265,7 @@ def untraced_within(function: _F) -> _F:
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return the parameters of all groups, in their order."""
+    """Return the parameters of all groups, in order."""
     parameters: list[Tensor] = []
     for group in optimizer.param_groups:
         parameters += group["params"]
@@ -279,9 +281,10 @@ def note_step_called(optimizer: torch.optim.Optimizer) -> None:
 
 
 def unscaling_caller(frames: int) -> Mapping[str, Any] | None:
-    """If ``GradScaler._unscale_grads_`` is the caller `frames` frames above, return its
-    local variables, otherwise None. A scaler cannot be detected in any other way,
-    because unscaling does not change a gradient's version.
+    """If the function `frames` levels up the call stack is
+    ``GradScaler._unscale_grads_``, return the local variables of that function.
+    Otherwise return None. A scaler cannot be detected in any other way, because
+    unscaling does not change a gradient's version.
     """
     frame = sys._getframe(frames)
     return frame.f_locals if frame.f_code.co_name == "_unscale_grads_" else None
@@ -311,19 +314,22 @@ def scale_and_tracker(scaler: torch.amp.GradScaler) -> list[float]:
 
 def pending_update(scaler: torch.amp.GradScaler) -> Mapping[int, Any]:
     """Return the record that ``scaler.step`` makes for the next ``scaler.update()``.
-    The record is empty if there was no ``step``. ``update`` replaces the record with a
-    new object.
+    The record is empty if ``step`` has not been called. ``update`` replaces the record
+    with a new object.
     """
     return scaler._per_optimizer_states
 
 
 _WAITING: WeakKeyDictionary[DistributedDataParallel, int] = WeakKeyDictionary()
-"""For each module, the number of optimizers that suppress its gradient reduction."""
+"""For each module, the number of wrapped optimizers that suppress the module's gradient
+reduction.
+"""
 
 
 def leave_reduction_out(module: DistributedDataParallel) -> Callable[[], None]:
     """Suppress the gradient reduction of `module`, even if the user's loop sets
-    ``require_backward_grad_sync``. Return a function that enables the reduction again.
+    ``require_backward_grad_sync``. Return a function that enables the module's
+    reduction again.
     """
     _WAITING[module] = _WAITING.get(module, 0) + 1
     _wait(module)
@@ -346,12 +352,12 @@ def leave_reduction_out(module: DistributedDataParallel) -> Callable[[], None]:
 
 
 def waiting_modules() -> list[DistributedDataParallel]:
-    """Return the modules whose gradient reduction an optimizer suppresses."""
+    """Return the modules whose gradient reduction is suppressed by an optimizer."""
     return [module for module, optimizers in _WAITING.items() if optimizers]
 
 
 def _wait(module: torch.nn.Module, *_: object) -> None:
-    # Bypass `Module.__setattr__`, which would take longer than the rest of this
+    # Bypass `Module.__setattr__`, which takes longer than everything else in this
     # function.
     vars(module)["require_backward_grad_sync"] = False
 
@@ -360,8 +366,8 @@ def send_buffers(module: DistributedDataParallel) -> None:
     """Send the first worker's buffers to all workers, as a forward pass of `module`
     normally does. Collective.
 
-    This is not done in forward passes, because another worker may be at the end of its
-    window at the same time.
+    The buffers are not sent in forward passes, because another worker may be at the end
+    of its window at the same time.
     """
     vars(module)["require_forward_param_sync"] = True
     if module.will_sync_module_buffers():  # type: ignore[no-untyped-call]
@@ -370,8 +376,8 @@ def send_buffers(module: DistributedDataParallel) -> None:
 
 
 def are_flattened(parameters: Collection[Tensor]) -> bool:
-    """True if FSDP1 has flattened some of `parameters`. A gradient norm would then
-    include only this worker's part of these parameters.
+    """True if FSDP1 has flattened some of `parameters`. In that case a gradient norm
+    would include only this worker's part of these parameters.
     """
     if "torch.distributed.fsdp" not in sys.modules:
         return False
@@ -381,7 +387,7 @@ def are_flattened(parameters: Collection[Tensor]) -> bool:
 
 
 def processes() -> int:
-    """Return the number of processes of torch.distributed, or 1 if torch.distributed is
+    """Return the number of processes in torch.distributed, or 1 if torch.distributed is
     not used.
     """
     if dist.is_available() and dist.is_initialized():
