@@ -1,10 +1,11 @@
-"""The open window of one optimizer: it counts micro-batches, and makes the update when
+"""The open window of one optimizer. It counts micro-batches, and makes the update when
 the window is full.
 
 `gradaccum.kit` decides when a window ends, by which number its sum is divided, and
-whether an update is made. This module adds up the gradients, computes their norm,
-divides them and runs the inner optimizer. If a call raises an error, either nothing has
-changed, or `Update.is_broken` stays set and every later call raises an error too.
+whether an update is made. This module adds up the gradients, computes the norm of the
+sum, divides the sum and runs the inner optimizer. If a call raises an error, either
+nothing has changed, or `Update.is_broken` stays set and every later call raises an
+error too.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class Scheduler(Protocol):
         """Step if the optimizer has made an update since the scheduler's last step."""
 
     def optimizer_loaded(self) -> None:
-        """Do not step for updates that were made before the optimizer's state was
-        saved.
+        """Called after the optimizer has loaded a state. Do not step for updates that
+        were made before that state was saved.
         """
 
 
@@ -70,8 +71,8 @@ class Window:
     """The open window of one wrapped optimizer: its count of micro-batches, its weight,
     its loss scale and its sum of gradients.
 
-    The counts are Python numbers, so that counting a micro-batch does not wait for the
-    device.
+    The counters are Python numbers, so that counting a micro-batch does not wait for
+    the device.
     """
 
     def __init__(
@@ -113,8 +114,8 @@ class Window:
         """
         self.micro_batch = MicroBatch()
         self.passes_before = PASSES[0]
-        """The value of `PASSES`, the backward passes of all wrapped optimizers, when
-        this optimizer last counted a micro-batch.
+        """The total number of backward passes (`PASSES`) at the time when this
+        optimizer last counted a micro-batch.
         """
         self.expects_one_pass = False
         """Whether the previous micro-batch had a single backward pass."""
@@ -123,11 +124,13 @@ class Window:
         gradient norm of the last window.
         """
         self.is_reduced = False
-        """Whether the gradients of all workers have been added up while the update has
+        """Whether the gradients of all workers have been added up, but the update has
         not been made yet.
         """
         self.has_just_loaded = False
-        """Whether a state was loaded and no micro-batch has been counted since then."""
+        """Whether a state has been loaded, and no micro-batch has been counted since
+        then.
+        """
         self.gradient_sum = GradientSum(masters.parameters, self.watch)
         self.state = kit.initial_state(options.scale_rule.init_scale)
         self.parameters_changed()
@@ -161,13 +164,13 @@ class Window:
 
     @property
     def holds_sum_in_grad(self) -> bool:
-        """True if ``.grad`` contains a part of the open window's sum."""
+        """True if ``.grad`` contains at least a part of the open window's sum."""
         return self.state.micro_step > 0 and not self.gradient_sum.is_beside_grad
 
     def current_state(self) -> State:
-        """Return the window's counts and loss scale. If the scale comes from a
-        `torch.amp.GradScaler`, it is read between two windows, and reading it waits for
-        the device.
+        """Return the window's state. If no window is open and the loss scale comes from
+        a `torch.amp.GradScaler`, this method reads the scale from the scaler, which
+        waits for the device.
         """
         if self.scaler is not None and not self.state.micro_step:
             self.state = self.at_rest(self.scaler.with_scale(self.state))
@@ -182,8 +185,8 @@ class Window:
         return kit.at_rest(state, float64_weight=self.has_float64)
 
     def parameters_changed(self) -> None:
-        """Decide again whether the gradients are summed in ``.grad`` or in separate
-        buffers, because the parameters have changed. The sum keeps its value.
+        """Called after the parameters have changed. Decide again whether the gradients
+        are summed in ``.grad`` or in separate buffers. The value of the sum is kept.
         """
         self.masters.groups_changed()
         parameters = self.masters.parameters()
@@ -247,8 +250,8 @@ class Window:
         self, loss: Tensor, weight: float | None, arguments: Mapping[str, Any]
     ) -> None:
         """Run the backward pass of `loss`, shape ``()``, multiplied by the weight and
-        the loss scale. With weight 0, run the backward pass only if other workers wait
-        for it.
+        the loss scale. If the weight is 0, run the backward pass only if other workers
+        wait for it.
         """
         self._require_usable("backward()")
         if self.workers.is_reducing:
@@ -279,8 +282,8 @@ class Window:
         micro_batch.is_weighed = micro_batch.is_weighed or is_weighed
 
     def _last_pass(self) -> AbstractContextManager[object]:
-        """Return a context for a backward pass. If the pass is known to end the window,
-        the workers may already reduce gradients during the pass.
+        """Return a context for a backward pass. If it is known that this pass ends the
+        window, the workers may begin to reduce gradients during the pass.
         """
         if not self.workers.is_shared:
             return nullcontext()
@@ -298,19 +301,19 @@ class Window:
             loss.backward(**arguments)  # type: ignore[no-untyped-call]
         except BaseException:
             if self.workers.is_reducing:
-                # The other workers' sums already include the gradients that were
+                # The sums of all workers already include the gradients that this worker
                 # computed before the error.
                 self.update.is_broken = True
             elif self.has_new_gradient:
-                # A reentrant checkpoint's inner pass may have cleared the flag when it
-                # ended, before the outer pass raised the error.
+                # Set the flag again. The inner pass of a reentrant checkpoint may have
+                # cleared it before the outer pass raised the error.
                 self.watch.is_running = True
             raise
         finally:
             FACTORS.pop()
 
     def _clear_gradients(self) -> None:
-        """Clear the current micro-batch's gradients, and keep the window's sum."""
+        """Clear the current micro-batch's gradients, but keep the window's sum."""
         if self.state.micro_step or self.gradient_sum.is_beside_grad:
             for parameter in self.masters.parameters():
                 parameter.grad = None
@@ -331,8 +334,8 @@ class Window:
         factor = self.factor(weight)
         if factor == 1:
             return loss
-        # loss.backward() works inside torch.no_grad(), so this method must work there
-        # too.
+        # Enable gradients, because loss.backward() also works inside torch.no_grad(),
+        # and so must this method.
         with torch.enable_grad():
             return loss * factor
 
@@ -341,13 +344,14 @@ class Window:
         returns, unless the micro-batch already had a loss or a gradient.
         """
         had_gradient = self.has_new_gradient
-        # The user may have disabled gradients around step().
+        # Enable gradients, because the user may call step() inside torch.no_grad().
         with torch.enable_grad():
             loss = closure()
         micro_batch = self.micro_batch
         if not micro_batch.has_loss:
             if loss is None and not self.has_new_gradient and not self._holds_users():
-                # A trainer's closure may return None to skip a micro-batch.
+                # A trainer's closure may return None, which means that the micro-batch
+                # is skipped.
                 micro_batch.set_weight(0.0)
                 micro_batch.is_weighed = True
                 micro_batch.has_loss = True
@@ -360,8 +364,8 @@ class Window:
         window is full.
 
         Raises:
-            UsageError: there was no backward pass, or something changed ``.grad``. The
-                window is as it was before the call.
+            UsageError: there was no backward pass, or other code has changed ``.grad``.
+                The window is unchanged.
         """
         self._require_usable("step()")
         micro_batch = self.micro_batch
@@ -371,7 +375,8 @@ class Window:
         weight = self.weight()
         self._require_right_gradient(weight)
         if not state.micro_step:
-            # This object is not notified when a parameter is cast, frozen or replaced.
+            # Compare the parameters with an earlier record, because this object is not
+            # notified when a parameter is cast, frozen or replaced.
             marks = parameter_marks(self.masters.parameters())
             if marks != self.parameter_marks:
                 self.parameters_changed()
@@ -413,8 +418,8 @@ class Window:
             raise checks.interrupted_error()
         factors = watch.factors
         if self.options.separate_sums:
-            # The user may have cleared a gradient that the backward pass of another
-            # wrapped optimizer has left in .grad.
+            # Ignore factors other than 1. They may come from another wrapped
+            # optimizer's backward pass, whose gradients the user may have cleared.
             factors = factors & {1.0}
         if not (factors or self._has_begun()):
             raise checks.no_backward_error()
@@ -425,7 +430,7 @@ class Window:
                 raise checks.not_scaled_error()
         if not (self.options.separate_sums or watch.is_intact()):
             # If the window has only one micro-batch, the user may modify ``.grad``, as
-            # in a loop without gradaccum.
+            # they could in a loop without gradaccum.
             is_users = self.size == 1 and factor == 1 and not self.workers.is_reducing
             if not is_users:
                 raise checks.changed_gradients_error()
@@ -442,7 +447,7 @@ class Window:
         )
 
     def _holds_users(self) -> bool:
-        """True if the user has put a gradient into ``.grad``."""
+        """True if ``.grad`` contains a gradient that the user has put there."""
         return self.watch.holds_other_gradients(
             self.masters.parameters(), is_separate=not self.holds_sum_in_grad
         )
@@ -477,9 +482,7 @@ class Window:
             self.watch.reset()
 
     def close(self, denominator: float | None = None) -> None:
-        """Make the update from the window's sum, or skip it, and begin the next
-        window.
-        """
+        """Make or skip the window's update, and begin the next window."""
         if self.scaler is not None and self.state.micro_step:
             self.scaler.require_unmoved(self.state)
         if self.workers.is_shared and not self.is_reduced and not self._reduce():
@@ -499,8 +502,8 @@ class Window:
                 self._finish(decision, state, options)
 
     def _complete_sums(self) -> Gradients:
-        """Return the window's gradient sums, with sparse sums coalesced and partial
-        sums of several processes reduced.
+        """Return the window's gradient sums. Sparse sums are coalesced, and partial
+        sums are reduced over the processes.
         """
         sums = self.gradient_sum.gradients()
         is_changed = False
@@ -514,8 +517,8 @@ class Window:
         return sums
 
     def _reduce(self, parameters: list[Tensor] | None = None) -> bool:
-        """Add up the windows of all workers, or only the gradient sums of `parameters`.
-        Return False if no worker has an open window.
+        """Add up the windows of all workers, or only the gradient sums of `parameters`
+        if these are passed. Return False if no worker has an open window.
         """
         numbers = self._numbers()
         window = self.workers.all_reduce(
@@ -610,13 +613,15 @@ class Window:
         self.update.is_broken = False
 
     def call_listeners_after(self, close: Callable[[], None]) -> None:
-        """Call `close`, and then call the listeners for each window that it closed."""
+        """Call `close`, and then call the listeners for each window that `close` has
+        closed.
+        """
         with self.listeners.settled():
             close()
 
     def flush(self, denominator: float | None = None) -> None:
-        """Close the open window. Then take part in the windows of the other workers
-        until they flush too.
+        """Close the open window. Then take part in the other workers' windows until all
+        workers have called ``flush``.
         """
         if denominator is not None:
             is_shared = self.workers.is_shared
@@ -642,15 +647,18 @@ class Window:
             raise kit.update_due_error(call)
 
     def _require_counted(self, call: str) -> None:
-        """Raise if ``.grad`` has changed since the last ``step``."""
+        """Raise if there was a backward pass, or a change of ``.grad``, since the last
+        ``step``.
+        """
         if self.micro_batch.has_loss or self.has_new_gradient:
             raise checks.unfinished_error(call)
         if not self.watch.is_intact():
             raise checks.changed_gradients_error()
 
     def _between_windows(self) -> None:
-        """Call the listeners and step the schedulers between two windows that a single
-        ``flush`` closes, because the user's loop does so on the other workers.
+        """If a single ``flush`` closes several windows, call the listeners and step the
+        schedulers between these windows, because on the other workers the user's loop
+        does so.
         """
         self.listeners.tell()
         for scheduler in list(self.schedulers):
@@ -678,12 +686,12 @@ class Window:
         self.workers.window_ended()
 
     def close_part(self, belongs: Callable[[Tensor], bool]) -> None:
-        """Update the parameters for which `belongs` is true. The window stays open for
-        the other parameters. All workers must update the same parameters in the same
-        order.
+        """Update the parameters for which ``belongs(parameter)`` is true. For all other
+        parameters the window stays open. All workers must update the same parameters in
+        the same order.
 
-        The options must not need a gradient norm, because the decision to make the
-        update must be the same for all parameters of the window.
+        The options must be such that no gradient norm is needed, because the update
+        must be made either for all parameters of the window or for none.
         """
         state = self.state
         sums = self.gradient_sum.gradients()
@@ -715,8 +723,8 @@ class Window:
             self._require_counted("state_dict()")
 
     def saved_sums(self) -> dict[int, Tensor]:
-        """Return the open window's gradient sums by the index of the parameter. The
-        tensors are not copied.
+        """Return the open window's gradient sums by parameter index. The tensors are
+        not copied.
         """
         if not self.state.micro_step:
             return {}
@@ -756,8 +764,8 @@ class Window:
 def with_factor(
     loss: Tensor, factor: float, arguments: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Return keyword arguments with which ``loss.backward`` multiplies all gradients by
-    `factor`.
+    """Return the keyword arguments that make ``loss.backward`` multiply all gradients
+    by `factor`.
 
     This gives the same bits as ``(loss * factor).backward()``, without the
     multiplication and its backward pass.
@@ -773,9 +781,7 @@ def with_factor(
 def parameter_marks(
     parameters: list[Tensor],
 ) -> list[tuple[int, torch.dtype, bool]]:
-    """Return a list that compares unequal after a parameter was replaced, cast or
-    frozen.
-    """
+    """Return a list that changes when a parameter is replaced, cast or frozen."""
     return [
         (id(parameter), parameter.dtype, parameter.requires_grad)
         for parameter in parameters

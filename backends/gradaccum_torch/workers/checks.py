@@ -1,5 +1,5 @@
 """Checks of the module, the parameters and the options that several workers pass to
-`gradaccum.wrap`, and the errors about a window that several workers share.
+`gradaccum.wrap`, and the errors for windows that several workers share.
 
 If a check of a worker's own arguments fails, the error is raised only on that worker.
 The other workers wait for that worker until the process group's timeout.
@@ -41,8 +41,8 @@ UNEQUAL_PARAMETERS = (
     " torch.distributed.broadcast, or load the same checkpoint on all workers."
 )
 CLOSE = 1e-3
-"""Two workers' sums of a parameter's elements count as equal up to this relative
-difference, because rounding may differ.
+"""The sums of a parameter's elements on two workers count as equal if their relative
+difference is at most this number, because the sums may be rounded differently.
 """
 
 
@@ -61,23 +61,23 @@ def parallel_module(module: torch.nn.Module) -> DistributedDataParallel:
 
 
 # A wrapper suppresses the gradient reduction of its module. The gradients of another
-# optimizer of the same module are then not reduced either, unless that optimizer is
+# optimizer for the same module are then not reduced either, unless that optimizer is
 # wrapped too.
 
 REDUCING_OPTIMIZERS: WeakSet[torch.optim.Optimizer] = WeakSet()
 """The inner optimizers that were wrapped with ``module=``."""
 CHECKED_OPTIMIZERS: WeakSet[torch.optim.Optimizer] = WeakSet()
-"""The optimizers for which `require_reduced` has found that all gradients are reduced.
-"""
+"""The optimizers that have already passed the check in `require_reduced`."""
 STEP_HOOKS: list[RemovableHandle] = []
-"""Contains the handle of the hook that runs before each step of any optimizer. The list
-is empty until a module's reduction is suppressed.
+"""Contains the handle of a hook that runs before each step of any optimizer. The list
+is empty until the reduction of a module is suppressed for the first time.
 """
 
 
 def require_reduced(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Called before each step of `optimizer`. Raise if it has parameters of a module
-    whose reduction is suppressed, and no wrapper reduces their gradients.
+    """Called before each step of `optimizer`. Raise if the optimizer has parameters
+    whose module's gradient reduction is suppressed, and whose gradients no wrapper
+    reduces.
     """
     if optimizer in CHECKED_OPTIMIZERS:
         return
@@ -103,8 +103,9 @@ names.untraced(require_reduced)
 
 
 def refuse_bare_steps(optimizer: torch.optim.Optimizer) -> None:
-    """From now on, reject steps of optimizers whose gradients are no longer reduced,
-    because the wrapper of `optimizer` suppresses the module's own reduction.
+    """Called when the wrapper of `optimizer` suppresses the gradient reduction of a
+    module. From now on, reject the steps of other optimizers whose gradients are
+    therefore no longer reduced.
     """
     REDUCING_OPTIMIZERS.add(optimizer)
     CHECKED_OPTIMIZERS.clear()
@@ -127,7 +128,7 @@ def require_parameters(
 
 
 def require_all_sharded(parameters: Iterable[Tensor], units: Sequence[Unit]) -> None:
-    """Raise if several workers share the model, and FSDP2 does not manage all trainable
+    """Raise if several workers share the model, but FSDP2 does not manage all trainable
     `parameters`.
     """
     sharded_ids = {id(parameter) for unit in units for parameter in unit.parameters}
@@ -165,8 +166,8 @@ def require_meshes_within(parameters: Iterable[Tensor], workers: Iterable[int]) 
 def describe_options(
     options: kit.Options, gradient_sync: str = "micro_batch"
 ) -> list[str]:
-    """Return a line of text that describes the options, to compare them between
-    workers.
+    """Return a line of text that describes the options. It is used to compare the
+    options of different workers.
     """
     settings = options._asdict()
     # Functions and scalers cannot be compared, because each worker has its own objects.
@@ -179,8 +180,8 @@ def describe_options(
 def describe_parameters(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module | None
 ) -> list[str]:
-    """Return a line of text for each parameter with its name (if known), its shape and
-    its dtype, to compare the parameters between workers.
+    """Return a line of text for each parameter, with the parameter's name (if known),
+    shape and dtype. The lines are used to compare the parameters of different workers.
     """
     module_names: dict[int, str] = {}
     if module is not None:
@@ -221,8 +222,8 @@ def require_same_lines(lines: Sequence[str], *groups: dist.ProcessGroup) -> None
 def warn_of_unequal_parameters(
     optimizer: torch.optim.Optimizer, group: dist.ProcessGroup
 ) -> None:
-    """Warn if the sums of the parameters show that the workers have different
-    parameters. Collective.
+    """Warn if the sums of the parameters' elements show that the parameters have
+    different values on different workers. Collective.
     """
     totals = [
         float(parameter.detach().double().sum())

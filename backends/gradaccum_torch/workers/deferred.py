@@ -1,5 +1,4 @@
-"""FSDP2 with deferred reduction: gradients are kept without reduction until the window
-ends.
+"""FSDP2 with deferred reduction: the gradients stay unreduced until the window ends.
 
 If it is known that a call of `opt.backward` ends the window, and every worker has a
 gradient for every parameter, FSDP2 reduces the gradients during that backward pass.
@@ -64,8 +63,9 @@ class DeferredReduction:
     @contextmanager
     def last_pass(self) -> Iterator[None]:
         """If every worker has a gradient for every parameter, let FSDP2 reduce
-        gradients during the backward pass inside the block. The condition is needed
-        because all workers must reduce the same parameters. Collective.
+        gradients during the backward pass inside the block. This condition is needed
+        because all workers must reduce the gradients of the same parameters.
+        Collective.
         """
         has_gradients = [has_gradient(parameter) for _, parameter in self.trainable()]
         if all(self.compare_flags(has_gradients, dist.ReduceOp.MIN)):
@@ -118,8 +118,8 @@ class DeferredReduction:
     def compare_flags(
         self, flags: Sequence[bool], operation: dist.ReduceOp.RedOpType
     ) -> list[bool]:
-        """For each flag, return whether it is true on any worker (if `operation` is
-        MAX) or on all workers (if it is MIN).
+        """For each flag, return whether the flag is true on any worker (if `operation`
+        is MAX) or on all workers (if `operation` is MIN).
         """
         numbers = torch.tensor(flags, dtype=torch.int32, device=self.mesh.device_type)
         for dimension in range(self.mesh.ndim):
@@ -127,8 +127,8 @@ class DeferredReduction:
         return [bool(number) for number in numbers.tolist()]
 
     def look_after_forward(self) -> list[RemovableHandle]:
-        """Register hooks that watch the gradients of the parameters that FSDP2 gathers,
-        from their first forward pass on.
+        """Register forward hooks. After a forward pass has gathered parameters for the
+        first time, these hooks begin to watch the gradients of the gathered parameters.
         """
         # Use a weak reference, because a hook that refers to this object would keep it
         # alive.
@@ -172,8 +172,8 @@ def reduce_again(
 
 
 class SumInFSDP(GradientSum):
-    """The sum of the open window's gradients. FSDP2 keeps it unreduced until it is
-    needed. Then it is reduced, and each worker's shard is put into ``.grad``.
+    """The sum of the open window's gradients. FSDP2 stores the sum unreduced until it
+    is needed. Then the sum is reduced, and each worker's shard is put into ``.grad``.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class SumInFSDP(GradientSum):
         super().__init__(parameters, watch)
         self.deferred_reduction = deferred_reduction
         self.is_reduced = False
-        """Whether the sum was reduced. All of it is then in ``.grad``."""
+        """Whether the sum has been reduced. If so, the whole sum is in ``.grad``."""
         deferred_reduction.watch = watch
 
     def add_micro_batch(self, guard: UpdateGuard) -> bool:

@@ -40,7 +40,7 @@ from gradaccum_torch.workers.interface import (
 
 @final
 class ShardGroup(Workers):
-    """The workers of one device mesh, over which parameters are sharded."""
+    """The workers of one device mesh over which parameters are sharded."""
 
     is_shared = True
 
@@ -56,7 +56,8 @@ class ShardGroup(Workers):
         self.groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
         self.device = mesh.device_type
         self.is_undivided = is_undivided
-        """True with ``reduction="sum"``: the sum over all workers is then not divided.
+        """True if ``reduction="sum"``. In that case the sum over all workers is not
+        divided.
         """
         self.deferred_reduction = deferred_reduction
         if deferred_reduction is not None:
@@ -67,7 +68,7 @@ class ShardGroup(Workers):
         self.place = (rank, mesh.size())
         self.units = units_holding(parameters_of(optimizer))
         self.divisor = max((unit.workers for unit in self.units), default=1)
-        """The number of workers by which FSDP2 divides each gradient. It is 1 if there
+        """The number of workers over which FSDP2 averages gradients. It is 1 if there
         is only tensor parallelism.
         """
         checks.require_all_sharded(parameters_of(optimizer), self.units)
@@ -103,8 +104,9 @@ class ShardGroup(Workers):
         overflow on any worker, and the average of each of `numbers` over the workers.
         """
         rates = learning_rates(self.optimizer)
-        # If only one worker has called discard(), its number of micro-batches differs
-        # from the other workers' numbers, and so do these bits.
+        # Include the number of micro-batches in the bits. If only one worker has called
+        # discard(), its number, and therefore its bits, differ from the other workers'
+        # bits.
         bits = rate_bits(state.micro_step, *rates)
         size = self.mesh.size()
         has_smaller_mesh = any(

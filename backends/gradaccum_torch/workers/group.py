@@ -1,10 +1,10 @@
-"""The workers of one process group, each with a copy of the model. Their gradient sums
-are added up when the window ends.
+"""The workers of one process group, each with a copy of the model. The workers'
+gradient sums are added up when the window ends.
 
-First the gradient sums are added up in buckets. Then a few numbers are added up. They
-also show which parameters had a sum on at least one worker. A worker that runs out of
-data calls ``flush``, and takes part in the windows of the other workers until they
-flush too.
+First the gradient sums are added up in buckets, and then a few numbers. These numbers
+also show which parameters had a sum on at least one worker. A worker that has no more
+data calls ``flush``. It then takes part in the other workers' windows until all workers
+have called ``flush``.
 
 If a parameter is sharded over the same workers, each worker's gradient of its shard
 already covers the items of all workers. Such a gradient is not added up, and the norm
@@ -38,7 +38,7 @@ from gradaccum_torch.workers.overlap import BucketReduction
 
 OPTIMIZERS: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 """How many optimizers were wrapped for each process group. The keys are the groups
-themselves and not their names, because torch may reuse the name of a group that was
+themselves instead of their names, because torch may reuse the name of a group that was
 destroyed.
 """
 
@@ -72,7 +72,9 @@ class WorkerGroup(Workers):
         """
         OPTIMIZERS[group] = self.number + 1
         self.reduction: BucketReduction | None = None
-        """The reduction of the open window's gradients, or None before it begins."""
+        """The reduction of the open window's gradients, or None if the reduction has
+        not begun.
+        """
         self.trainable_ids: set[int] = set()
         """The ids of the parameters that were trainable when the window began."""
         self.window_ended()
@@ -123,8 +125,8 @@ class WorkerGroup(Workers):
         has_shards = any(map(names.is_sharded, self.parameters()))
         if self.size > 1 and is_only_pass and not has_shards:
             reduction = self.begin(gradient_sum)
-            # If there is only one bucket, it is complete only at the end of the
-            # backward pass, so nothing would be gained.
+            # A single bucket is complete only at the end of the backward pass, so it
+            # would not help to begin the reduction during the pass.
             if len(reduction.buckets) > 1 and gradient_sum.follow_additions(
                 reduction.gradient_added
             ):
@@ -134,8 +136,8 @@ class WorkerGroup(Workers):
     def begin(
         self, gradient_sum: GradientSum, part: Sequence[Tensor] | None = None
     ) -> BucketReduction:
-        # A parameter may have been frozen after the window began, and already have a
-        # sum.
+        # Include parameters that were frozen after the window began, because they may
+        # already have a gradient sum.
         parameters = [
             parameter
             for parameter in (self.parameters() if part is None else part)
@@ -212,8 +214,8 @@ class WorkerGroup(Workers):
     def abandon(self, numbers: Sequence[float]) -> None:
         reduction = self.reduction
         if reduction is not None and reduction.launch_count:
-            # If another worker has exited, the reduction raises an error. This worker
-            # discards its window in any case.
+            # The reduction raises an error if another worker has exited. Ignore this
+            # error, because this worker discards its window in any case.
             with suppress(RuntimeError):
                 self.finish(
                     reduction, kit.initial_state(1.0), numbers, is_discarded=True

@@ -18,7 +18,7 @@ from gradaccum_torch.torch_private.names import is_sharded, mesh_of
 
 Measure = Callable[[Gradients], tuple[float, bool]]
 """A function that returns the norm of gradient sums, and whether they are finite. All
-of the sums must be on the same workers.
+sums that are passed to it must be distributed over the same workers.
 """
 MakeGradientSum = Callable[
     [Callable[[], list[Tensor]], GradientWatch, Options], GradientSum
@@ -26,9 +26,9 @@ MakeGradientSum = Callable[
 
 
 class ReducedWindow(NamedTuple):
-    """A window after its gradients and numbers were added up over all workers. FSDP2
-    averages the gradients instead, so with FSDP2 the weight and the numbers are
-    averages over the workers too.
+    """A window whose gradients and numbers have been added up over all workers. FSDP2
+    averages gradients instead. Therefore, with FSDP2, the weight and the numbers are
+    also averages over the workers.
     """
 
     gradients: Gradients
@@ -37,8 +37,8 @@ class ReducedWindow(NamedTuple):
     is_open: bool
     """Whether any worker has a micro-batch in the window."""
     numbers: Sequence[float]
-    """The numbers that the window's observers returned. Like the gradients, they have
-    been added up or averaged over the workers.
+    """The numbers that the window's observers returned. They have been added up or
+    averaged over the workers, in the same way as the gradients.
     """
 
 
@@ -61,18 +61,19 @@ class Workers:
     """Whether the reduction of the open window's gradients has begun."""
     stages: dist.ProcessGroup | None = None
     """The process group of the stages of a pipeline, each of which has its own
-    optimizer. The gradient norm, the clipping and the decision on overflow are common
-    to all stages.
+    optimizer. All stages have the same gradient norm, clip their gradients together,
+    and make the same decision on overflow.
     """
     norm_groups: Sequence[dist.ProcessGroup] = ()
-    """The process groups over which the squares of the gradient norm are added up. It
-    is empty unless there are parameters that only some of the workers have.
+    """The process groups over which the workers' parts of the squared gradient norm are
+    added up. The sequence is empty unless some parameters exist only on some of the
+    workers.
     """
     device: torch.device | str = "cpu"
     """The device on which workers add up numbers such as weights."""
     make_gradient_sum: MakeGradientSum | None = None
-    """A function that creates the gradient sum if the parallel module itself keeps the
-    sum, otherwise None.
+    """A function that creates the gradient sum. It is None unless the parallel module
+    itself stores the sum.
     """
 
     def all_reduce(
@@ -85,7 +86,7 @@ class Workers:
     ) -> ReducedWindow:
         """Add up the gradient sums, weights and `numbers` of all workers. Collective.
 
-        - `guard`: its `is_broken` flag is set while the sums are written.
+        - `guard`: its `is_broken` flag is set while the sums are being written.
         - `parameters`: the parameters whose sums are added up. None means all
           parameters.
         """
@@ -97,7 +98,8 @@ class Workers:
         self, close: Callable[[], None], between: Callable[[], None], is_open: bool
     ) -> None:
         """Call ``close()`` once for the open window, and once for each further window
-        of the other workers. Call ``between()`` between two windows.
+        of the other workers. Call ``between()`` between consecutive calls of
+        ``close()``.
         """
         if is_open:
             close()
@@ -124,9 +126,9 @@ class Workers:
         return root_of_sum(norm**2, is_finite, [self.stages], self.device, state)
 
     def _share_of_square(self, sums: Gradients, measure: Measure) -> tuple[float, bool]:
-        """Return this worker's share of the squared gradient norm, and whether it is
-        finite. The squared norm of each parameter's gradient is divided by the number
-        of workers that have the parameter.
+        """Return this worker's share of the squared gradient norm, and whether the
+        gradients are finite. The squared norm of each parameter's gradient is divided
+        by the number of workers that have the parameter.
         """
         parts: dict[Any, Gradients] = {}
         for parameter, total in sums.items():
@@ -153,14 +155,14 @@ class Workers:
         """Return a context for a backward pass that ends the window. The gradients may
         already be reduced during the pass.
 
-        - `is_only_pass`: whether the micro-batch most likely has no other backward
+        - `is_only_pass`: True if the micro-batch most likely has no other backward
           pass.
         """
         return nullcontext()
 
     def take_part(self) -> None:
-        """Begin to share windows. This is called after all checks of the optimizer have
-        passed.
+        """Begin to share windows. This method is called after all checks of the
+        optimizer have passed.
         """
 
     def abandon(self, numbers: Sequence[float]) -> None:
@@ -172,8 +174,8 @@ class Workers:
         """Begin the next window."""
 
     def add_parameters(self, parameters: Sequence[Tensor]) -> None:
-        """Share the gradients of `parameters`, which are new to the optimizer. Raise if
-        the workers cannot share them.
+        """Called when `parameters` are added to the optimizer. Raise if the workers
+        cannot share the gradients of these parameters.
         """
 
 
@@ -184,8 +186,8 @@ def root_of_sum(
     device: torch.device | str,
     state: State,
 ) -> tuple[float, bool]:
-    """Add up `square` over the workers, and return the square root of the sum and
-    whether all workers' numbers are finite. Collective.
+    """Add up `square` over all workers. Return the square root of the sum, and whether
+    `is_finite` is true on all workers. Collective.
     """
     numbers = [square, 0.0] if is_finite else [0.0, 1.0]
     square, overflows = add_numbers(numbers, groups, device, state)
@@ -200,8 +202,8 @@ def add_numbers(
     device: torch.device | str,
     state: State,
 ) -> list[float]:
-    """Return the sums of `numbers` over the workers of all `groups`. If there are
-    several groups, they are the dimensions of one mesh. Collective.
+    """Return the sum of each of `numbers` over the workers of all `groups`. Several
+    groups must be the dimensions of one mesh. Collective.
 
     Raises:
         UsageError: a worker did not arrive in time.

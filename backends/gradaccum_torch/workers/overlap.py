@@ -4,10 +4,10 @@ during the window's last backward pass.
 All workers reduce the same buckets in the same order. The buckets contain the trainable
 parameters from the last to the first, because autograd computes their gradients in
 about this order. A worker without a sum contributes zeros. Each worker can therefore
-begin as early as possible: during the backward pass that ends its window, as
+begin the reduction early. It begins during the backward pass that ends its window, as
 `DistributedDataParallel` does for a single batch (Li et al., "PyTorch Distributed:
 Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.3), or at
-the end of the window.
+the latest when its window ends.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from gradaccum_torch.torch_private import names
 Bucket = list[Tensor]
 """Parameters whose gradient sums are reduced together."""
 BUCKET_BYTES = 25 * 2**20
-"""The maximum size of a bucket, which is the default of `DistributedDataParallel`."""
+"""The maximum size of a bucket, equal to the default of `DistributedDataParallel`."""
 LARGE_BYTES = 4 * 2**20
 """A tensor of at least this size is reduced by itself, because copying it into a bucket
-and back takes longer than a separate all-reduce (measured with gloo, two processes).
+and back takes longer than a separate all-reduce (measured with gloo and two processes).
 """
 
 
@@ -60,13 +60,13 @@ class BucketReduction:
         self.launch_count = 0
         self.works: list[dist.Work] = []
         self.copies: list[tuple[Tensor, Tensor]] = []
-        """For each sum that is not contiguous, the sum itself and the tensor from which
-        the reduced values must be copied into it.
+        """A pair of tensors for each sum that is not contiguous: the sum, and the
+        tensor from which the reduced values must be copied into the sum.
         """
 
     def gradient_added(self, parameter: Tensor) -> None:
-        """Record that the gradient sum of `parameter` is complete, and begin to reduce
-        the buckets that are complete.
+        """Record that the gradient sum of `parameter` is complete. Begin to reduce the
+        next buckets in order, as long as they are complete.
         """
         number = self.bucket_numbers[id(parameter)]
         if number < self.launch_count:
@@ -127,8 +127,8 @@ def buckets(
     bucket: Bucket = []
     size = 0
     for tensor in tensors:
-        # Look only at the size, which is the same on every worker. The memory layout
-        # may differ.
+        # Decide only by the size, which is the same on every worker. The memory layout
+        # may differ between workers.
         nbytes = tensor.numel() * dtype_of(tensor).itemsize
         if nbytes >= LARGE_BYTES:
             complete_buckets.append([tensor])

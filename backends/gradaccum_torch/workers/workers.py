@@ -75,8 +75,8 @@ def workers_of(
     elif not (workers.is_shared or is_alone) and processes() > 1:
         text = UNNAMED_WORKERS.format(processes())
         warnings.warn(text, GradAccumWarning, stacklevel=5)
-    # This check comes after the comparison of the workers' options. If only one worker
-    # has this option, that comparison has already raised an error on all workers.
+    # Make this check only after the workers' options have been compared. If only one
+    # worker has this option, the comparison has already raised an error on all workers.
     if workers.place[1] > 1 and isinstance(options.steps, UntilWeight):
         raise shared_until_weight_error(options.steps)
     return workers
