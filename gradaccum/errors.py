@@ -43,8 +43,8 @@ class UsageError(GradAccumError, RuntimeError):
 
 
 class GradAccumWarning(UserWarning):
-    """The loop is valid as it is written, but most likely does not do what its author
-    intended. Each cause is reported once per wrapped optimizer.
+    """The loop is valid, but most likely does not do what its author intended. Each
+    cause is reported once per wrapped optimizer.
     """
 
 

@@ -144,7 +144,8 @@ def _make_sizes(name: str, sizes: object) -> Sizes:
 
 
 # Loss scaling: the initial scale, and the rule that changes it. The defaults are taken
-# from `torch.amp.GradScaler`, and the floor of 1 from `jmp.DynamicLossScale`.
+# from `torch.amp.GradScaler`, and the lower bound of 1 is taken from
+# `jmp.DynamicLossScale`.
 
 
 class ScaleRule(NamedTuple):
@@ -166,16 +167,16 @@ class DynamicLossScale:
     windows (windows without an overflow). It changes only between windows.
 
     Args:
-        init_scale: the first scale, > 0.
+        init_scale: the initial scale, > 0.
         growth_factor: the factor by which the scale is multiplied after
             `growth_interval` clean windows, > 1.
         backoff_factor: the factor by which the scale is multiplied after a window with
             an overflow, in (0, 1).
         growth_interval: the number of clean windows before the scale grows, an int >=
             1.
-        min_scale: the floor, > 0 and at most `init_scale`.
-        max_scale: the ceiling, at least `init_scale`. Even if it is inf, the scale
-            stays within float32's range.
+        min_scale: the lower bound of the scale, > 0 and at most `init_scale`.
+        max_scale: the upper bound of the scale, at least `init_scale`. Even if it is
+            inf, the scale stays within float32's range.
 
     Raises:
         ArgumentValueError: an argument is outside its range.

@@ -175,7 +175,7 @@ def _require_same_window(fields: State, saved: Terms, options: Options) -> None:
     terms = terms_of(options, fields.optimizer_step)
     saved_values = saved._asdict()
     values = terms._asdict()
-    # A negative micro_step marks a window that was only partially written.
+    # A saved micro_step is negative if the window was only partially written.
     saved_values["micro_step"] = fields.micro_step
     values["micro_step"] = abs(fields.micro_step)
     if terms.scale != "dynamic":

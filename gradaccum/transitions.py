@@ -354,7 +354,7 @@ def _adjust_scale(
     after an overflow, and grows after `growth_interval` windows without an overflow. A
     window of weight 0 without an overflow changes neither number.
 
-    The rule follows `torch.amp.GradScaler`, with a floor and a ceiling added.
+    The rule follows `torch.amp.GradScaler`, with a lower and an upper bound added.
     """
     smaller_scale = scale * rule.backoff_factor
     smaller_scale = where(

@@ -104,7 +104,7 @@ class Sizes:
     ) -> None:
         self.weighed = True
         """bool: True if the last micro-batch had a weight, or if its number of items
-        has already been compared.
+        has already been checked.
         """
         self._looks = reduction == "mean"
         self._first = 0
@@ -389,8 +389,9 @@ def windows(
     ``flush`` after each window. Only one window at a time is in memory.
 
     Args:
-        loader: yields the micro-batches, of any type. A window is read before it is
-            used, so a loader that reuses one buffer must yield copies.
+        loader: yields the micro-batches, of any type. All micro-batches of a window are
+            read before the first of them is used, so a loader that reuses one buffer
+            must yield copies.
         steps: the number of micro-batches per window. Either an int >= 1, a list of
             pairs ``(first window, steps)``, a function of the window's number (counted
             from 0), or ``until_weight(n)``, which ends a window with the micro-batch at
@@ -401,10 +402,10 @@ def windows(
         weight: with ``until_weight``, the name of the count that is used as the weight.
         reduce: with several workers, a function that takes a list of floats and returns
             their sums over all workers, preferably computed in float64. It is called
-            once per window and once more at the end, or once per micro-batch with
-            ``until_weight``. Totals and weight are then sums over all workers. Every
-            worker must iterate over every window. After a worker's loader has ended,
-            its windows have length 0.
+            once per window, and once more at the end. With ``until_weight`` it is
+            called once per micro-batch. The totals and the weight are then sums over
+            all workers. Every worker must iterate over every window. After a worker's
+            loader has ended, its windows have length 0.
         start: the number of the first window. Pass it to resume a schedule.
 
     Raises:

@@ -40,7 +40,7 @@ class GradientSum:
     """
 
     is_beside_grad = False
-    """Whether the sum is kept outside of ``.grad``, so that ``.grad`` contains only the
+    """Whether the sum is kept outside ``.grad``, so that ``.grad`` contains only the
     current micro-batch's gradient.
     """
     expects_windows = False

@@ -132,7 +132,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return `loss` multiplied by the micro-batch's weight and by the loss scale,
-        for ``opt.scale(loss).backward()``. The weight is 1 unless you called `weigh`.
+        for use in ``opt.scale(loss).backward()``. The weight is 1 unless you called
+        `weigh`.
 
         Args:
             loss: tensor of any shape; its float dtype is kept.
@@ -457,7 +458,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
         Raises:
             CheckpointError: the saved state belongs to different parameters, or has an
-                open window with different options. Nothing was changed.
+                open window with different options. The error is raised before anything
+                is changed.
         """
         state_dict = dict(state_dict)
         for hook in hooks_of(self, "load_state_dict_pre"):

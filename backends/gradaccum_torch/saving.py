@@ -93,7 +93,8 @@ def load(window: Window, state_dict: StateDict) -> None:
 
     Raises:
         CheckpointError: the saved state belongs to different parameters, or has an open
-            window with different options. Nothing was changed.
+            window with different options. The error is raised before anything is
+            changed.
     """
     if KEY not in state_dict:
         state = kit.initial_state(window.options.scale_rule.init_scale)

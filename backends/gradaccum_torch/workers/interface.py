@@ -111,7 +111,7 @@ class Workers:
         finite. Collective over `norm_groups` and the stages of a pipeline.
 
         Raises:
-            UsageError: a worker did not arrive in time.
+            UsageError: the reduction over the workers failed or timed out.
         """
         if self.norm_groups:
             square, is_finite = self._share_of_square(sums, measure)
@@ -206,7 +206,7 @@ def add_numbers(
     groups must be the dimensions of one mesh. Collective.
 
     Raises:
-        UsageError: a worker did not arrive in time.
+        UsageError: the reduction over the workers failed or timed out.
     """
     added_numbers = torch.tensor(numbers, dtype=torch.float64, device=device)
     try:
