@@ -12,7 +12,7 @@ the latest when its window ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -117,11 +117,13 @@ names.untraced(BucketReduction.gradient_added)
 
 
 def buckets(
-    tensors: Iterable[Tensor],
+    tensors: Sequence[Tensor],
     dtype_of: Callable[[Tensor], torch.dtype],
 ) -> list[Bucket]:
     """Return lists of tensors that are reduced together: each large tensor by itself,
-    and small tensors together if they have the same dtype and device.
+    and small tensors together if they have the same dtype and device. The lists are in
+    the order of their last tensors, because a bucket is complete when its last tensor
+    is.
     """
     complete_buckets: list[Bucket] = []
     bucket: Bucket = []
@@ -145,4 +147,5 @@ def buckets(
         size += nbytes
     if bucket:
         complete_buckets.append(bucket)
-    return complete_buckets
+    positions = {id(tensor): position for position, tensor in enumerate(tensors)}
+    return sorted(complete_buckets, key=lambda each: positions[id(each[-1])])
