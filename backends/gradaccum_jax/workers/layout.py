@@ -24,9 +24,10 @@ def redistributed(state: Tree, workers: int) -> Tree:
     """Convert `state`, for example from a checkpoint, to another number of devices. No
     micro-batch of an open window is lost.
 
-    The first device gets the total of all gradient sums and weights, and the other
-    devices get zeros. If the number of devices does not change, the state does not
-    change either. Do not call this function under `jax.jit`, because it reads values.
+    The first device gets the totals of the gradient sums and of the weights, and the
+    other devices get zeros. If the number of devices does not change, the state does
+    not change either. Do not call this function under `jax.jit`, because it reads
+    values.
 
     Args:
         state: the state of a wrapped optimizer with ``axis_name``, or a tree that
