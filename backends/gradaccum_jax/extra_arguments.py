@@ -36,8 +36,8 @@ def declared_by(inner: optax.GradientTransformation) -> frozenset[str]:
 
 def require_declared(extra: Extra, declared: frozenset[str]) -> None:
     """Raise if `extra` contains an argument that is neither in `declared` nor in
-    `KNOWN`. Otherwise an `optax.chain` would accept a misspelt ``weight=`` and ignore
-    it.
+    `KNOWN`. Without this check, an `optax.chain` would accept a misspelt ``weight=``
+    and ignore it.
     """
     for name in extra.keys() - declared - KNOWN:
         raise ArgumentTypeError(

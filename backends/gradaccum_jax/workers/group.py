@@ -262,9 +262,9 @@ def names_of(axis_name: Any) -> tuple[str, ...]:
 
 
 # All arrays are reduced by one `jax.lax.psum`. XLA compiles it to one all-reduce, but
-# on the CPU only from JAX 0.10 on. So small arrays of the same type are packed into one
-# array. (Sharded and replicated arrays have different types.) Large arrays are not
-# packed, because packing them would cost memory.
+# on a CPU it does so only from JAX 0.10 on. So small arrays of the same type are packed
+# into one array. (Sharded and replicated arrays have different types.) Large arrays are
+# not packed, because packing them would cost memory.
 
 
 LARGE_BYTES = 2**20
