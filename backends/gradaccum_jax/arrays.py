@@ -229,7 +229,8 @@ every micro-batch gets the whole array, or `KEY` if the array is a random key.
 
 def spread_over(prefix: Tree, tree: Tree, argument: str) -> list[Any]:
     """Expand `prefix`, a tree prefix of `tree`, to a list with one value for each leaf
-    of `tree`, like `gradaccum.kit.spread`. Error messages call the prefix `argument`.
+    of `tree`, like `gradaccum.kit.spread`. `argument` is the prefix's name in error
+    messages.
     """
     if type(prefix) is list and isinstance(tree, tuple):
         prefix = tuple(prefix)

@@ -57,12 +57,12 @@ class JaxBackend:
                 batch is split. The option works inside `jax.shard_map`; the easiest way
                 to use it is `gradaccum_jax.data_parallel`. All devices must make the
                 same calls. Their gradient sums are reduced once, at the end of the
-                window. If a device has no items, pass weight 0 on it.
+                window. A device without items must pass weight 0.
             shard_axes: the mesh axis, or a tuple of several axes, along which
                 parameters are sharded inside `jax.shard_map`. The gradient norm is then
-                computed over all shards, and all devices make the same decision whether
-                to apply the update. Pass ``()`` if each device has its own model. Omit
-                this option if you use only `jax.jit`.
+                computed over all shards, and all devices make the same decision about
+                whether to apply the update. Pass ``()`` if each device has its own
+                model. Omit this option if you use only `jax.jit`.
             mesh: the `jax.sharding.Mesh` that contains `axis_name`. Outside
                 `gradaccum_jax.data_parallel`, ``tx.init(params)`` uses this mesh. The
                 default is the mesh of the surrounding context.

@@ -38,7 +38,7 @@ from gradaccum_jax.gradient_sum import has_sum
 from gradaccum_jax.state import AccumulationState
 
 ACCUMULATING = (AccumulationState, optax.MultiStepsState, optax.ApplyEvery)
-"""The types of the states of optimizers that themselves accumulate gradients."""
+"""The state types of optimizers that accumulate gradients themselves."""
 
 
 def require_dtype(accumulate_dtype: DType) -> DType:

@@ -210,7 +210,7 @@ def measure(accumulator: Tree, dtype: DType, shard_axes: ShardAxes = None) -> Sc
 
 def _square_root(squares: Scalar) -> Scalar:
     """Return the square root of `squares`, with derivative 0 at 0. With `jnp.sqrt`, the
-    derivative of the norm would be 0 x inf, which is NaN, if all gradients are 0.
+    derivative of the norm would be 0 x inf, which is NaN, whenever all gradients are 0.
     """
     is_zero = squares == 0
     return jnp.where(is_zero, 0, jnp.sqrt(jnp.where(is_zero, 1, squares)))

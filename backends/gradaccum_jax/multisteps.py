@@ -44,8 +44,8 @@ class MultiSteps:
     from `optax.MultiSteps` as follows:
 
     - The inner optimizer runs once per window, not in every mini-step.
-    - An inf or NaN does not remain in the sum, and the updates in the middle of a
-      window are zeros, never ``0 * NaN``.
+    - An inf or NaN does not remain in the sum after the end of its window, and the
+      updates in the middle of a window are zeros, never ``0 * NaN``.
     - `accumulator_dtype` defaults to float32 for half precision and to the parameter's
       own dtype otherwise, not to float32 for all parameters.
     - A gradient that is None counts as zero.

@@ -112,8 +112,8 @@ class Accumulation:
         return declared_by(self.transformation)
 
     def init(self, params: Params) -> AccumulationState:
-        """Return the state before the first micro-batch. Its accumulator has the
-        structure of `params`.
+        """Return the state before the first micro-batch. The state's accumulator has
+        the structure of `params`.
         """
         group.require_axes(self.axes)
         group.same("params", params, self.axes)
@@ -381,7 +381,7 @@ def _one_ahead(batches: Iterator[M]) -> Iterator[tuple[M, bool]]:
 
 def discard(tx: optax.GradientTransformation, state: S) -> S:
     """Discard the open window. No update is made, the window is not counted, and the
-    loss scale stays unchanged.
+    loss scale does not change.
 
     Args:
         tx: as in `flush`.

@@ -49,7 +49,8 @@ def check_state(tx: optax.GradientTransformation, state: Tree, params: Params) -
     `jax.jit`, because it reads values.
 
     With ``axis_name``, the returned state fits only the number of devices on which it
-    was saved. `gradaccum_jax.redistributed` converts it to another number of devices.
+    was saved. `gradaccum_jax.redistributed` converts it to a different number of
+    devices.
 
     Args:
         tx: an optimizer from `gradaccum.wrap`; or an `optax.chain`, `optax.partition`

@@ -62,8 +62,8 @@ class AccumulationState(NamedTuple):
     last_skipped: Scalar
     """bool: True if the last call closed a window without an update."""
     last_overflow: Scalar
-    """bool: True if the last call closed a window that had overflowed, or dropped the
-    micro-batch that was passed to it.
+    """bool: True if the last call closed a window that had overflowed, or dropped its
+    micro-batch.
     """
     last_grad_norm: Scalar
     """The global 2-norm of the last closed window's gradient before clipping, in the
@@ -82,11 +82,12 @@ class AccumulationState(NamedTuple):
     """
     loss: Scalar = None
     """The sum of the open window's losses (see `gradaccum.kit.add_loss`), in the dtype
-    of `weight`; `UNKNOWN` if a loss was not passed.
+    of `weight`. It is `UNKNOWN` if a micro-batch was passed without its loss.
     """
     last_loss: Scalar = None
     """The unscaled loss of the last closed window, in the dtype of `weight`. It is
-    `UNKNOWN` before the first window, or if a loss of the window was not passed.
+    `UNKNOWN` before the first window, or if a micro-batch of the window was passed
+    without its loss.
     """
 
 

@@ -75,10 +75,9 @@ class WindowLoss(nn.Cell):  # type: ignore[misc]
     """The loss of each window, computed as if the window were one large batch. The loss
     is NaN unless all micro-batches of the window were passed with their losses.
 
-    MindSpore compiles the methods whose names begin with ``compiled_``. They write no
-    Parameters, but return the values for the window to write. The reason is that the
-    compiler drops an ``if`` whose condition comes from a function that writes
-    Parameters.
+    MindSpore compiles the methods whose names begin with ``compiled_``. They do not
+    write Parameters, because the compiler drops an ``if`` whose condition comes from a
+    function that writes Parameters. Instead they return values for the window to write.
     """
 
     def __init__(self, prefix: str, options: Options, float_dtype: DType) -> None:

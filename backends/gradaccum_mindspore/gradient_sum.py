@@ -318,8 +318,7 @@ def clear(sums: Sums) -> None:
 
 
 def norm_of(sums: Sums, dtype: DType) -> float:
-    """Return the 2-norm over all sums. It is inf or NaN if any element is inf or NaN.
-    """
+    """Return the 2-norm over all sums. It is inf or NaN if an element is inf or NaN."""
     # In float64 the square of a float32 number neither overflows nor underflows.
     squares = 0.0
     for total in sums:

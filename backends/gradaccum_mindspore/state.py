@@ -163,7 +163,7 @@ class Storage(nn.Cell):  # type: ignore[misc]
         """The pair (this worker's rank, number of workers)."""
         if self.has_workers:
             self.saved_place = self.entry(WORKERS, self.place, ms.int32)
-            """A copy of `place` that is saved in checkpoints."""
+            """A Parameter with a copy of `place`, so that checkpoints contain it."""
         self.window_loss = WindowLoss(self.prefix, options, self.float_dtype)
         self.sizes = kit.Sizes(options.reduction, WEIGHT_FIX)
         self.listener_calls = ListenerCalls(self)

@@ -47,7 +47,7 @@ def refuse_losses(shape: tuple[int, ...]) -> None:
 
 class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
     """A training step for one micro-batch: it computes the loss and its gradients, and
-    calls the wrapped optimizer. The last micro-batch of a window makes the update.
+    calls the wrapped optimizer. The last micro-batch of a window triggers the update.
 
     It works in PyNative mode, in `mindspore.jit`, in graph mode, and as the network of
     `mindspore.train.Model`: ``Model(TrainOneStepCell(nn.WithLossCell(net, loss_fn),

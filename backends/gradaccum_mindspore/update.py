@@ -1,11 +1,11 @@
 """Call the inner optimizer once per window, and raise an error if anything else calls
 it.
 
-While a wrapped optimizer is alive, a direct call of its inner optimizer raises an
+While a wrapped optimizer is alive, a direct call to its inner optimizer raises an
 error. Both Python and MindSpore's compiler look up ``construct`` as an attribute of the
 inner optimizer itself, where they find a function that raises the error. `Update` calls
 the ``construct`` method of the optimizer's class instead. A function that was compiled
-before the optimizer was wrapped is not compiled again, so calls of the inner optimizer
+before the optimizer was wrapped is not compiled again, so calls to the inner optimizer
 from such a function are not detected.
 """
 

@@ -50,8 +50,8 @@ devices.
 
 
 class ParamsType(Enum):
-    """What the types of the parameters say while `data_parallel` traces a step. Each
-    step is traced with both variants.
+    """How `data_parallel` types the parameters while it traces a step: as the same on
+    all devices, or as per-device copies. Each step is traced in both ways.
     """
 
     SAME = "same on all devices"
@@ -61,8 +61,8 @@ class ParamsType(Enum):
     """
     COPY = "a copy for each device"
     """According to their types, the parameters are per-device copies. `jax.grad` then
-    returns each device's own gradient. However, every value that depends on the
-    parameters then has a type of values that may differ between devices.
+    returns each device's own gradient. However, the type of every value that depends on
+    the parameters then says that the value may differ between devices.
     """
 
 
@@ -253,8 +253,8 @@ def are_bound(axes: tuple[str, ...]) -> bool:
 
 
 def names_of(axis_name: Any) -> tuple[str, ...]:
-    """Return the user's `axis_name`, which is None, a name or several names, as a tuple
-    of names.
+    """Return the user's `axis_name` (None, one name or several names) as a tuple of
+    names.
     """
     if axis_name is None:
         return ()
@@ -274,7 +274,7 @@ separately, in place.
 
 
 class ReducedWindow(NamedTuple):
-    """The values of a window that are reduced over the devices at its end."""
+    """The values that are reduced over the devices at the end of a window."""
 
     total: Tree
     weight: Scalar

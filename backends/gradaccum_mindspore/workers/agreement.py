@@ -1,7 +1,7 @@
-"""Checks that run before several workers share their first window. They check whether
-this worker shares its windows, and whether all workers have the same options and the
-same parameters. The parameters must be the same, because the workers exchange only
-gradients.
+"""Checks that run before several workers share their first window. They determine
+whether this worker shares its windows, and verify that all workers have the same
+options and the same parameters. The parameters must be the same, because the workers
+exchange only gradients.
 
 A parameter that the user marked as ``layerwise_parallel`` is a shard that belongs to
 one worker, so its gradient sum is not sent to other workers.
@@ -54,8 +54,8 @@ def shares_windows(data_parallel: object) -> bool:
     if not data_parallel:
         return False
     if not GlobalComm.INITED:
-        # If communication is not initialised, MindSpore would treat this process as the
-        # only worker.
+        # Until communication is initialised, MindSpore treats this process as the only
+        # worker.
         raise UsageError(
             "data_parallel: expected a process with initialised communication; got a"
             " process without communication. Call mindspore.communication.init() first."

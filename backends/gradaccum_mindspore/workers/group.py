@@ -1,10 +1,10 @@
 """A window that several workers share and end together.
 
-The code that ends a window is compiled, even in PyNative mode, so that all workers
-round in the same way. It adds up a few numbers over the workers, and then all-reduces
-the gradient sums once. A worker that runs out of data calls ``flush`` from Python. From
-then on it takes part in the windows of the other workers, without adding micro-batches,
-until every worker has called ``flush``.
+The code that ends a window is compiled, even in PyNative mode, so that rounding is the
+same on all workers. This code adds up a few numbers over the workers, and then
+all-reduces the gradient sums once. A worker that runs out of data calls ``flush`` from
+Python. From then on it takes part in the windows of the other workers, without adding
+micro-batches, until every worker has called ``flush``.
 
 The numbers that are added up include the learning rates of each worker. If the learning
 rates differ, a worker that ends its window from Python raises an error. If a window
@@ -111,8 +111,8 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         workers.
 
         This runs in a branch of its own, because MindSpore copies a Parameter, and
-        rounds float64 to float32, if one graph reads the Parameter again after writing
-        it.
+        rounds float64 to float32, if the same graph reads the Parameter again after
+        writing it.
         """
         if self.always:
             self.add_up_sums(self.add_up_numbers(self.zero, self.one))

@@ -1,4 +1,4 @@
-"""Convert the checkpoints of an open window, so that another number of workers can
+"""Convert the checkpoints of an open window, so that a different number of workers can
 resume the window.
 
 The first new worker gets the total of the gradient sums of all old workers, and the
