@@ -21,7 +21,7 @@ from gradaccum import ArgumentValueError, kit
 
 Array = Any
 """A value that JAX accepts as an array: a `jax.Array` (concrete or traced), a NumPy
-array or a Python number.
+array, or a Python number.
 """
 
 DType = Any
@@ -45,8 +45,8 @@ Leaves = list[Array]
 """The leaves of a pytree, in the order of `jax.tree.leaves`."""
 
 Gradients = list[Array]
-"""A micro-batch's gradients, with one entry per leaf of the accumulator, in the order
-of these leaves. An entry is None if nothing is added to that leaf (see `checks.align`).
+"""A micro-batch's gradients: one entry per leaf of the accumulator, in the same order.
+An entry is None if nothing is added to its leaf (see `checks.align`).
 """
 
 Axes = frozenset[str]
@@ -72,9 +72,9 @@ def plain(tree: Tree) -> Tree:
 
 
 is_none = functools.partial(operator.is_, None)
-"""True if the argument is None. Passing ``is_leaf=is_none`` to `jax.tree.map` keeps
-each None as a leaf. JAX calls this function for every node of a tree, so it is built
-from C functions for speed.
+"""True if the argument is None. With ``is_leaf=is_none``, `jax.tree.map` treats each
+None as a leaf. JAX calls this function for every node of a tree, so for speed it is
+built from functions written in C.
 """
 
 
@@ -100,9 +100,9 @@ class GradientTypes(NamedTuple):
     """
     update_dtypes: list[DType]
     """The gradient dtypes that determine the dtypes of the updates: each update has the
-    dtype that the inner optimizer would return for a gradient of this dtype. The list
-    equals `dtypes`, except in a flush, where no gradients are passed. It then contains
-    the dtypes of the parameters.
+    dtype that the inner optimizer would return for a gradient of the dtype in this
+    list. The list equals `dtypes`, except in a flush. Because no gradients are passed
+    to a flush, the list then contains the dtypes of the parameters.
     """
 
 
@@ -110,8 +110,8 @@ def gradient_types(
     accumulator: Tree, params: Params, gradients: Gradients | None
 ) -> GradientTypes:
     """Return the dtypes of the gradients that the inner optimizer receives: for each
-    leaf, the wider of the parameter's dtype and the gradient's dtype. So a caller who
-    passes gradients in a wider dtype gets the same update as from plain optax.
+    leaf, the wider of the parameter's dtype and the gradient's dtype. So if a caller
+    passes gradients in a wider dtype, the update is the same as in plain optax.
 
     In a flush the dtypes of the gradients are unknown, so the sum is passed to the
     inner optimizer without rounding.
@@ -151,8 +151,8 @@ def takes_part(leaf: Array) -> bool:
 
 def moving_of(tree: Tree) -> tuple[Leaves, Callable[..., Tree]]:
     """Return the floating-point leaves of `tree`, and a function ``put(leaves, still)``
-    that rebuilds the tree. It replaces the floating-point leaves with `leaves`, and
-    every other leaf with ``still(leaf)``, which by default is the leaf itself.
+    that rebuilds the tree: it replaces the floating-point leaves with `leaves`, and
+    every other leaf with ``still(leaf)``. By default ``still`` returns the leaf itself.
     """
     all_leaves, structure = jax.tree.flatten(tree)
 
@@ -190,8 +190,8 @@ def cast_like(tree: Tree, like: Tree) -> Tree:
 
 
 def strong(tree: Tree) -> Tree:
-    """Remove JAX's weak types from `tree`. Weak types could change the type of a scan's
-    carry, which JAX does not allow.
+    """Remove JAX's weak types from `tree`. With weak types, the type of a scan's carry
+    could change, which JAX does not allow.
     """
     return cast_like(tree, tree)
 
@@ -217,19 +217,20 @@ def is_half(leaf: Array) -> bool:
 
 
 KEY = "key"
-"""Stands for the batch axis of a random key, which has no such axis. Each micro-batch
-gets its own key: `jax.random.fold_in` folds the micro-batch's index into the given key.
+"""A placeholder for the batch axis of a random key, because a key has no batch axis.
+Each micro-batch gets its own key: `jax.random.fold_in` folds the micro-batch's index
+into the given key.
 """
 Axis = int | str | None
-"""How an array is split into micro-batches: the index of its batch axis (>= 0), or None
-if every micro-batch gets the whole array, or `KEY` if the array is a random key.
+"""How an array is split into micro-batches: the index of its batch axis (>= 0), None if
+every micro-batch gets the whole array, or `KEY` if the array is a random key.
 """
 
 
 def spread_over(prefix: Tree, tree: Tree, argument: str) -> list[Any]:
     """Expand `prefix`, a tree prefix of `tree`, to a list with one value for each leaf
-    of `tree`, like `gradaccum.kit.spread`. `argument` is the name of the prefix in
-    error messages.
+    of `tree`, like `gradaccum.kit.spread`. `argument` is the prefix's name in error
+    messages.
     """
     if type(prefix) is list and isinstance(tree, tuple):
         prefix = tuple(prefix)
@@ -250,8 +251,8 @@ def spread_over(prefix: Tree, tree: Tree, argument: str) -> list[Any]:
 
 
 def is_constant(leaf: object) -> bool:
-    """True if `leaf` becomes a constant of the compiled program. Arrays and floats do
-    not become constants, because they may change from call to call.
+    """True if `leaf` is compiled into the program as a constant. Arrays and floats are
+    not, because their values may change from call to call.
     """
     may_change: Any = jax.Array | np.ndarray | np.generic | float | complex
     return not (isinstance(leaf, may_change) or hasattr(leaf, "__jax_array__"))

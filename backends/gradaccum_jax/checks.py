@@ -1,4 +1,4 @@
-"""Argument checks. They run while JAX traces a call, so a wrong call raises an error
+"""Argument checks. They run while JAX traces a call, so an invalid call raises an error
 before anything has changed.
 """
 
@@ -38,7 +38,7 @@ from gradaccum_jax.gradient_sum import has_sum
 from gradaccum_jax.state import AccumulationState
 
 ACCUMULATING = (AccumulationState, optax.MultiStepsState, optax.ApplyEvery)
-"""The types of the states of optimizers that themselves accumulate gradients."""
+"""The state types of optimizers that accumulate gradients themselves."""
 
 
 def require_dtype(accumulate_dtype: DType) -> DType:
@@ -46,8 +46,8 @@ def require_dtype(accumulate_dtype: DType) -> DType:
         return None
     dtype = accumulate_dtype
     if isinstance(dtype, str):
-        # Look the name up in jnp to get JAX's own bfloat16, because some other package
-        # may have registered its own bfloat16 with NumPy under the same name.
+        # Look up the name in jnp to get JAX's own bfloat16, because another package may
+        # have registered a different bfloat16 with NumPy under the same name.
         dtype = getattr(jnp, dtype, dtype)
     with suppress(TypeError):
         dtype = jnp.dtype(dtype)
@@ -58,8 +58,8 @@ def require_dtype(accumulate_dtype: DType) -> DType:
 
 def require_params_alone(params: Params) -> None:
     """Raise if `params` contains a flax nnx random stream, or mixes parameters with
-    other nnx variables. With a random stream, every micro-batch would draw the same
-    dropout mask.
+    other nnx variables. A random stream among the parameters would give every
+    micro-batch the same dropout mask.
     """
     flat = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_variable)[0]
     kinds_by_path = {
@@ -150,8 +150,8 @@ def align(gradients: Tree, accumulator: Tree) -> Gradients:
     in the order of the accumulator's leaves, with None for each leaf to which nothing
     is added.
 
-    NumPy arrays are copied, because JAX may read their memory only after the caller has
-    overwritten it with the gradients of the next micro-batch.
+    NumPy arrays are copied. Otherwise the caller might overwrite their memory with the
+    gradients of the next micro-batch before JAX has read it.
     """
     totals, structure = _named_leaves(accumulator)
     named_gradients, gradient_structure = _named_leaves(gradients)

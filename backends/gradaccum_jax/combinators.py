@@ -30,7 +30,7 @@ from gradaccum_jax.update import no_update
 
 T = TypeVar("T")
 QUESTION = "gradaccum_question"
-"""The name of the extra argument of ``update`` that contains a `Question`."""
+"""The name of the extra argument through which a `Question` is passed to ``update``."""
 Answer = Callable[[Any, AccumulationState, Params, Extra], tuple[Updates, Any]]
 """The type of a function ``answer(accumulation, state, params, extra)`` that returns
 the updates and the new state of a wrapped optimizer.
@@ -39,9 +39,9 @@ the updates and the new state of a wrapped optimizer.
 
 @jax.tree_util.register_static
 class Question:
-    """An extra argument that makes the wrapped optimizer inside a combined
-    transformation call the function `answer` with its `Accumulation` and its state. The
-    results are stored in this object.
+    """An extra argument for a combined transformation. The wrapped optimizer inside the
+    transformation calls the function `answer` with its own `Accumulation` and state,
+    and the results are stored in this object.
     """
 
     accumulation: Any = None

@@ -1,8 +1,8 @@
 """Add up the losses of a window, in the fields ``loss`` and ``last_loss`` of an
 `AccumulationState`. Recording the losses does not affect the rest of the window.
 
-If the loss of any micro-batch was not passed, the window's loss is NaN, which is stored
-as `state.UNKNOWN`.
+If any micro-batch was passed without its loss, the window's loss is NaN, which is
+stored as `state.UNKNOWN`.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ inner optimizer.
 Some of them describe one batch: optax has `grad` and `value_fn` for line searches,
 `grad_fn` for SAM, and `obj_fn` for Sophia. The inner optimizer runs at the end of the
 window. An argument that describes only the last micro-batch would not match the
-gradient of the whole window, so the caller has to pass such an argument to `flush`, and
-it has to describe the whole window. `value` is an exception: losses can be added up, so
-the inner optimizer gets the window's loss (see `extensions`).
+gradient of the whole window. So the caller must pass such arguments to `flush`, with
+values that describe the whole window. `value` is an exception: losses can be added up,
+so the inner optimizer gets the window's loss (see `extensions`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from gradaccum import ArgumentTypeError, UsageError
 from gradaccum_jax.arrays import Extra
 
 OF_A_BATCH = ("grad", "value_fn", "grad_fn", "obj_fn")
-"""The extra arguments of optax's optimizers that describe one batch."""
+"""The extra arguments that describe one batch. Several of optax's optimizers accept
+them.
+"""
 KNOWN = frozenset(("value", *OF_A_BATCH))
 """The extra arguments that are allowed even if the inner optimizer does not declare
 them.
@@ -34,8 +36,8 @@ def declared_by(inner: optax.GradientTransformation) -> frozenset[str]:
 
 def require_declared(extra: Extra, declared: frozenset[str]) -> None:
     """Raise if `extra` contains an argument that is neither in `declared` nor in
-    `KNOWN`. Otherwise an `optax.chain` would accept a misspelt ``weight=`` and ignore
-    it.
+    `KNOWN`. Without this check, an `optax.chain` would accept a misspelt ``weight=``
+    and ignore it.
     """
     for name in extra.keys() - declared - KNOWN:
         raise ArgumentTypeError(

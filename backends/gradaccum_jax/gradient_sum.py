@@ -1,5 +1,5 @@
-"""Arithmetic on the accumulator: the sum of a window's gradients, in a tree with the
-structure of the parameters.
+"""Arithmetic on the accumulator, which is the sum of a window's gradients. It is a tree
+with the structure of the parameters.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def sum_dtype(leaf: Array, accumulate_dtype: DType) -> DType:
     """Return the dtype in which gradients of `leaf` are summed: float32 for half
     precision, otherwise the leaf's own dtype.
 
-    If `accumulate_dtype` is not None, it is used instead for every floating leaf. The
-    sum of a complex leaf is always complex.
+    If `accumulate_dtype` is not None, it is used for every floating-point leaf instead.
+    The sum of a complex leaf is always complex.
     """
     leaf_dtype = jnp.result_type(leaf)
     if not takes_part(leaf):
@@ -49,8 +49,8 @@ def sum_dtype(leaf: Array, accumulate_dtype: DType) -> DType:
 
 
 def zeros(params: Params, accumulate_dtype: DType) -> Tree:
-    """Return an accumulator of zeros for `params`. An entry is None if the entry in
-    `params` is None or a random key.
+    """Return an accumulator of zeros for `params`. An entry is None if the
+    corresponding entry of `params` is None or a random key.
     """
 
     def empty_sum(leaf: Array) -> Array:
@@ -62,9 +62,9 @@ def zeros(params: Params, accumulate_dtype: DType) -> Tree:
     return jax.tree.map(empty_sum, params)
 
 
-# The gradients of a frozen parameter are not added up. Instead of a sum, the
-# accumulator contains an array without elements, of shape (0, 0, *parameter.shape). No
-# parameter of an ordinary model has such a shape.
+# The gradients of a frozen parameter are not added up. Instead of their sum, the
+# accumulator contains an empty array of shape (0, 0, *parameter.shape), a shape that no
+# parameter of an ordinary model has.
 
 
 def without_sum(total: Array) -> Array:
@@ -93,12 +93,12 @@ def weight_dtype(tree: Tree) -> DType:
 
 
 def add(accumulator: Tree, gradients: Gradients, factor: Scalar, adds: Scalar) -> Tree:
-    """Add ``factor * gradients`` to the accumulator if `adds` is true; ``factor=None``
+    """Add ``factor * gradients`` to the accumulator if `adds` is true. ``factor=None``
     means 1.
 
     If `adds` is false, for example because the weight is 0, the sum must not change
-    even if the gradient is NaN. So the old sum is selected. Adding 0 times the gradient
-    would be wrong, because 0 times a NaN is a NaN.
+    even if the gradient is NaN. So the old sum is selected: adding 0 times the gradient
+    would not work, because 0 times NaN is NaN.
     """
 
     def add_leaf(total: Array, gradient: Array) -> Array:
@@ -113,8 +113,8 @@ def add(accumulator: Tree, gradients: Gradients, factor: Scalar, adds: Scalar) -
 
 
 def all_finite(gradients: Gradients, factor: Scalar) -> Scalar:
-    """True if every element of ``factor * gradients`` is finite; ``factor=None`` means
-    1. The result is a bool scalar.
+    """Return a bool scalar: True if every element of ``factor * gradients`` is finite.
+    ``factor=None`` means 1.
     """
     is_finite = jnp.asarray(True)
     for gradient in gradients:
@@ -181,9 +181,9 @@ arrays of the same type (see `GROUP_SIZE`).
 GROUP_SIZE = 10
 """How many small arrays share one sum-of-squares kernel. XLA compiles a kernel for each
 sum of squares, so the squares of small arrays of the same type are first added up
-element by element. A step with 150 arrays of 64 and of 64 x 64 elements then compiles
-in 1.5 s instead of 12.8 s (JAX 0.7.1 on a CPU). Beyond ten arrays, one combined kernel
-compiles more slowly than two smaller kernels.
+element by element. A step with 150 arrays of 64 or 64 x 64 elements then compiles in
+1.5 s instead of 12.8 s (JAX 0.7.1 on a CPU). Two smaller kernels compile faster than
+one kernel for more than ten arrays.
 """
 
 
@@ -209,9 +209,8 @@ def measure(accumulator: Tree, dtype: DType, shard_axes: ShardAxes = None) -> Sc
 
 
 def _square_root(squares: Scalar) -> Scalar:
-    """Return the square root of `squares`, with derivative 0 at 0. If all gradients are
-    0, the derivative of `jnp.sqrt` would make the norm's derivative 0 x inf, which is
-    NaN.
+    """Return the square root of `squares`, with derivative 0 at 0. With `jnp.sqrt`, the
+    derivative of the norm would be 0 x inf, which is NaN, whenever all gradients are 0.
     """
     is_zero = squares == 0
     return jnp.where(is_zero, 0, jnp.sqrt(jnp.where(is_zero, 1, squares)))
@@ -231,8 +230,9 @@ def _sum_of_squares(arrays: Leaves, factor: Scalar, shard_axes: ShardAxes) -> Sc
             # negative, so this select always returns `factor`, but it makes XLA process
             # one array after the other. AdamW on four arrays then needs temporary
             # memory of 0.25 times the size of the parameters instead of 1.0 times (JAX
-            # 0.7.1). Small groups do without it, because a kernel that XLA has compiled
-            # before costs less than half (JAX 0.7.1).
+            # 0.7.1). Small groups do not need the select. Without it, the same kernel
+            # occurs repeatedly, and XLA compiles a repeated kernel in less than half
+            # the time (JAX 0.7.1).
             group_factor = jnp.where(total < 0, total, factor)
         squares = [jnp.square(array * group_factor) for array in group]
         sums[axes] = total + jnp.sum(functools.reduce(operator.add, squares))
@@ -268,9 +268,9 @@ def _real_parts(accumulator: Tree) -> Leaves:
 
 
 def fits(accumulator: Tree, divisor: Scalar, dtypes: list[DType]) -> Scalar:
-    """True if every finite element of the accumulator is still finite after
-    ``(sum / divisor).astype(dtype)``, where `dtypes` contains a dtype for each leaf.
-    The result is a bool scalar.
+    """Return a bool scalar: True if every finite element of the accumulator is still
+    finite after ``(sum / divisor).astype(dtype)``, where `dtypes` contains a dtype for
+    each leaf.
 
     It is enough to check the largest magnitude of each leaf, because division and
     rounding are monotonic.
@@ -295,8 +295,8 @@ def _is_narrower(dtype: DType, total_dtype: DType) -> bool:
 
 
 def _largest(leaf: Array) -> Scalar:
-    """Return the largest magnitude in a real array, in float32 or wider; NaN if an
-    element is NaN.
+    """Return the largest magnitude in a real array, in float32 or a wider dtype. It is
+    NaN if an element is NaN.
 
     The array is reduced row by row, because XLA:CPU takes minutes to compile several
     reductions of whole matrices to scalars in one program.

@@ -1,5 +1,5 @@
 """Train a model of stacked layers layer by layer: in both the forward and the backward
-pass, all micro-batches pass through one layer before the next layer runs.
+pass, all micro-batches pass through a layer before the next layer runs.
 
 The gradient sum of a layer is complete after the last micro-batch's backward pass
 through this layer. The layer is then updated, and its gradient is freed.
@@ -75,14 +75,14 @@ def layered_value_and_update(
         step = jax.jit(step, donate_argnums=(0, 1))
         loss, params, state = step(params, state, x, y)
 
-    The activations between the layers are kept for the whole batch, and each layer runs
-    a second time in the backward pass. In exchange, only one layer's gradient is in
-    memory at a time. The inner optimizer has a separate state for the outer parameters
-    and for each layer, and is called separately for each of them. The parameters of a
-    layer are passed to the inner optimizer without their leading axis. So an optimizer
-    that combines several layers, such as `optax.clip_by_global_norm`, is rejected. An
-    optimizer that draws random numbers is rejected too, because it would draw the same
-    numbers for each layer.
+    Only one layer's gradient is in memory at a time. In exchange, the activations
+    between the layers are kept for the whole batch, and each layer runs a second time
+    in the backward pass. The inner optimizer has a separate state for the outer
+    parameters and for each layer, and is called separately for each of them. The
+    parameters of a layer are passed to the inner optimizer without their leading axis.
+    So an optimizer whose updates combine several layers, such as
+    `optax.clip_by_global_norm`, is rejected. An optimizer that draws random numbers is
+    rejected too, because it would draw the same numbers for each layer.
 
     Args:
         prelude: ``prelude(outer, *micro_batch)`` returns the first layer's input
@@ -90,8 +90,8 @@ def layered_value_and_update(
             have no gradient.
         layer: ``layer(params of one layer, activations, *micro_batch)`` returns
             activations of the same shapes and dtypes.
-        loss_fn: ``loss_fn(outer, activations, *micro_batch)`` returns a floating
-            scalar, or ``(loss, aux)`` with `has_aux`.
+        loss_fn: ``loss_fn(outer, activations, *micro_batch)`` returns a floating-point
+            scalar, or ``(loss, aux)`` if `has_aux` is true.
         tx: an optimizer from `gradaccum.wrap` with ``steps=None`` and
             ``on_overflow="ignore"``, but without `clip_norm` and `skip_norm`.
         has_aux: as for `value_and_grad`.
@@ -107,14 +107,14 @@ def layered_value_and_update(
         A function of ``(params, state, *batch)`` that returns
         ``(loss, params, state)``, or ``((loss, aux), params, state)``, with the updated
         parameters. `params` is ``(outer, layers)``, where each array in `layers` has a
-        leading axis with one entry per layer. The function's ``init(params)`` returns
-        the first state.
+        leading axis with one entry per layer. The function's method ``init(params)``
+        returns the initial state.
 
     Raises:
         ArgumentTypeError: `tx` is not wrapped.
         ArgumentValueError: `tx` was not wrapped with ``steps=None``, or an option is
             invalid. The returned function raises this error in the same cases as a
-            function from `value_and_grad`.
+            function that `value_and_grad` returned.
         UsageError: `tx` or its inner optimizer cannot update the layers separately.
     """
     accumulation = require_open(tx)
@@ -188,8 +188,8 @@ class LayeredValueAndUpdate(LargeBatchFunction):
         ) -> tuple[tuple[Part, Stacks], None]:
             layer_parts, upstream = carry
             number, border = number_and_border
-            # The layers are read from the same carry to which they are written. If they
-            # were read from a separate array, XLA would keep a copy of all layers.
+            # The layers are read from the carry and written back to it. If they were
+            # read from a separate array, XLA would keep a copy of all layers.
             layer_part = entry_at(layer_parts, number)
             sums, upstream = passes.pull_back(
                 self.layer,
@@ -241,7 +241,7 @@ class LayeredPasses:
     outer: Tree
 
     def copy(self, tree: Tree) -> Any:
-        """Return per-device copies of arrays that are the same on all devices, so that
+        """Turn arrays that are the same on all devices into per-device copies, so that
         their gradients are not reduced over the devices.
         """
         return vary(tree, frozenset(self.function.spec.axis_names))
@@ -326,7 +326,7 @@ class LayeredPasses:
             window = self.function.accumulation.add(
                 window, (), weight, loss.astype(dtype)
             )
-            # A window with an invalid weight is closed as if it had overflowed.
+            # If a weight is invalid, the window is closed as if it had overflowed.
             weight = jnp.where(weight > 0, weight, 0)
             outer_gradients = gradients[:outer_count]
             sums = add_gradients(sums, outer_gradients, weight, spec.options)

@@ -104,8 +104,8 @@ def distance(p: Array, master: Array) -> Array:
     at most 2^-24 (|q - p| + |q|), up to a factor of 1 + 2^-24, and numbers within
     2^-(t+1) |q| of q round to q. So the result is q, bit for bit, as long as |p| <=
     (2^(23 - t) - 4) |q|, which is 4092 |q| in float16 and 32764 |q| in bfloat16. The
-    result is also q if q is 0, or if |q - p| <= 1 in float16, because such a multiple
-    of 2^-24 is a float32.
+    result is also q if q is 0, or if |q - p| <= 1 in float16, because float32
+    represents such a multiple of 2^-24 exactly.
 
     All this holds unless q - p overflows float32 or, in bfloat16, is below 2^-126,
     which XLA flushes to 0. A parameter that shrinks by a larger factor in one update,
@@ -124,8 +124,8 @@ def round_master(master: Array, dtype: DType) -> Array:
     """Round the float32 `master` to the nearest number of the half-precision `dtype`;
     return it as float32.
 
-    Converting to `dtype` and back would not be reliable, because XLA may remove such a
-    pair of conversions (see its option ``xla_allow_excess_precision``).
+    Casting to `dtype` and back would not be reliable, because XLA may remove such a
+    pair of casts (see its option ``xla_allow_excess_precision``).
     """
     if dtype == jnp.bfloat16:
         return lax.reduce_precision(master, exponent_bits=8, mantissa_bits=7)
@@ -139,14 +139,14 @@ def round_master(master: Array, dtype: DType) -> Array:
 
 
 def apply_updates(params: Params, updates: Updates, state: Tree) -> Params:
-    """Apply updates like `optax.apply_updates`, but set half-precision parameters to
-    their rounded masters, regardless of their previous values.
+    """Apply updates like `optax.apply_updates`, but set each half-precision parameter
+    to its rounded master, regardless of its previous value.
 
     The result differs from `optax.apply_updates` only for a parameter that shrinks by
     more than three orders of magnitude in one update, or that is inf or NaN.
 
     Args:
-        params: the parameters, which may be in flax nnx's variables.
+        params: the parameters, which may be flax nnx variables.
         updates: the updates from `update` or `flush`.
         state: the state from the same call, or a tree that contains exactly one state
             of a wrapped optimizer for these parameters.

@@ -44,16 +44,16 @@ class MultiSteps:
     from `optax.MultiSteps` as follows:
 
     - The inner optimizer runs once per window, not in every mini-step.
-    - An inf or NaN does not remain in the sum, and the updates in the middle of a
-      window are zeros, never ``0 * NaN``.
+    - An inf or NaN does not remain in the sum after the end of its window, and the
+      updates in the middle of a window are zeros, never ``0 * NaN``.
     - `accumulator_dtype` defaults to float32 for half precision and to the parameter's
       own dtype otherwise, not to float32 for all parameters.
     - A gradient that is None counts as zero.
-    - `gradient_transformation` passes on extra arguments, which optax's method drops
-      inside an `optax.chain`.
+    - `gradient_transformation` passes on extra arguments, whereas optax's method of
+      this name drops them inside an `optax.chain`.
     - `every_k_schedule` may also be a NumPy int or a list of pairs
       ``(first gradient_step, steps)``. A size below 1 is rejected.
-    - A loop outside `jax.jit` compiles only once.
+    - In a loop outside `jax.jit`, the mini-step is compiled only once.
 
     The field `acc_grads` of the state contains the running mean of the gradients, or
     their sum if `use_grad_mean` is False. If `should_skip_update_fn` rejects a
@@ -140,9 +140,7 @@ class MultiSteps:
         return results
 
     def has_updated(self, state: optax.MultiStepsState) -> Scalar:
-        """True if the last accepted mini-step made an update. The result is a bool
-        scalar.
-        """
+        """Return a bool scalar: True if the last accepted mini-step made an update."""
         return (state.mini_step == 0) & (state.gradient_step > 0)
 
     def gradient_transformation(self) -> optax.GradientTransformationExtraArgs:

@@ -2,8 +2,8 @@
 the functions `flush`, `discard` and `epoch`.
 
 `wrap` returns a plain `optax.GradientTransformationExtraArgs`. Its functions `init` and
-`update` are methods of an `Accumulation`, from which `flush` reads the options. The
-update is jitted, so a loop outside `jax.jit` compiles it only once.
+`update` are methods of an `Accumulation`, from which `flush` reads the options.
+`update` is jitted, so it is compiled only once in a loop outside `jax.jit`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Wrapped(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
 
 @dataclass(frozen=True, eq=False)
 class Accumulation:
-    """An inner optimizer with the checked options of `gradaccum.wrap`."""
+    """An inner optimizer together with the checked options of `gradaccum.wrap`."""
 
     transformation: optax.GradientTransformation
     """The optimizer that was passed to `wrap`."""
@@ -112,8 +112,8 @@ class Accumulation:
         return declared_by(self.transformation)
 
     def init(self, params: Params) -> AccumulationState:
-        """Return the state before the first micro-batch. Its accumulator has the
-        structure of `params`.
+        """Return the state before the first micro-batch. The state's accumulator has
+        the structure of `params`.
         """
         group.require_axes(self.axes)
         group.same("params", params, self.axes)
@@ -320,11 +320,11 @@ def flush(
         The updates, which are zeros if no update was made, and the new state.
 
     Raises:
-        ArgumentTypeError: `tx` is not wrapped, the inner optimizer does not declare an
-            argument in `extra`, or `denominator` is not a number.
+        ArgumentTypeError: `tx` is not wrapped, `extra` contains an argument that the
+            inner optimizer does not declare, or `denominator` is not a number.
         ArgumentValueError: `denominator` is not a finite number > 0.
         UsageError: `denominator` is passed, but ``steps`` is not None; or a
-            transformation after the wrapped optimizer in a chain has a state.
+            transformation after the wrapped optimizer in a chain is stateful.
     """
 
     def close(
@@ -381,7 +381,7 @@ def _one_ahead(batches: Iterator[M]) -> Iterator[tuple[M, bool]]:
 
 def discard(tx: optax.GradientTransformation, state: S) -> S:
     """Discard the open window. No update is made, the window is not counted, and the
-    loss scale stays unchanged.
+    loss scale does not change.
 
     Args:
         tx: as in `flush`.
@@ -403,7 +403,7 @@ def accumulation_of(tx: object) -> Accumulation | None:
 
 def require_open(tx: optax.GradientTransformation) -> Accumulation:
     """Return the `Accumulation` of `tx`. Raise unless `tx` was wrapped with
-    ``steps=None``, because the calling function closes the window itself.
+    ``steps=None``, because the caller closes the window itself.
     """
     accumulation = accumulation_of(tx)
     if accumulation is None:

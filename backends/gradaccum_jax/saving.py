@@ -1,7 +1,7 @@
 """Check whether a state that was restored from a checkpoint fits the optimizer.
 
-Libraries that restore without a target return plain dicts and lists. Their leaves have
-the same paths as the leaves of the state, so leaves are compared by path.
+A library that restores without a target returns plain dicts and lists. Their leaves
+have the same paths as the leaves of the state, so leaves are matched by path.
 """
 
 from __future__ import annotations
@@ -38,18 +38,19 @@ from gradaccum_jax.workers.group import by_kind
 
 
 def check_state(tx: optax.GradientTransformation, state: Tree, params: Params) -> Tree:
-    """Check a restored `state`. Return it as JAX arrays, in the tree structure of the
-    state of `tx`.
+    """Check a restored `state`. Return it with JAX arrays as leaves, in the tree
+    structure of the state of `tx`.
 
     All paths, shapes and dtypes are checked. An open window can be resumed only with
-    the options that it was saved with: `reduction`, `on_overflow`, `steps`, and the
-    kind of loss scale (if the scale is constant, also its value). If no window is open,
-    all of these options may change, and the saved loss scale is kept only if it is
-    dynamic in both runs. Do not call this function under `jax.jit`, because it reads
-    values.
+    the same values of these options: `reduction`, `on_overflow`, `steps`, and the kind
+    of loss scale (if the scale is constant, also its value). If no window is open, all
+    of these options may change. The saved loss scale is kept only if the scale is
+    dynamic both in the saved run and in this run. Do not call this function under
+    `jax.jit`, because it reads values.
 
     With ``axis_name``, the returned state fits only the number of devices on which it
-    was saved. `gradaccum_jax.redistributed` converts it to another number of devices.
+    was saved. `gradaccum_jax.redistributed` converts it to a different number of
+    devices.
 
     Args:
         tx: an optimizer from `gradaccum.wrap`; or an `optax.chain`, `optax.partition`
@@ -91,9 +92,9 @@ def _on_devices(like: AccumulationState, restored_state: Tree) -> AccumulationSt
 
 def _resume(state: AccumulationState, options: Options) -> AccumulationState:
     options = options._replace(steps=_on_the_host(options.steps))
-    # The weight and the overflow flag differ between devices, and some of their values
-    # may be stored by other processes. Nothing here depends on these values, so zeros
-    # are used instead.
+    # The weight and the overflow flag differ between devices, and other processes may
+    # store some of their values. The values are not needed here, so zeros are used
+    # instead.
     shared_state = state._replace(weight=np.zeros(()), overflow=np.zeros((), bool))
     saved_fields = State(
         *(np.asarray(field).item() for field in fields_of(shared_state))
@@ -137,16 +138,15 @@ def rebuild(tree: Tree, like: Tree) -> Any:
 
 
 def _copy(leaf: Array) -> Array:
-    """Return `leaf` as a JAX array. A NumPy array is copied, because JAX would share
-    its memory, which the user may overwrite.
+    """Return `leaf` as a JAX array. A NumPy array is copied. Otherwise JAX would share
+    its memory with the user, who may overwrite it.
     """
     return jnp.array(leaf) if isinstance(leaf, np.ndarray) else jnp.asarray(leaf)
 
 
 def by_path(tree: Tree) -> dict[str, Array]:
     """Return a dict from paths to the leaves of `tree`. A path consists of names joined
-    with dots, so a tuple and the dict that a library made from the tuple have the same
-    paths.
+    by dots, so a dict that a library made from a tuple has the same paths as the tuple.
     """
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
     name_of = partial(jax.tree_util.keystr, simple=True, separator=".")

@@ -2,9 +2,10 @@
 and the differences between JAX versions.
 
 Inside `jax.shard_map`, the type of a value contains the mesh axes along which the value
-may differ between devices. A loop or a conditional must return values of the same types
-as its inputs. If the results would have additional axes, for example because the
-predicate varies along them, these axes are added to the types of the inputs first.
+may differ between devices. The results of a loop or a conditional must have the same
+types as its inputs. If the types of the results would contain additional axes, for
+example because the predicate varies along them, these axes are first added to the types
+of the inputs.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def axes_of(value: Array) -> Axes:
 
 
 def manual_axes() -> Axes:
-    """Return the mesh axes of the surrounding `jax.shard_map`, if there is one."""
+    """Return the mesh axes of the surrounding `jax.shard_map`, or no axes outside of
+    it.
+    """
     mesh: Any = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return frozenset(name for name, kind in kinds if kind == AxisType.Manual)
@@ -77,8 +80,8 @@ def with_axes_of_results(
     predicate: Scalar, function: Callable[[T], T], operand: T
 ) -> tuple[Callable[[T], T], T]:
     """Make the types of the inputs and results of a conditional agree. In the returned
-    `function` and `operand`, each array is marked as varying along the mesh axes of the
-    array itself, of the corresponding result and of `predicate`.
+    `function` and `operand`, each array is marked as varying along every mesh axis
+    along which the array itself, the corresponding result or `predicate` varies.
     """
     leaves, structure = jax.tree.flatten(operand)
     while True:
@@ -103,8 +106,8 @@ def shards_of(leaf: Array, shard_axes: ShardAxes) -> tuple[str, ...]:
 
 
 def everywhere(flag: Scalar, shard_axes: ShardAxes) -> Scalar:
-    """True if `flag` is true on every device that stores a shard of the model. The
-    result is a bool scalar.
+    """Return a bool scalar: True if `flag` is true on every device that stores a shard
+    of the model.
     """
     axes = shards_of(flag, shard_axes)
     if not axes:
@@ -165,8 +168,9 @@ def _shards_by_type(sharding: Any, axis: int, others: Tree) -> AxisShards:
 
 
 def _most_devices(tree: Tree) -> int:
-    """Return the number of devices of the largest mesh with automatic axes, among the
-    surrounding mesh and the meshes of the arrays in `tree`; 1 if there is no such mesh.
+    """Among the surrounding mesh and the meshes of the arrays in `tree`, find the
+    largest mesh with automatic axes. Return its number of devices, or 1 if there is no
+    such mesh.
     """
     arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
     meshes: list[Any] = [typeof(leaf).sharding.mesh for leaf in arrays]
@@ -182,8 +186,9 @@ def _is_automatic(mesh: Any) -> bool:
 
 
 def divide_axis(array: Array, axis: int, blocks: int) -> Array:
-    """Divide `axis` of `array` into two axes. The first new axis indexes the blocks,
-    and keeps the sharding. The second new axis indexes the items within a block.
+    """Split `axis` of `array` into two axes. The first new axis is the index of a
+    block, and keeps the sharding. The second new axis is the index of an item within
+    its block.
     """
     length = array.shape[axis] // blocks
     shape = (*array.shape[:axis], blocks, length, *array.shape[axis + 1 :])
@@ -214,14 +219,14 @@ def _reshaped(
 
 # Some values are the same on all devices although their types say that they may differ.
 #
-# At the end of a window the reduced sum replaces each device's own sum in the same
-# buffer. The conditional that does this gives both sums the same type: the type of
-# values that may differ. Values computed from the reduced sum are the same on all
-# devices, but JAX's types do not show this. With types that are too general, the
+# At the end of a window the reduced sum overwrites each device's own sum. This happens
+# in a conditional, which gives both sums the same type: the type of values that may
+# differ between devices. Values computed from the reduced sum are the same on all
+# devices, but JAX's types do not show this. If the types were left as they are, the
 # updates would need a second buffer of the size of the model, or another all-reduce.
 #
-# JAX has no operation that corrects the types, so this primitive changes the type of a
-# value and nothing else.
+# JAX has no operation that corrects such a type, so this primitive changes the type of
+# a value and nothing else.
 
 
 replicated_p: Any = core.Primitive("replicated")
@@ -242,8 +247,9 @@ def replicated(tree: T, axes: tuple[str, ...]) -> T:
 
 
 def _type_after(operand: Any, *, axes: tuple[str, ...]) -> Any:
-    # In JAX 0.7, types have an attribute `vma`. In JAX 0.10, a type records several
-    # ways in which a value may differ between devices.
+    # In JAX 0.7, the attribute `vma` of a type contains the mesh axes along which a
+    # value may differ between devices. In JAX 0.10, the attribute `mat` also
+    # distinguishes several ways in which the value may differ.
     if hasattr(operand, "vma"):
         return operand.update(vma=operand.vma - frozenset(axes))
     varying = operand.mat.varying - frozenset(axes)

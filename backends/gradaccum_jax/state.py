@@ -1,9 +1,9 @@
 """The state of a wrapped optimizer as a pytree, and the results that users read from
 it.
 
-The state is flat and has the same field names in every backend, so
-`optax.tree_utils.tree_get` can find each field. It contains only arrays, so no field is
-lost when the state is flattened.
+The state is flat, so `optax.tree_utils.tree_get` can find each field. The fields have
+the same names in every backend. The state contains only arrays, so no field is lost
+when it is flattened.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gradaccum_jax.arrays import Array, DType, InnerState, Tree
 from gradaccum_jax.sharding import axes_of, manual_axes, vary
 
 STEPS = 4
-"""The index of ``steps`` in `AccumulationState.terms`."""
+"""The index of the window's size (``steps``) in `AccumulationState.terms`."""
 
 
 class AccumulationState(NamedTuple):
@@ -49,21 +49,21 @@ class AccumulationState(NamedTuple):
     """int32: the number of windows without overflow since the loss scale last changed.
     """
     accumulator: Tree
-    """The sum of the open window's gradients, which is still multiplied by the loss
-    scale and not yet divided by a weight. It has the tree structure of the parameters.
-    Between two windows it contains leftover values from the last update.
+    """The sum of the open window's gradients, still multiplied by the loss scale and
+    not yet divided by a weight. It has the tree structure of the parameters. Between
+    two windows it contains leftover values from the last update.
     """
     inner_state: InnerState
-    """The inner optimizer's own state. With master weights, it is the state for the
-    master weights, not for the parameters.
+    """The inner optimizer's own state. If there are master weights, this state belongs
+    to them, not to the parameters.
     """
     last_applied: Scalar
     """bool: True if the last call closed a window with an update."""
     last_skipped: Scalar
     """bool: True if the last call closed a window without an update."""
     last_overflow: Scalar
-    """bool: True if the last call closed a window that had overflowed, or dropped the
-    micro-batch that was passed to it.
+    """bool: True if the last call closed a window that had overflowed, or dropped its
+    micro-batch.
     """
     last_grad_norm: Scalar
     """The global 2-norm of the last closed window's gradient before clipping, in the
@@ -82,11 +82,12 @@ class AccumulationState(NamedTuple):
     """
     loss: Scalar = None
     """The sum of the open window's losses (see `gradaccum.kit.add_loss`), in the dtype
-    of `weight`; `UNKNOWN` if a loss was not passed.
+    of `weight`. It is `UNKNOWN` if a micro-batch was passed without its loss.
     """
     last_loss: Scalar = None
     """The unscaled loss of the last closed window, in the dtype of `weight`. It is
-    `UNKNOWN` before the first window, or if a loss of the window was not passed.
+    `UNKNOWN` before the first window, or if a micro-batch of the window was passed
+    without its loss.
     """
 
 
@@ -109,8 +110,8 @@ def fresh(start: State, weight_dtype: DType, **trees: Tree) -> AccumulationState
 
 
 def first_terms(options: Options) -> Array:
-    """Return the encoded settings of the first window, without calling ``steps`` if it
-    is a callable.
+    """Return the encoded settings of the first window. If ``steps`` is a callable, it
+    is not called.
     """
     if not kit.is_known(options.steps):
         return current_terms(options, None)
@@ -118,8 +119,8 @@ def first_terms(options: Options) -> Array:
 
 
 def current_terms(options: Options, steps: Scalar) -> Array:
-    """Return the encoded settings of the open window, whose size is `steps`. They are
-    written to the state with every micro-batch.
+    """Return the encoded settings of the open window, whose size is `steps`. Every
+    micro-batch writes them to the state.
     """
     codes = kit.encode_terms(kit.terms_of(options._replace(steps=None), 0))
     terms = jnp.asarray(codes, jnp.int32)
@@ -144,9 +145,9 @@ def fields_of(state: AccumulationState) -> Fields:
 
 
 def with_fields(state: AccumulationState, fields: Fields) -> AccumulationState:
-    """Return `state` with `fields` as its first seven fields. Each new field is cast to
-    the type of the old field, because the state may be the carry of a scan, whose type
-    must not change.
+    """Return `state` with its first seven fields replaced by `fields`. Each new field
+    is cast to the type of the old field, because the state may be the carry of a scan,
+    and the type of a carry must not change.
     """
     return AccumulationState._make((*all_like(fields, fields_of(state)), *state[7:]))
 
@@ -234,8 +235,8 @@ def describe(state: Tree) -> str:
     """
     window_state = the_state(state)
     code = int(window_state.terms[STEPS])
-    # Devices that share a window have separate weights, which add up to the window's
-    # weight.
+    # If devices share a window, each device has its own weight. These weights add up to
+    # the window's weight.
     fields = State(*(jnp.sum(field).item() for field in fields_of(window_state)))
     return kit.status(fields, UntilWeight(-code) if code < 0 else code or None)
 
@@ -254,18 +255,18 @@ def scale_loss(loss: Scalar, state: Tree) -> Scalar:
     return loss * jnp.asarray(the_state(state).loss_scale)
 
 
-# The loss of a window is unknown if the losses of its micro-batches were not passed,
-# and the norm is unknown if it was not computed.
+# The loss of a window is unknown if a micro-batch was passed without its loss. The norm
+# is unknown if it was not computed.
 #
 # Computations treat an unknown number as NaN. But with ``jax_debug_nans``, JAX raises
-# an error when a jitted function returns a NaN, and every micro-batch returns a state
-# from a jitted function. So the state stores the lowest float32 instead of NaN. No sum
-# of losses has this value.
+# an error when a jitted function returns a NaN, and in every micro-batch a jitted
+# function returns the state. So the state stores the lowest finite float32 instead of
+# NaN. No sum of losses has this value.
 
 
 UNKNOWN = float(jnp.finfo(jnp.float32).min)
-"""The number that the state stores instead of NaN: the lowest float32. A float64 can
-represent it exactly too.
+"""The number that the state stores instead of NaN: the lowest finite float32, which
+float64 represents exactly too.
 """
 
 

@@ -1,8 +1,8 @@
 """Call the inner optimizer at the end of a window, without a second buffer of the size
 of the parameters.
 
-If the inner optimizer runs, its updates replace the sum of the gradients, and the first
-micro-batch of the next window overwrites the updates. The conditional reads the
+If the inner optimizer runs, its updates overwrite the sum of the gradients, and the
+first micro-batch of the next window overwrites the updates. The conditional reads the
 parameters from its closure and does not return them. So XLA works in place, and a
 micro-batch in the middle of a window costs only an addition and a select.
 """
@@ -45,8 +45,8 @@ from gradaccum_jax.xla import run_if
 
 
 class Update(NamedTuple):
-    """The inner optimizer and its arguments. It is called only if a window ends with an
-    update.
+    """The inner optimizer and its arguments. The optimizer is called only if a window
+    ends with an update.
     """
 
     optimizer: Callable[..., tuple[Any, Any]]
@@ -61,8 +61,8 @@ class Update(NamedTuple):
     shard_axes: ShardAxes = None
 
     def with_loss(self, loss: Scalar) -> Update:
-        """Return a copy of this call that also passes `loss`, the window's loss, as the
-        argument ``value`` of optax's optimizers.
+        """Return a copy that also passes `loss`, the window's loss, to the inner
+        optimizer. optax's optimizers call this argument ``value``.
         """
         return self._replace(extra={**self.extra, "value": loss})
 
@@ -78,8 +78,8 @@ class Update(NamedTuple):
 
         Returns:
             If `apply` is true: the updates, the accumulator overwritten with the
-            updates, and the inner optimizer's new state. Otherwise: zeros, the
-            unchanged accumulator and the old state.
+            updates, and the inner optimizer's new state. Otherwise: updates of zeros,
+            the unchanged accumulator, and the old state.
         """
         update_types = self._update_types(accumulator, inner_state, divisor)
         buffer = jax.tree.map(_wide_enough, accumulator, update_types)
@@ -145,10 +145,10 @@ def _wide_enough(total: Array, update: Array) -> Array:
 
 
 def _updates_that_move(updates: Updates, accumulator: Tree) -> Updates:
-    """Return `updates`, but replace the updates of parameters that never change. The
+    """Return `updates`, with replacements for the parameters that never change. The
     update of an integer or bool parameter is replaced with its gradient sum, which is
     exactly 0 and has the parameter's dtype. The update of a frozen parameter is
-    replaced with an array without elements.
+    replaced with an empty array.
     """
 
     def update_that_moves(total: Array, update: Array) -> Array:
@@ -165,9 +165,9 @@ def without_frozen(
     inner_state: InnerState,
     params: Params,
 ) -> Tree:
-    """Return `accumulator` with the sum of each frozen parameter replaced with an array
-    without elements. A parameter is frozen if `optimizer` does not read its gradient,
-    for example because of `optax.set_to_zero`.
+    """Return `accumulator`, with an empty array instead of the sum of each frozen
+    parameter. A parameter is frozen if `optimizer` does not read its gradient, for
+    example because of `optax.set_to_zero`.
 
     All sums are kept if an update could still change a frozen parameter, for example
     through weight decay.
@@ -183,8 +183,8 @@ def without_frozen(
     try:
         program = jax.make_jaxpr(results)(totals, params).jaxpr
     except Exception:
-        # The optimizer needs arguments that are passed only with a micro-batch, so the
-        # frozen parameters cannot be determined.
+        # The optimizer needs arguments that are passed only with a micro-batch, so it
+        # is unknown which parameters are frozen.
         return accumulator
     uses_state = [True] * len(program.outvars[count:])
     is_read = partial_eval.dce_jaxpr(program, [True] * count + uses_state)[1]

@@ -49,7 +49,7 @@ from gradaccum_jax.workers.group import ReducedWindow, all_reduce, require_known
 from gradaccum_jax.xla import in_one_kernel, run_if
 
 Event = tuple[Scalar, Scalar, Scalar]
-"""The outcome of the last call as stored in the state: three flags (applied, skipped,
+"""The outcome of the last call as the state stores it: the flags (applied, skipped,
 overflow).
 """
 
@@ -58,8 +58,8 @@ class MicroBatch(NamedTuple):
     """A micro-batch's gradients, weight and loss."""
 
     gradients: Gradients
-    """The micro-batch's gradients in the order of the accumulator's leaves. None means
-    that nothing is added to that leaf.
+    """The micro-batch's gradients, in the order of the accumulator's leaves. None means
+    that nothing is added to the corresponding leaf.
     """
     weight: Scalar = None
     """The micro-batch's weight, a scalar array; None means 1."""
@@ -110,11 +110,11 @@ def add(
 
 
 class Ending(NamedTuple):
-    """The results of closing a window, except the updates."""
+    """The results of closing a window, except for the updates."""
 
     state: AccumulationState
-    """The state after the window. Its accumulator, inner state, master weights and
-    terms are None.
+    """The state after the window. Its fields `accumulator`, `inner_state`, `masters`
+    and `terms` are None.
     """
     total: Tree
     """The sum of the gradients of all devices that share the window; None if the window
@@ -146,10 +146,11 @@ def close(
     would be in memory at once, because AdamW reads each gradient twice (JAX 0.7.1:
     temporary memory of 1.0 times the size of the parameters instead of 0.25 times).
 
-    If all arrays are small, such memory is small too, and most of the time goes into
-    compiling. Then the optimizer's branch divides the sum, which takes a conditional
-    less, and the counts before the first conditional come out of one kernel. Beside
-    large arrays this kernel would take 30 us of each micro-batch (JAX 0.7.1).
+    If all arrays are small, they need little memory, and most of the time is spent on
+    compiling. In this case the optimizer's branch divides the sum, which saves a
+    conditional, and one kernel computes all counts that the first conditional needs. If
+    there are large arrays, this kernel would take 30 us in each micro-batch (JAX
+    0.7.1).
     """
     require_known_axes(state.accumulator, update.axes, update.shard_axes)
     is_small = gradient_sum.is_small(state.accumulator)
@@ -228,18 +229,18 @@ def discard(state: AccumulationState) -> AccumulationState:
     return with_event(state, False, False, False)
 
 
-# At the end of a window, the norm of its gradient determines whether the update is
-# applied.
+# Whether the update at the end of a window is applied depends on the norm of the
+# window's gradient.
 #
-# With ``on_overflow="ignore"`` and no option that needs the norm, the norm is not
-# computed.
+# The norm is not computed with ``on_overflow="ignore"``, unless another option needs
+# it.
 
 
 def decide_on(
     fields: Fields, total: Tree, update: Update, divides: Options
 ) -> Decision:
-    """Decide whether to apply the update at the end of a window. `divides` contains the
-    options that determine the divisor of the gradient sum.
+    """Decide whether the update at the end of a window is applied. `divides` contains
+    the options that determine the divisor of the gradient sum.
     """
     dtype = jnp.result_type(fields[3])
     norm = jnp.full((), jnp.nan, dtype)
@@ -257,8 +258,8 @@ def decide_on(
 # If ``steps`` is a callable, it determines the size of each window.
 #
 # A concrete size is checked as in every backend, but the value of a traced size is
-# unknown. If it turns out to be below 1, the gradient of each micro-batch is treated as
-# not finite. Then no update is made, which can be seen in `result`.
+# unknown. If a traced size turns out to be below 1, the gradient of each micro-batch is
+# treated as if it were not finite. Then no update is made, and `result` shows this.
 
 
 def number_of(size: Scalar) -> Scalar:
@@ -267,7 +268,7 @@ def number_of(size: Scalar) -> Scalar:
 
 def check_known(schedule: kit.Schedule, optimizer_step: Scalar = 0) -> None:
     """Check the size that a callable ``steps`` returns for the window after
-    `optimizer_step` updates, by default for the first window. Nothing is checked under
+    `optimizer_step` updates; the default is the first window. Nothing is checked under
     `jax.jit`, where the size is unknown. In a loop outside `jax.jit`, the check waits
     until the previous update has been computed.
     """

@@ -31,8 +31,8 @@ def call_jitted(jitted_function: Any, *arguments: Tree) -> Any:
     is_traceable = all(
         isinstance(leaf, TRACEABLE) for leaf in jax.tree.leaves(arguments)
     )
-    # Sums have wider dtypes than gradients by design. JAX would refuse to add gradients
-    # to such sums if the user has set its dtype promotion to "strict".
+    # Sums have wider dtypes than gradients by design. If the user has set JAX's dtype
+    # promotion to "strict", JAX would refuse to add gradients to such sums.
     with jax.numpy_dtype_promotion("standard"):
         if is_traceable:
             return jitted_function(*arguments)
@@ -43,7 +43,7 @@ def run_if(predicate: Scalar, function: Callable[[T], T], operand: T) -> T:
     """Return ``function(operand)`` if `predicate` is true, else `operand`. The results
     of `function` must have the shapes and dtypes of `operand`.
 
-    Under `jax.vmap` this becomes a select: both results are computed.
+    Under `jax.vmap` this becomes a select, which means that both results are computed.
     """
     arrays = jax.tree.map(jnp.asarray, operand)
     if manual_axes():
@@ -51,16 +51,19 @@ def run_if(predicate: Scalar, function: Callable[[T], T], operand: T) -> T:
     return cast(T, lax.cond(predicate, function, lambda arrays: arrays, arrays))
 
 
-# XLA:CPU compiles a kernel for each scalar that a branch returns, which takes about 4 ms
-# (JAX 0.7.1). Only a reduction may have several results. XLA does not simplify a
-# reduction that selects the later one of two equal elements.
+# XLA:CPU compiles a kernel for each scalar that a branch returns, which takes about 4
+# ms (JAX 0.7.1). Only a reduction can return several results from one kernel. So each
+# scalar is duplicated, and a reduction selects the later of the two copies. XLA does
+# not simplify this reduction.
 
 
 def in_one_kernel(numbers: T) -> T:
-    """Return a tree of scalars unchanged, but let XLA compute them in one kernel."""
+    """Return a tree of scalars unchanged, but make XLA compute all of them in one
+    kernel.
+    """
     leaves, structure = jax.tree.flatten(numbers)
-    # XLA:CPU refuses a reduction of two float precisions, and JAX refuses one of arrays
-    # that vary along different mesh axes.
+    # XLA:CPU rejects a reduction of float32 and float64 arrays, and JAX rejects a
+    # reduction of arrays that vary along different mesh axes.
     if manual_axes() or any(leaf.dtype == jnp.float64 for leaf in leaves):
         return numbers
     return cast(T, jax.tree.unflatten(structure, _reduced(*leaves)))

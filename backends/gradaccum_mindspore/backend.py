@@ -28,8 +28,8 @@ from gradaccum_mindspore.workers.agreement import shares_windows
 
 
 class MindSporeBackend:
-    """The implementation of `gradaccum.kit.Backend` for the optimizers of
-    `mindspore.nn` and of `mindspore.experimental`.
+    """The implementation of `gradaccum.kit.Backend` for the optimizers in
+    `mindspore.nn` and `mindspore.experimental`.
     """
 
     name = "mindspore"
@@ -62,7 +62,7 @@ class MindSporeBackend:
         Args:
             optimizer: the optimizer to run once per window.
             options: the validated options.
-            name: a string that becomes part of the names of the Parameters that store
+            name: a string that is included in the names of the Parameters that store
                 the state.
             data_parallel: True means that all workers share each window, and the
                 gradient sums are all-reduced once, when the window ends. This call, the
@@ -71,7 +71,7 @@ class MindSporeBackend:
                 worker, so its gradient sum is not all-reduced. This call marks all
                 other Parameters as ``layerwise_parallel`` too, because MindSpore's own
                 reducer then skips them. False means that this worker does not share its
-                windows. None is allowed only if there is a single worker.
+                windows. None is allowed only with a single worker.
 
         Raises:
             ArgumentTypeError: `optimizer` is not a MindSpore optimizer, or is already

@@ -1,8 +1,8 @@
 """Checks of the gradients, weight and loss of a micro-batch. If a check fails, it
 raises an error before anything has changed.
 
-In a compiled program, the structure, shapes and dtypes of arguments are constants, so
-they are checked while MindSpore compiles the program.
+In a compiled program, the structure, shapes and dtypes of the arguments are constants,
+so they are checked while MindSpore compiles the program.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ def loss_as_number(loss: Any) -> float:
 
 
 # The following checks run while MindSpore compiles a program. MindSpore 2.7 warns if
-# the result of a check is unused, so some checks return True.
+# code ignores the result of a check. So some checks return True, and their callers use
+# this result.
 
 
 check_compiled_gradients: Callable[..., bool] = constexpr(require_gradients)
@@ -122,8 +123,8 @@ check_compiled_gradients: Callable[..., bool] = constexpr(require_gradients)
 
 @constexpr  # type: ignore[untyped-decorator]
 def check_compiled_weight(weight: object) -> None:
-    """Raise if a weight that is a constant of the program is invalid. None means that
-    the weight is not a constant.
+    """Raise if the weight is a constant of the compiled program and its value is
+    invalid. None means that the weight is not a constant.
     """
     if weight is not None:
         require_weight(weight)

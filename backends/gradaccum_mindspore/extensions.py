@@ -49,7 +49,7 @@ class Extension:
 
     def window_closed(self, state: State) -> None:
         """Handle a window that was closed from Python. `state` is the state just before
-        the window was closed. Its weight is the total over all workers.
+        the window was closed; its field `weight` contains the total over all workers.
         """
 
     def state_loaded(self) -> None:
@@ -57,9 +57,9 @@ class Extension:
 
 
 # A window's loss is computed from the weighted sum of its micro-batches' losses. A
-# micro-batch without a loss writes nothing. The total weight of the micro-batches that
-# had a loss is stored together with the sum. If it differs from the window's weight at
-# the end, the window's loss is NaN.
+# micro-batch without a loss writes nothing. The total weight of the micro-batches with
+# a loss is stored next to the sum. If this total differs from the window's weight when
+# the window ends, the window's loss is NaN.
 
 
 LOSS = "loss"
@@ -67,17 +67,17 @@ LOSS = "loss"
 NO_LOSS = (0.0, 0.0, math.nan)
 Losses: TypeAlias = Sequence[float]
 """Three numbers: the sum of the open window's losses, the total weight of the
-micro-batches that had a loss, and the loss of the last closed window.
+micro-batches with a loss, and the loss of the last closed window.
 """
 
 
 class WindowLoss(nn.Cell):  # type: ignore[misc]
-    """The loss of each window, computed as if the window were one large batch. It is
-    NaN unless every micro-batch of the window had a loss.
+    """The loss of each window, computed as if the window were one large batch. The loss
+    is NaN unless all micro-batches of the window were passed with their losses.
 
-    MindSpore compiles the methods whose names begin with ``compiled_``. They return
-    values for the window to write, because the compiler drops an ``if`` whose condition
-    comes from a function that writes Parameters.
+    MindSpore compiles the methods whose names begin with ``compiled_``. They do not
+    write Parameters, because the compiler drops an ``if`` whose condition comes from a
+    function that writes Parameters. Instead they return values for the window to write.
     """
 
     def __init__(self, prefix: str, options: Options, float_dtype: DType) -> None:
@@ -104,8 +104,8 @@ class WindowLoss(nn.Cell):  # type: ignore[misc]
         return self.read()[2]
 
     def add(self, loss: float, weight: float, is_added: bool) -> None:
-        """Add the loss of a micro-batch to the stored losses, if its gradient was added
-        to the window.
+        """Add a micro-batch's loss to the stored losses if the micro-batch's gradient
+        was added to the window.
         """
         total, weight_with_loss, value = self.read()
         total = kit.add_loss(total, loss, weight, is_added, self.options, kit.select)
@@ -115,7 +115,7 @@ class WindowLoss(nn.Cell):  # type: ignore[misc]
 
     def after_window(self, state: State, ending: State, options: Options) -> Losses:
         """Return the losses to store after a window that ended with `state`. `ending`
-        and `options` determine the divisor of the sum of the losses.
+        and `options` determine the number by which the sum of the losses is divided.
         """
         total, weight_with_loss, _ = self.read()
         if weight_with_loss != state.weight:
@@ -151,8 +151,8 @@ class WindowLoss(nn.Cell):  # type: ignore[misc]
 
     def compiled_with_total(self, total: Tensor, weight: Tensor) -> Tensor:
         """Return the losses to store for an open window. `total` is the sum of the
-        window's losses, and `weight` is the total weight of the micro-batches that had
-        a loss.
+        window's losses, and `weight` is the total weight of the micro-batches with a
+        loss.
         """
         return ops.stack((total, weight, self.loss.value()[2]))
 
@@ -233,7 +233,7 @@ class ListenerCalls(Extension):
 
     def around(self, micro_batches: int, call: Callable[[], Any]) -> Any:
         """Run `call`, which adds `micro_batches` micro-batches, and call the listeners
-        for each window that `call` closes. Return the result of `call`.
+        for each window that closes. Return the result of `call`.
         """
         if not self.listeners.added:
             return call()
@@ -245,7 +245,7 @@ class ListenerCalls(Extension):
         return answer
 
     def between_windows(self) -> None:
-        """Call the listeners between two windows that one ``flush`` closes."""
+        """Call the listeners between two windows that the same ``flush`` closes."""
         self.note_compiled(0)
         self.listeners.tell()
 
@@ -266,8 +266,8 @@ def missed_windows_error(windows: int) -> UsageError:
 
 # If a window is open when the program ends, its micro-batches are not used in any
 # update. This is intended if the window was saved in a checkpoint, or if a loop uses
-# ``carry=True``. There is no warning if an exception ended the program, or under
-# pytest, because open windows are common in tests.
+# ``carry=True``. No warning is issued if an exception ended the program, or if the
+# program runs under pytest, because open windows are common in tests.
 
 
 class OpenWindowWarning(Extension):
@@ -280,7 +280,7 @@ class OpenWindowWarning(Extension):
         self.known_state = windows.read()
         """The state that was last saved in, or loaded from, a checkpoint."""
         self.in_epoch = False
-        """True if a loop over an epoch has begun and has not reached the end of its
+        """True if a loop over an epoch has started but has not reached the end of the
         loader.
         """
         self.is_silent = False
@@ -330,7 +330,7 @@ class ChangedRateWarning(Extension):
         self.windows = windows
         self.inner = inner
         self.rates: list[float] = []
-        """The learning rates at the last micro-batch."""
+        """The learning rates when the last micro-batch was added."""
         self.is_active = True
 
     def micro_batch_given(self) -> None:

@@ -4,13 +4,13 @@ dividing, clearing, and the global 2-norm.
 Functions whose names begin with ``compiled_`` run in compiled code (`mindspore.jit` or
 graph mode). `scaled`, `all_finite`, `divided`, `clear` and `norm_of` run in PyNative
 mode. In PyNative mode, a MindSpore operator takes a few tenths of a millisecond,
-because MindSpore passes it to another thread. NumPy takes only microseconds, because it
-reads a CPU tensor's memory without a copy. On other devices, and for bfloat16, these
-functions use MindSpore's operators.
+because MindSpore runs it in another thread. So on a CPU most of these functions use
+NumPy, which takes only microseconds, because it reads a tensor's memory without a copy.
+On other devices, and for bfloat16, they use MindSpore's operators.
 
 Only `write` and `add_into` change a sum, because in PyNative mode ``Tensor.add_`` and
 similar methods leave a Parameter unchanged, and a compiled function does not see the
-effect of ``set_data``. The end of a window sets the sums to zero, so adding a
+effect of ``set_data``. The sums are set to zero at the end of a window, so adding a
 micro-batch is a single addition. `compiled_clear` computes the zeros, because
 ``zeros_like`` would add a constant as large as the model to the graph.
 
@@ -69,8 +69,8 @@ smallest positive number.
 
 map_over: Callable[..., tuple[Any, ...]] = ops.HyperMap()
 """``map_over(function, trees...)`` applies `function` to corresponding leaves, and
-returns the results as a tuple. It is used because a loop with an ``if`` took minutes to
-compile for 200 parameters.
+returns the results as a tuple. It replaces a loop, because a loop with an ``if`` took
+minutes to compile for 200 parameters.
 """
 cast: Callable[[Tensor, DType], Tensor] = ops.Cast()
 """``cast(tensor, dtype)`` returns the tensor itself if it already has the dtype. It
@@ -86,8 +86,8 @@ def hidden_parameter(value: Tensor, name: str) -> Parameter:
 
 
 def where(condition: Tensor, a: Number, b: Number) -> Tensor:
-    """Call `mindspore.ops.where` through a plain function, which compiled code can pass
-    as an argument.
+    """Call `mindspore.ops.where`. Compiled code can pass this plain function as an
+    argument, but not `mindspore.ops.where` itself.
     """
     return ops.where(condition, a, b)
 
@@ -108,8 +108,8 @@ def working_dtype(dtype: DType) -> DType:
 
 
 def write(parameter: Parameter, value: Tensor) -> None:
-    """Assign `value`, whose dtype is the parameter's dtype. This works in PyNative mode
-    and in compiled code.
+    """Assign `value`, which must have the parameter's dtype. This works in PyNative
+    mode and in compiled code.
     """
     # Assign has no bfloat16 kernel on a CPU. Tensor.copy_ is not used, because the
     # compiler can overlook its effect.
@@ -135,7 +135,7 @@ def add_into(total: Parameter, part: Tensor) -> None:
         ops.assign_add(total, part)
     else:
         # Unlike +, `addn` does not broadcast a gradient that a compiled bprop returned
-        # in another shape.
+        # in a different shape.
         wide = ops.addn((cast(total, ms.float32), cast(part, ms.float32)))
         write(total, cast(wide, total.dtype))
 
@@ -151,10 +151,11 @@ def narrows(sum_dtype: DType, gradient_dtype: DType) -> bool:
 
 
 def fits(total: Parameter, divisor: Tensor, dtype: DType) -> Tensor:
-    """True if every element of ``total / divisor`` is finite in `dtype`. The result is
-    a bool Tensor of shape ().
+    """Return a bool Tensor of shape (): True if every element of ``total / divisor`` is
+    finite in `dtype`.
 
-    Rounding is monotone, so it is enough to check the element of largest magnitude.
+    It is enough to check the element of largest magnitude, because rounding is
+    monotonic.
     """
     work = working_dtype(total.dtype)
     largest = ops.abs(cast(total, work)).max() / cast(divisor, work)
@@ -259,7 +260,7 @@ ARRAYS: dict[DType, np.dtype[np.floating[Any]]] = {
 
 def array_of(tensor: Tensor) -> Array | None:
     """Return a NumPy array that shares the memory of `tensor`, or None if the dtype or
-    the device does not allow it. The call waits until `tensor` is computed.
+    the device does not allow this. The call waits until `tensor` has been computed.
     """
     if tensor.dtype in ARRAYS and tensor.device == "CPU":
         array: Array = tensor.asnumpy()
@@ -317,9 +318,7 @@ def clear(sums: Sums) -> None:
 
 
 def norm_of(sums: Sums, dtype: DType) -> float:
-    """Return the 2-norm of all sums together. It is inf or NaN if any element is inf or
-    NaN.
-    """
+    """Return the 2-norm over all sums. It is inf or NaN if an element is inf or NaN."""
     # In float64 the square of a float32 number neither overflows nor underflows.
     squares = 0.0
     for total in sums:
@@ -337,33 +336,34 @@ CHUNK = 2**20
 """The number of elements of a sum that are copied to float64 at once."""
 
 
-# Compiled code computes the norm in two passes. The first pass finds the largest
-# magnitude, and the second pass divides by it, because the squares of float32 numbers
-# may overflow or underflow.
+# Compiled code computes the norm in two passes, because the squares of float32 numbers
+# may overflow or underflow. The first pass finds the largest magnitude. The second pass
+# divides by it before squaring.
 
 
 ROW = 4096
 """The maximum length of the rows into which a tensor is reshaped before it is summed.
-MindSpore's sum over all axes takes seven times as long as its sum over the last axis.
+In MindSpore, a sum over all axes takes seven times as long as a sum over the last axis.
 """
 
 
 PACKED = 2**20
-"""The maximum number of elements of sums that are measured as one tensor. An operator
-on a small tensor takes longer to start than to compute.
+"""If all sums together have at most this many elements, their norm is computed from one
+combined tensor, because an operator on a small tensor takes longer to start than to
+compute.
 """
 
 
 def compiled_norm(sums: Sums, dtype: DType) -> Tensor:
-    """Return the 2-norm of all sums together, in `dtype`. It is inf or NaN if any
-    element is not finite.
+    """Return the 2-norm over all sums, in `dtype`. It is inf or NaN if any element is
+    not finite.
     """
     if number_of_elements(map_over(shape_of, sums)) <= PACKED:
         sums = (packed_rows(sums, dtype),)
     largest = ops.stack(map_over(ops.partial(_largest, dtype), sums)).max()
     divisor = ops.where(largest > 0, largest, ops.ones_like(largest))
-    # The division turns an inf into NaN, and `max` may overlook a NaN. In both cases
-    # the sum of squares is NaN.
+    # The division turns inf into NaN, and `max` may overlook a NaN. In both cases the
+    # sum of squares is NaN.
     squares = ops.addn(map_over(ops.partial(_squares, divisor), sums))
     return largest * ops.sqrt(squares)
 
@@ -378,7 +378,9 @@ def shape_of(tensor: Tensor | None) -> Shape:
 
 
 def packed_rows(sums: Sums, dtype: DType) -> Tensor:
-    """Return the elements of all sums in rows. Zeros fill the last row."""
+    """Return the elements of all sums as the rows of a matrix. The last row is padded
+    with zeros.
+    """
     size = number_of_elements(map_over(shape_of, sums))
     flat = map_over(ops.partial(_flat, dtype), sums)
     return concat((*flat, zeros_to_full_rows(size, dtype))).reshape(-1, ROW)
@@ -397,7 +399,7 @@ def _largest(dtype: DType, total: Parameter) -> Tensor:
     magnitudes = ops.abs(cast(total, dtype))
     if magnitudes.size > ROW:
         rows = magnitudes.reshape(-1, row_length(magnitudes.size))
-        # In MindSpore 2.10 on a CPU, ReduceMax takes nine times as long.
+        # In MindSpore 2.10 on a CPU, ReduceMax would take nine times as long.
         _, magnitudes = ops.ArgMaxWithValue(axis=-1)(rows)
     return magnitudes.max()
 

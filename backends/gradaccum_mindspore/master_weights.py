@@ -1,12 +1,12 @@
 """The float32 master weights of half-precision parameters. The inner optimizer updates
 the master weights, and the model contains their rounded copies.
 
-A MindSpore optimizer clones its moments from the model's Parameters when it is built.
-So `put_masters_into` changes the optimizer in place: it replaces each half-precision
-Parameter with its master weight, wherever the optimizer and its cells refer to the
-Parameter. The optimizer's own half-precision state is converted to float32. The
-Parameters of this state keep their names, and their current values stay rounded to half
-precision.
+When a MindSpore optimizer is created, it creates its moments as clones of the model's
+Parameters. So `put_masters_into` changes the optimizer in place: it replaces each
+half-precision Parameter with its master weight, wherever the optimizer and its cells
+refer to the Parameter. The optimizer's own half-precision state is converted to
+float32. The Parameters of this state keep their names and their current values, which
+are still rounded to half precision.
 """
 
 from __future__ import annotations
@@ -62,12 +62,13 @@ class MasterWeights(nn.Cell):  # type: ignore[misc]
         return map_over(_round, self.halves, self.masters)
 
     def copy_model_into_masters(self) -> bool:
-        """Update the master weights if weights were loaded into the model.
+        """Copy the model's weights into the master weights if weights were loaded into
+        the model.
 
         Weights count as loaded if their memory address has changed. MindSpore 2.10
         stores loaded weights at a new address, but MindSpore 2.7 does not. If the
-        loaded weights equal the rounded master weights, the master weights stay
-        unchanged.
+        loaded weights equal the rounded master weights, the master weights are not
+        changed.
         """
         for place, half in enumerate(self.halves):
             pointer = half.data_ptr()
@@ -116,8 +117,9 @@ def _with_masters(value: Any, replacements: Replacements) -> Any:
         container = copy(value)
         container.clear()
         for key, part in value.items():
-            # In a Cell's dict, the key of a Parameter from a tuple is the Parameter's
-            # own name. The key of any other Parameter is the attribute's name.
+            # In a Cell's dict, the key of a Parameter that belongs to a tuple is the
+            # Parameter's own name. The key of any other Parameter is the name of the
+            # attribute.
             has_own_name = id(part) in replacements and key == part.name
             container[entries[key].name if has_own_name else key] = entries[key]
         return container

@@ -44,7 +44,8 @@ def context(**settings: Any) -> Iterator[None]:
 
 _mode = getattr(ms.context, "_get_mode", partial(ms.get_context, "mode"))
 """A function that returns MindSpore's execution mode. `mindspore.nn.Cell` itself calls
-this function; `mindspore.get_context` would take as long as ten operators.
+this function. It is used because `mindspore.get_context` takes as long as ten
+operators.
 """
 
 
@@ -59,8 +60,8 @@ def refuse_trace() -> None:
     """
     if not jit_trace._using_trace:
         return
-    # MindSpore 2.10 keeps recording if the recorded function raises an error, and then
-    # the next operator crashes.
+    # If the recorded function raises an error, MindSpore 2.10 keeps recording, and the
+    # next operator crashes.
     phase = jit_trace._trace_jit_context.phase
     jit_trace._jit_trace_end(Tensor(0.0))
     jit_trace._trace_compile_cache.discard(phase)
@@ -71,8 +72,8 @@ def refuse_trace() -> None:
 
 
 def call_when_saved(parameter: Parameter, function: Callable[[], None]) -> None:
-    """Call `function` whenever `parameter` is saved, and also before its Cell runs for
-    the first time.
+    """Call `function` whenever `parameter` is saved, and also before the parameter's
+    Cell runs for the first time.
 
     MindSpore has no hook for saving, but it calls the method ``init_data`` of every
     Parameter in both cases.
@@ -90,9 +91,9 @@ class CellOfOnePhase(nn.Cell):  # type: ignore[misc]
     """A Cell that does not pass the name of the called program on to the Cells below
     it.
 
-    At each call of a compiled program, MindSpore 2.10 writes the name into every Cell
-    below the called one, through every path that leads to it. For a window's Cells,
-    that would take as long as a few operators.
+    When a compiled program is called, MindSpore 2.10 writes the program's name into
+    every Cell below the called Cell, once for every path that leads to the Cell. For
+    the Cells of a window, this would take as long as a few operators.
     """
 
     @property

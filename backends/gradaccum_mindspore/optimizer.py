@@ -2,7 +2,7 @@
 per window.
 
 MindSpore compiles ``construct`` but never ``__call__``, so ``__call__`` contains the
-code for PyNative mode. `Flush` and `Discard` are Cells because they need both methods.
+code for PyNative mode. `Flush` and `Discard` need both methods, so they are Cells too.
 The wrapped optimizer calls the constructor of `mindspore.nn.Cell` instead of the
 constructor of `mindspore.nn.Optimizer`, and looks up all other attributes on the inner
 optimizer. So both optimizers share one learning rate and one ``global_step``, which
@@ -60,7 +60,7 @@ from gradaccum_mindspore.workers.group import (
 M = TypeVar("M")
 
 FIXED_NAMES = {*Options._fields, "options", "inner", "loss_scale"}
-"""The names of attributes that cannot be changed after wrapping, because compiled code
+"""The names of attributes that must not change after wrapping, because compiled code
 has already read them.
 """
 
@@ -80,7 +80,7 @@ class WindowCall(nn.Cell):  # type: ignore[misc]
 
 class Flush(WindowCall):
     """``optimizer.flush()``: close the open window, even if it is not full. If no
-    window is open, the parameters stay unchanged.
+    window is open, the parameters do not change.
 
     ``optimizer.flush(denominator=n)`` divides the window's gradient sum by n instead of
     the window's weight. This requires ``steps=None`` and works only from Python.
@@ -137,8 +137,8 @@ class MicroBatch(nn.Cell):  # type: ignore[misc]
     def __init__(self, window: CompiledWindow) -> None:
         super().__init__(auto_prefix=False)
         self.window = window
-        # `nn.Optimizer` sets this attribute too. Without it, MindSpore would treat the
-        # gradients as constants and compile again at each call.
+        # `nn.Optimizer` sets this attribute too. Without the attribute, MindSpore would
+        # treat the gradients as constants and compile again at each call.
         self.enable_tuple_broaden = True
 
     def construct(self, gradients: Gradients, weight: Weight, loss: Loss) -> Tensor:
@@ -170,8 +170,8 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
             master weights after it has been wrapped, so differentiate with respect to
             this object's ``parameters``. If you load weights into the model before the
             first update, they are copied into the master weights.
-        name: becomes part of the names of the Parameters that store the state. Two
-            wrapped optimizers in one program need different names.
+        name: a string that is included in the names of the Parameters that store the
+            state. Two wrapped optimizers in one program need different names.
         data_parallel: True if all workers share each window. The constructor, the end
             of each window and ``flush`` are then collective operations, in which every
             worker must take part.
@@ -189,8 +189,9 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
         require_unwrapped(inner)
         require_no_scale(inner)
         if options.master_weights:
-            # The inner optimizer's parameters will be the master weights, but users
-            # still differentiate with respect to the model's parameters.
+            # The inner optimizer's parameters are replaced with the master weights
+            # below, but users still differentiate with respect to the model's
+            # parameters.
             self.parameters = ParameterTuple(inner.parameters)
         parameters = inner.parameters
         this_place = None
@@ -269,8 +270,8 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
                 for a parameter without a gradient. If there is a loss scale, the
                 gradients must be multiplied by the scale.
             positional_weight: `weight`, passed by position. If you pass no loss, pass a
-                floating-point Tensor or array as ``weight=``. By position it could be
-                mistaken for the loss.
+                floating-point Tensor or array as ``weight=``, because it could be
+                mistaken for the loss if you pass it by position.
             positional_loss: `loss`, passed by position after the weight.
             weight: the number of items in the micro-batch: a number or a one-element
                 Tensor, >= 0. The default is 1.
@@ -367,11 +368,12 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
         """Iterate from Python over the micro-batches of a loader, and flush when the
         loader ends: ``for x, y in opt.epoch(loader):``.
 
-        If you leave the loop early, its window stays open. With several workers, each
+        If you leave the loop early, the window stays open. With several workers, each
         worker flushes once, when its own loader ends. A `GradAccumWarning` is issued
         once if micro-batches differ in size but no weight is passed. In compiled code,
-        this is detected only if the program is compiled for each size. Another warning
-        is issued once if an earlier loop was left early and its window is still open.
+        such micro-batches are detected only if the program is compiled for each size.
+        Another warning is issued once if an earlier loop was left early and its window
+        is still open.
 
         Args:
             loader: an iterable over the micro-batches, such as a `mindspore.dataset`
@@ -399,8 +401,8 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
         self.storage.open_window_warning.in_epoch = False
 
     def updates_in(self, loader: Sized | int, epochs: int = 1) -> int:
-        """Return the number of updates that `epochs` epochs over a loader will make
-        from now on. Use it, for example, as the length of a schedule.
+        """Return the number of updates that the next `epochs` epochs over a loader will
+        make. Use it, for example, as the length of a schedule.
 
         Args:
             loader: an object with a length, or the number of micro-batches, an int >=
@@ -430,7 +432,7 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
         the listener is called after each of them. If you compile the step yourself,
         read ``result`` after each step: reading it calls the listener, with NaN as
         ``weight`` and ``micro_batches``. If the listener raises an error, the call
-        raises it too, and the update has already been made.
+        raises this error too, although the update has already been made.
 
         Args:
             listener: a function that accepts a `gradaccum.watching.ClosedWindow`.

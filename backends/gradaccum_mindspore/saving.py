@@ -1,8 +1,8 @@
 """Load a checkpoint of a wrapped optimizer. The whole checkpoint is checked before
 anything is written, and functions that are already compiled use the loaded values.
 
-In contrast, `mindspore.load_param_into_net` skips missing values and does not check the
-window. Functions that are already compiled ignore the values that it loads.
+In contrast, `mindspore.load_param_into_net` skips missing values, does not check the
+window, and loads values that already compiled functions ignore.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def load_checkpoint_into(cell: nn.Cell, parameter_dict: Checkpoint) -> None:
             of `cell`. Other entries (such as ``epoch_num``) are ignored.
 
     Raises:
-        CheckpointError: a value is missing, or has another shape or dtype; the open
-            window was saved with another reduction, overflow policy, loss scale or
-            number of steps, or by a worker with another rank or another number of
-            workers; or two Parameters of `cell` have the same name. Nothing is written
-            in these cases.
+        CheckpointError: a value is missing, or has the wrong shape or dtype; the open
+            window was saved with a different reduction, overflow policy, loss scale or
+            number of steps, by a worker with a different rank, or with a different
+            number of workers; or two Parameters of `cell` have the same name. Nothing
+            is written in these cases.
     """
     cells = [part for _, part in nn.Cell.cells_and_names(cell)]
     storages = [part for part in cells if isinstance(part, Storage)]
@@ -82,8 +82,9 @@ def kind_of(tensor: Tensor) -> str:
 
 
 def resumed_values(storage: Storage, parameter_dict: Checkpoint) -> dict[str, object]:
-    """Return a dict from names of Parameters to values that replace the checkpoint's
-    values. Raise unless this optimizer can resume the saved window.
+    """Raise unless this optimizer can resume the saved window. Return a dict that maps
+    names of Parameters to values that must be loaded instead of the checkpoint's
+    values.
     """
     fields = {field: getattr(storage, field).name for field in FIELD_DTYPES}
     saved_state = State(
@@ -95,8 +96,7 @@ def resumed_values(storage: Storage, parameter_dict: Checkpoint) -> dict[str, ob
         options = with_known_size(options, saved_state.optimizer_step)
     elif storage.size_varies:
         # A schedule may be undefined after the last update of a run. So it is called
-        # only when the next micro-batch is added. At that time the window's size is
-        # stored too.
+        # only when the next micro-batch is added, and the window's size is stored then.
         options = options._replace(steps=terms.steps)
     state = kit.resumed(saved_state, terms, options)
     values: dict[str, object] = dict(zip(fields.values(), state, strict=True))

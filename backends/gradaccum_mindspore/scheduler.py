@@ -1,9 +1,9 @@
 """A wrapper for the learning-rate schedulers of
-`mindspore.experimental.optim.lr_scheduler`. The wrapped scheduler can be called after
-each micro-batch, but steps only once per update.
+`mindspore.experimental.optim.lr_scheduler`. You can call the wrapped scheduler after
+each micro-batch, but it steps only once per update.
 
-If several workers share windows, one ``flush()`` may close several windows. The
-optimizer then steps the scheduler between these windows.
+If several workers share windows, one ``flush()`` may close several windows. In this
+case the optimizer steps the scheduler between these windows.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class GatedScheduler:
             self._scheduler.step(*args, **kwargs)
 
     def follow(self) -> None:
-        """Step the scheduler as `step` does, unless it is a `ReduceLROnPlateau`, which
-        needs a loss that only the caller knows.
+        """Step the scheduler as `step` does, unless it is a `ReduceLROnPlateau`: such a
+        scheduler needs a loss that only the user knows.
         """
         if not isinstance(self._scheduler, ReduceLROnPlateau):
             self.step()

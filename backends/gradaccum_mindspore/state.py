@@ -1,12 +1,12 @@
 """The state of a wrapped optimizer: one `mindspore.Parameter` for each field of the
 state, and one Parameter with the gradient sum for each parameter of the model.
 
-PyNative code, compiled functions and checkpoints can all use Parameters. The names of
-these Parameters depend only on the names of the model's parameters and on the ``name=``
-option, so a run that resumes in another process finds them again. ``grad_sum`` comes
-last in a name, because `mindspore.load_param_into_net` would load a saved
-``grad_sum.weight`` into a ``weight`` that is missing in the checkpoint. A gradient sum
-is zero while no window is open.
+The state consists of Parameters, because PyNative code, compiled functions and
+checkpoints can all use them. The names of these Parameters depend only on the names of
+the model's parameters and on the ``name=`` option, so a run that resumes in another
+process finds them again. ``grad_sum`` comes last in a name. Otherwise
+`mindspore.load_param_into_net` would load a saved ``grad_sum.weight`` into a ``weight``
+that is missing from the checkpoint. A gradient sum is zero while no window is open.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ Checkpoint = Mapping[str, Parameter | Tensor]
 
 # The option ``steps`` may be a function that returns the size of a window. Python code
 # calls it with an int, and compiled code calls it with an int32 Tensor. Outside
-# compiled code, a wrong size raises an error. In compiled code, a window with a size
-# below 1 is skipped as an overflow.
+# compiled code, an invalid size raises an error. In compiled code, a window with a size
+# below 1 is skipped as if it had overflowed.
 
 
 Sizes = int | tuple[tuple[int, int], ...] | Callable[[Any], Any]
@@ -64,7 +64,7 @@ def sizes_of(steps: Schedule) -> Sizes | None:
 
 
 def window_size(steps: Schedule, optimizer_step: int) -> Schedule:
-    """Return the size of the window that follows update number `optimizer_step`: a
+    """Return the size of the window that begins after `optimizer_step` updates: a
     number of micro-batches, a weight (`UntilWeight`), or None if only ``flush`` closes
     windows.
     """
@@ -75,8 +75,8 @@ def window_size(steps: Schedule, optimizer_step: int) -> Schedule:
     try:
         number = function(optimizer_step)
     except Exception:
-        # The function may be written for compiled code, with operators that accept only
-        # Tensors.
+        # The function may be written for compiled code, so its operators may accept
+        # only Tensors.
         number = function(Tensor(optimizer_step, ms.int32))
     if isinstance(number, Tensor):
         number = number.item()
@@ -154,16 +154,16 @@ class Storage(nn.Cell):  # type: ignore[misc]
         self.size_varies = not isinstance(sizes_of(options.steps), int | None)
         self.has_scale = options.scale_rule != ScaleRule()
         self.scale_key = key_of(options)
-        """The number that identifies this optimizer when compiled code checks that the
-        loss scale has been read.
+        """A number that identifies this optimizer in the check that the training step
+        has read the loss scale.
         """
         self.add_state()
         self.has_workers = place is not None
         self.place = place or (0, 1)
-        """This worker's rank and the number of workers."""
+        """The pair (this worker's rank, number of workers)."""
         if self.has_workers:
             self.saved_place = self.entry(WORKERS, self.place, ms.int32)
-            """A copy of `place` that is saved in checkpoints."""
+            """A Parameter with a copy of `place`, so that checkpoints contain it."""
         self.window_loss = WindowLoss(self.prefix, options, self.float_dtype)
         self.sizes = kit.Sizes(options.reduction, WEIGHT_FIX)
         self.listener_calls = ListenerCalls(self)
@@ -202,8 +202,8 @@ class Storage(nn.Cell):  # type: ignore[misc]
             for position, dtype in enumerate(sum_dtypes)
             if narrows(dtype, self.gradient_dtypes[position])
         )
-        """The indices of the gradient sums that can be finite and still overflow when
-        they are cast to the inner optimizer's dtype.
+        """The indices of the gradient sums that may be finite but overflow when they
+        are cast to the inner optimizer's dtype.
         """
         self.sums = ParameterTuple(
             [
@@ -224,7 +224,8 @@ class Storage(nn.Cell):  # type: ignore[misc]
             for place, total in enumerate(self.sums)
             if place not in sharded_places
         )
-        # With plain assignments, the Cell would list these Parameters a second time.
+        # With plain assignments, the Cell would register these Parameters a second
+        # time.
         object.__setattr__(self, "sharded_sums", sharded_sums)
         object.__setattr__(self, "shared_sums", shared_sums)
 
@@ -243,8 +244,8 @@ class Storage(nn.Cell):  # type: ignore[misc]
         self.last_event = self.entry("last_event", [0.0] * 4, self.float_dtype)
         """The outcome of the last call, with the same meaning as in a `StepResult`:
         (applied, skipped, overflow, grad_norm). A flag counts as true only while it
-        equals ``micro_step + 1``, so it becomes false at the next micro-batch without
-        being written.
+        equals ``micro_step + 1``. So the next micro-batch makes it false without having
+        to write it.
         """
 
     def entry(self, name: str, value: object, dtype: DType) -> Parameter:
@@ -255,27 +256,29 @@ class Storage(nn.Cell):  # type: ignore[misc]
         return kit.terms_of(options, optimizer_step)
 
     def note_loaded(self) -> None:
-        """Notify the window's observers and the schedulers that a checkpoint has been
-        loaded.
+        """Notify the objects that observe the windows, and the schedulers, that a
+        checkpoint has been loaded.
         """
         for observer in (*self.extensions, *self.schedulers):
             observer.state_loaded()
 
     def between_windows(self) -> None:
-        """Call the listeners and step the schedulers between two windows that one
-        ``flush`` closes, as other workers do in their training loops after each window.
+        """Call the listeners and step the schedulers between two windows that the same
+        ``flush`` closes. Other workers do this in their training loops after each
+        window.
         """
         self.listener_calls.between_windows()
         for scheduler in self.schedulers:
             scheduler.follow()
 
-    # The methods below read and write the state from Python. There an operator costs
-    # more than reading a scalar, so values that have not changed are not written.
+    # The methods below read and write the state from Python. In Python, an operator
+    # costs more than reading a scalar, so values that have not changed are not written.
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Mark the window as invalid if an exception leaves it partially written.
-        `pull` then raises until the window is discarded or a checkpoint is loaded.
+        """Mark the window as invalid if an exception leaves it partially written. From
+        then on, `pull` raises an error until the window is discarded or a checkpoint is
+        loaded.
         """
         try:
             yield

@@ -47,14 +47,15 @@ def refuse_losses(shape: tuple[int, ...]) -> None:
 
 class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
     """A training step for one micro-batch: it computes the loss and its gradients, and
-    calls the wrapped optimizer. The last micro-batch of a window makes the update.
+    calls the wrapped optimizer. The last micro-batch of a window triggers the update.
 
     It works in PyNative mode, in `mindspore.jit`, in graph mode, and as the network of
     `mindspore.train.Model`: ``Model(TrainOneStepCell(nn.WithLossCell(net, loss_fn),
     optimizer))``. A checkpoint of this cell also contains the statistics of
     normalization layers. If the optimizer was wrapped without ``data_parallel=True``
     and MindSpore is in its data parallel mode, the cell averages the gradients over the
-    workers in each micro-batch. All workers must then have the same number of items.
+    workers in each micro-batch. In this case all workers must have the same number of
+    items.
 
     Args:
         network: a Cell that returns the unscaled loss.
@@ -63,13 +64,13 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
         weight: a function of the network's inputs that returns the number of items in
             the micro-batch, as a number or a one-element Tensor. By default, this is
             the length of the first input's first axis. None means that every
-            micro-batch has weight 1, which saves a pass over the gradients.
+            micro-batch has weight 1. This saves a pass over the gradients.
 
     Returns:
         A call returns the unscaled loss of the micro-batch.
 
     Raises:
-        ArgumentValueError: on a call, the network returned several losses, and the
+        ArgumentValueError: in a call, the network returned several losses, and the
             optimizer's reduction is "mean".
     """
 
@@ -83,11 +84,11 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
         if optimizer.storage.has_workers:
             self.grad_reducer = nn.Identity()
         if weight is None:
-            # Here every micro-batch has weight 1, so no warning is needed if the sizes
-            # differ. `Sizes("sum")` never warns.
+            # The user chose weight 1 for every micro-batch, so no warning is needed if
+            # the sizes differ. `Sizes("sum")` never warns.
             optimizer.storage.sizes = Sizes("sum")
-        # This is not called `weight`, because a Cell that contains a tuple of
-        # Parameters gets an attribute with each Parameter's name.
+        # The attribute is not called `weight`, because a Cell that contains a tuple of
+        # Parameters gets an attribute with the name of each Parameter.
         self.weight_of_micro_batch = weight
         self.takes_means = optimizer.options.reduction == "mean"
         self.backward = ms.value_and_grad(
@@ -126,9 +127,9 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
     is not available on a CPU, an epoch has ``sink_size`` steps.
 
     After each step that closed a window, the callback calls the optimizer's listeners.
-    It warns once if micro-batches of unequal size have no weight, as in ``Model(net,
-    loss_fn, optimizer)``. In sink mode it cannot warn, because Python does not see the
-    micro-batches.
+    The callback warns once if micro-batches differ in size but have no weight, as in
+    ``Model(net, loss_fn, optimizer)``. In sink mode it cannot warn, because Python does
+    not see the micro-batches.
 
     Args:
         optimizer: the wrapped optimizer.
@@ -138,8 +139,8 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
         super().__init__()
         self.optimizer = optimizer
         self.has_flushed = False
-        """True after this callback has flushed in the current epoch. If workers share
-        windows, each worker flushes once per epoch, even if its window is empty.
+        """True if this callback has already flushed in the current epoch. If workers
+        share windows, each worker flushes once per epoch, even if its window is empty.
         """
 
     def on_train_begin(self, run_context: RunContext) -> None:
@@ -171,7 +172,9 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
             self._flush()
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
-        """If the epoch was stopped early, flush the window that is still open."""
+        """If training stopped before the end of an epoch, flush the window that is
+        still open.
+        """
         has_workers = self.optimizer.storage.has_workers
         if not (has_workers and self.has_flushed):
             self._flush()

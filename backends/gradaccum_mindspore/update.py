@@ -1,11 +1,11 @@
 """Call the inner optimizer once per window, and raise an error if anything else calls
 it.
 
-While a wrapped optimizer is alive, a direct call of its inner optimizer raises an
-error. Both Python and MindSpore's compiler look up ``construct`` on the inner optimizer
-itself, where they find a function that raises the error. `Update` calls the
-``construct`` method of the optimizer's class instead. A function that was compiled
-before the optimizer was wrapped is not compiled again, so calls of the inner optimizer
+While a wrapped optimizer is alive, a direct call to its inner optimizer raises an
+error. Both Python and MindSpore's compiler look up ``construct`` as an attribute of the
+inner optimizer itself, where they find a function that raises the error. `Update` calls
+the ``construct`` method of the optimizer's class instead. A function that was compiled
+before the optimizer was wrapped is not compiled again, so calls to the inner optimizer
 from such a function are not detected.
 """
 
@@ -31,8 +31,8 @@ MindSpore 2.10, this method has no effect in PyNative mode on a CPU.
 
 
 class Update(nn.Cell):  # type: ignore[misc]
-    """Calls the inner optimizer. If there are float32 master weights, their rounded
-    values are then written into the model.
+    """Calls the inner optimizer. If there are float32 master weights, it then writes
+    their rounded values into the model.
     """
 
     def __init__(self, inner: Optimizer, masters: MasterWeights) -> None:
@@ -51,7 +51,7 @@ class Update(nn.Cell):  # type: ignore[misc]
 
     def __call__(self, gradients: Gradients) -> bool:
         # Even in PyNative mode, MindSpore compiles the ``construct`` method of most
-        # optimizers, and looks it up by this name.
+        # optimizers, and looks up the method by its name.
         del self.inner_attributes["construct"]
         try:
             self.masters.copy_model_into_masters()
@@ -122,8 +122,8 @@ def require_unwrapped(inner: Optimizer) -> None:
 
 
 def require_no_scale(inner: Optimizer) -> None:
-    """Raise if `inner` has a loss scale, because it would divide the gradients by a
-    scale that gradaccum does not know.
+    """Raise if `inner` has a loss scale of its own, because it would divide the
+    gradients by this scale, which gradaccum does not know.
     """
     scale = float(getattr(inner, "loss_scale", 1.0))
     if scale != 1:

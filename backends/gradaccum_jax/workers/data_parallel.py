@@ -4,9 +4,9 @@ all devices share the window.
 The user's step gets the parameters as per-device copies, so that `jax.grad` returns
 each device's own gradient without a reduction. Outside `jax.shard_map`, the gradient
 sums of the devices have a leading axis with one entry per device. All other results
-must be the same on all devices, but the types of values that are computed from
-per-device copies cannot show this. So the step is first traced with parameters that are
-typed as the same on all devices. In this trace, JAX's types show which results differ
+must be the same on all devices, but if they are computed from per-device copies, their
+types do not show this. So the step is first traced with parameters whose types say that
+they are the same on all devices. In this trace, JAX's types show which results differ
 between devices.
 """
 
@@ -39,8 +39,8 @@ Spec = Any
 
 
 def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> Step:
-    """Return a function that runs `step` on all devices of a mesh axis, with the batch
-    split over the devices. The devices share one window, and their gradient sums are
+    """Return a function that splits the batch over the devices of a mesh axis and runs
+    `step` on each device. The devices share one window, and their gradient sums are
     reduced once, at the end of the window.
 
         tx = gradaccum.wrap(optax.adamw(1e-3), steps=4, axis_name="data", mesh=mesh)
@@ -54,11 +54,11 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
     random keys in the batch, one key for each device.
 
     Args:
-        step: ``step(params, state, *batch)`` returns ``(params, state, *rest)``. There
-            are two other forms: ``step(params)``, which returns a state, like
+        step: ``step(params, state, *batch)`` returns ``(params, state, *rest)``. Two
+            other forms are accepted: ``step(params)``, which returns a state, like
             ``tx.init``; and ``step(params, state)``, without a batch, for a step that
-            flushes or discards. `state` is the state of an optimizer wrapped with this
-            `axis_name`, or a tree that contains such a state.
+            flushes or discards a window. `state` is the state of an optimizer wrapped
+            with this `axis_name`, or a tree that contains such a state.
         mesh: a mesh that contains `axis_name`. Along its other axes, the compiler
             partitions the step as under `jax.jit`.
         axis_name: the mesh axis, or a tuple of several axes.
@@ -122,8 +122,9 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
             results.append(results_of(step_results, args, axes))
             return results[-1].leaves
 
-        # This trace only determines the types of the results, because `jax.shard_map`
-        # needs a `PartitionSpec` for each result.
+        # This trace only determines the types of the results, from which the
+        # `PartitionSpec` for each result is derived. `jax.shard_map` needs these in
+        # advance.
         jax.eval_shape(
             on_each_device(lambda *args: step_with_copies(*args)[:0], []), *leaves
         )
@@ -134,8 +135,8 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
 
 
 def _trace(check: Step, leaves: list[Array]) -> None:
-    """Trace `check`, which raises if JAX's types show that the step would return
-    parameters or a state that differ between devices.
+    """Trace `check`, which raises if JAX's types show that the parameters or the state
+    that the step returns may differ between devices.
     """
     try:
         jax.eval_shape(check, *leaves)
@@ -186,8 +187,8 @@ def _specs(axes: tuple[str, ...]) -> tuple[Spec, Spec]:
 
 
 def _typed_by(leaf: Array, spec: Spec, mesh: Mesh) -> Array:
-    """Reshard `leaf` if `mesh` has axes of ``AxisType.Explicit``, the default from JAX
-    0.9 on, so that its type contains the sharding `spec`. On such a mesh,
+    """If `mesh` has axes of ``AxisType.Explicit``, the default from JAX 0.9 on, reshard
+    `leaf` so that its type contains the sharding `spec`. On such a mesh,
     `jax.shard_map` accepts no other type.
     """
     is_explicit = jax.sharding.AxisType.Explicit in mesh.axis_types
@@ -199,8 +200,8 @@ def _typed_by(leaf: Array, spec: Spec, mesh: Mesh) -> Array:
 
 
 def _without_device_axis(arg: Tree) -> Tree:
-    """Remove the leading device axis from the fields of a state that differ between
-    devices, because the step on one device expects these fields without this axis.
+    """Remove the leading device axis from the state's fields that differ between
+    devices, because the step on a single device expects these fields without the axis.
     """
     return map_by_kind(arg, own=lambda leaf: jnp.squeeze(leaf, 0))
 
@@ -217,7 +218,8 @@ class Results(NamedTuple):
 
 def results_of(results: Any, args: tuple[Tree, ...], axes: tuple[str, ...]) -> Results:
     """Prepare the results of a step for `jax.shard_map`. Results that are the same on
-    all devices are marked as such, and results that differ get a leading device axis.
+    all devices are marked as such. Results that differ between devices get a leading
+    device axis.
     """
     params_and_state, rest = split_results(results, args)
     require_shared_window(params_and_state, axes)
@@ -249,8 +251,8 @@ def split_results(results: Any, args: tuple[Tree, ...]) -> tuple[Tree, Tree]:
 
 
 def require_shared_window(tree: Tree, axes: tuple[str, ...]) -> None:
-    """Raise unless `tree` contains states of wrapped optimizers, and all of them were
-    wrapped with ``axis_name=axes``.
+    """Raise unless `tree` contains the state of at least one wrapped optimizer, and
+    every such optimizer was wrapped with ``axis_name=axes``.
     """
     weights = [state.weight for state in find_states(tree)]
     if not weights or any(spread_axes(axes) - axes_of(weight) for weight in weights):

@@ -2,9 +2,9 @@
 model.
 
 Each device has the gradient sum, the weight, the loss and the overflow flag of its own
-micro-batches. Everything else must be the same on all devices. Otherwise, only some of
-the devices might take a branch that contains an all-reduce, and would wait forever for
-the other devices. So the types inside `jax.shard_map` are checked.
+micro-batches. Everything else must be the same on all devices. Otherwise, some devices
+might take a branch that contains an all-reduce while other devices do not, and would
+wait for them forever. So the types inside `jax.shard_map` are checked.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ devices.
 
 
 class ParamsType(Enum):
-    """How the parameters are typed while `data_parallel` traces a step. Each step is
-    traced twice, once in each of these ways.
+    """How `data_parallel` types the parameters while it traces a step: as the same on
+    all devices, or as per-device copies. Each step is traced in both ways.
     """
 
     SAME = "same on all devices"
-    """The types of the parameters say that they are the same on all devices. So JAX's
-    types show which values depend on a device's own batch, but they also make
-    `jax.grad` add up the gradients over the devices.
+    """According to their types, the parameters are the same on all devices. JAX's types
+    then show which values depend on a device's own batch. However, `jax.grad` then adds
+    up the gradients over the devices.
     """
     COPY = "a copy for each device"
     """According to their types, the parameters are per-device copies. `jax.grad` then
-    returns each device's own gradient, but the type of every value that depends on the
-    parameters says that the value may differ between devices.
+    returns each device's own gradient. However, the type of every value that depends on
+    the parameters then says that the value may differ between devices.
     """
 
 
@@ -90,8 +90,8 @@ def by_kind(state: AccumulationState, own: OnLeaf, shared: OnLeaf) -> Accumulati
 
 def require_axes(axes: tuple[str, ...]) -> None:
     """Raise unless the axes belong to a `jax.shard_map` with ``check_vma=True``. Under
-    `jax.pmap` or `jax.vmap`, for example, types do not show which values differ between
-    devices.
+    other transformations, such as `jax.pmap` or `jax.vmap`, types do not show which
+    values differ between devices.
     """
     for axis in axes:
         index = lax.axis_index(axis)
@@ -104,9 +104,10 @@ def require_axes(axes: tuple[str, ...]) -> None:
 
 
 def same(name: str, tree: T, axes: tuple[str, ...]) -> T:
-    """Return `tree` with types for values that are the same on all devices. Raise if
-    the type of an array says that the array may differ between devices, unless
-    `data_parallel` currently traces the step with per-device copies of the parameters.
+    """Return `tree`, in which every array must be the same on all devices. Raise if the
+    type of an array says that the array may differ between devices. While
+    `data_parallel` traces the step with per-device copies of the parameters, correct
+    such types instead.
     """
     if _params_type.get() is ParamsType.COPY:
         return replicated(tree, axes)
@@ -135,15 +136,14 @@ def require_shared(name: str, tree: Tree, axes: tuple[str, ...]) -> None:
 
 
 def spread_axes(axes: tuple[str, ...]) -> Axes:
-    """Return the mesh axes in `axes` that have more than one device. JAX may omit an
-    axis with only one device from its types.
+    """Return the mesh axes in `axes` that have more than one device. JAX's types may
+    omit an axis that has only one device.
     """
     return frozenset(axis for axis in axes if lax.axis_size(axis) > 1)
 
 
 def require_own(name: str, tree: Tree, axes: tuple[str, ...]) -> None:
-    """Raise unless the gradients or the loss in `tree` were computed on this device
-    only.
+    """Raise unless the gradients or the loss in `tree` belong to this device only.
 
     Inside `jax.shard_map`, `jax.grad` automatically adds up the gradients of replicated
     parameters over the devices, so such gradients are rejected.
@@ -203,14 +203,15 @@ def map_by_kind(
 # Parameters may be sharded by hand inside `jax.shard_map`: each device along
 # ``shard_axes`` stores a part of the model.
 #
-# Then no device has the whole gradient. A device can compute only the norm of its own
-# shards, and cannot detect an inf in another device's shards. So the squares are added
-# up over all shards. Each element is counted once, because JAX's types show which
-# arrays are sharded and which are replicated. All devices then make the same decision
-# at the end of a window.
+# Then no device has the whole gradient. A device can compute the norm of its own shards
+# only, and cannot detect an inf in another device's shards. So the squares are added up
+# over all shards, and all devices make the same decision at the end of a window. Each
+# element is counted once, because JAX's types show which arrays are sharded and which
+# are replicated.
 #
 # In an ensemble, each device has its own model. JAX's types do not distinguish such a
-# model from a shard. So if ``shard_axes`` is not passed, an error is raised.
+# model from a shard. So an error is raised unless ``shard_axes`` says which case
+# applies.
 
 
 def require_known_axes(
@@ -229,8 +230,8 @@ def require_known_axes(
 def like_params(
     inner: optax.GradientTransformation, inner_state: InnerState, params: Params
 ) -> Any:
-    """Return the inner optimizer's state. The type of each array that belongs to a
-    parameter is changed to have the parameter's sharding.
+    """Return the inner optimizer's state. Each array that belongs to a sharded
+    parameter is marked as sharded in the same way.
     """
 
     def vary_like(leaf: Array, parameter: Array) -> Array:
@@ -242,8 +243,8 @@ def like_params(
 
 
 def are_bound(axes: tuple[str, ...]) -> bool:
-    """True if the call is inside a `jax.shard_map`, or another mapping function, over
-    the axes in `axes`.
+    """True if this code runs inside a `jax.shard_map`, or another mapping function,
+    over the axes in `axes`.
     """
     try:
         return bool(axes) and lax.axis_size(axes) > 0
@@ -252,8 +253,8 @@ def are_bound(axes: tuple[str, ...]) -> bool:
 
 
 def names_of(axis_name: Any) -> tuple[str, ...]:
-    """Return the user's `axis_name`, which is None, a name or several names, as a tuple
-    of names.
+    """Return the user's `axis_name` (None, one name or several names) as a tuple of
+    names.
     """
     if axis_name is None:
         return ()
@@ -261,9 +262,9 @@ def names_of(axis_name: Any) -> tuple[str, ...]:
 
 
 # All arrays are reduced by one `jax.lax.psum`. XLA compiles it to one all-reduce, but
-# on the CPU only from JAX 0.10 on. So small arrays of the same type are packed into one
-# array. (Sharded and replicated arrays have different types.) Large arrays are not
-# packed, because packing them would cost memory.
+# on a CPU it does so only from JAX 0.10 on. So small arrays of the same type are packed
+# into one array. (Sharded and replicated arrays have different types.) Large arrays are
+# not packed, because packing them would cost memory.
 
 
 LARGE_BYTES = 2**20
@@ -273,7 +274,7 @@ separately, in place.
 
 
 class ReducedWindow(NamedTuple):
-    """The values of a window that are reduced over the devices at its end."""
+    """The values that are reduced over the devices at the end of a window."""
 
     total: Tree
     weight: Scalar
@@ -286,8 +287,8 @@ class ReducedWindow(NamedTuple):
 
 
 def all_reduce(window: ReducedWindow, axes: tuple[str, ...]) -> ReducedWindow:
-    """Add up the windows of all devices along the mesh axes `axes`. Return the window
-    that the devices share.
+    """Add up the windows of all devices along the mesh axes `axes`. Return the combined
+    window.
     """
     # The gradient sum of an integer parameter is 0 on every device, so it is not
     # reduced.

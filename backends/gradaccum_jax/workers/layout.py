@@ -1,4 +1,4 @@
-"""Convert the state of a shared window to another number of devices.
+"""Convert the state of a shared window to a different number of devices.
 
 Outside `jax.shard_map`, the fields of the state whose values differ between devices
 have a leading axis with one entry per device. So every checkpoint contains the gradient
@@ -21,12 +21,13 @@ from gradaccum_jax.workers.group import by_kind
 
 
 def redistributed(state: Tree, workers: int) -> Tree:
-    """Convert `state`, for example from a checkpoint, to another number of devices. No
-    micro-batch of an open window is lost.
+    """Convert `state`, for example from a checkpoint, to a different number of devices.
+    No micro-batch of an open window is lost.
 
-    The first device gets the total of all gradient sums and weights, and the other
-    devices get zeros. If the number of devices does not change, the state does not
-    change either. Do not call this function under `jax.jit`, because it reads values.
+    The first device gets the totals of the gradient sums and of the weights, and the
+    other devices get zeros. If the number of devices does not change, the state does
+    not change either. Do not call this function under `jax.jit`, because it reads
+    values.
 
     Args:
         state: the state of a wrapped optimizer with ``axis_name``, or a tree that

@@ -1,19 +1,19 @@
 """The open window in compiled code (`mindspore.jit` or graph mode), where the state
 consists of Tensors.
 
-The compiler drops operations that it believes to have no effect. So this code computes
-every new value from values that it read before its first write, and reads nothing that
-it has written. The only exception is the end of a window, which begins by reading the
-state, and reads the decision and the gradient sums after it has written the state. No
-branch returns a value that it computed. Each function returns a value, because
-MindSpore would pass a None to the Python interpreter.
+The compiler drops operations that seem to have no effect. So this code computes every
+new value from values that it read before its first write, and reads nothing that it has
+written. There is one exception: at the end of a window, the code reads the state first,
+and reads the decision and the gradient sums after it has written the state. No branch
+returns a value that it computed. Each function returns a value, because MindSpore would
+hand a None to the Python interpreter.
 
 The compiler copies everything that follows an ``if`` in a function into both branches.
 
 If a method calls a global function of the same name, the compiler confuses the two. So
 the methods call ``kit.close`` and ``kit.discard`` through their module. The structure,
-shapes, dtypes and Python numbers of arguments are constants of the program, so a wrong
-argument raises an error while MindSpore compiles the program.
+shapes and dtypes of arguments, and Python numbers, are constants of the program. So an
+invalid argument raises an error while MindSpore compiles the program.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from gradaccum_mindspore.state import (
 )
 from gradaccum_mindspore.update import Update
 
-# The indices of the state's fields. MindSpore would warn about a field that is unpacked
-# but not used.
+# The indices of the state's fields. The code indexes the fields instead of unpacking
+# them, because MindSpore would warn about a field that is unpacked but not used.
 MICRO_STEP = 0
 OPTIMIZER_STEP = 1
 SKIPPED_WINDOWS = 2
@@ -57,14 +57,14 @@ OVERFLOW = 4
 LOSS_SCALE = 5
 GROWTH_TRACKER = 6
 
-# If every weight of a window is between these limits, each weight and the sum of the
-# weights are above 0 and finite in float32.
+# If every weight of a window lies between these limits, then in float32 each weight and
+# the sum of the weights are finite and above 0.
 SMALLEST_WEIGHT = 2.0**-40
 LARGEST_WEIGHT = 2.0**40
 
 NUMBERS = count()
-"""Numbers that make the names of temporary Parameters unique, because compiled code
-does not accept two Parameters with the same name.
+"""Numbers that make the names of temporary Parameters unique. Compiled code does not
+accept two Parameters with the same name.
 """
 
 
@@ -77,8 +77,8 @@ def note(name: str, value: Tensor) -> Parameter:
 
 
 def exact_in(dtype: DType, options: Options) -> Options:
-    """Return `options`. If `dtype` is float64, ``clip_norm`` and ``skip_norm`` become
-    Tensors, because MindSpore rounds a Python number to float32.
+    """Return `options`. If `dtype` is float64, ``clip_norm`` and ``skip_norm`` are
+    converted to Tensors, because MindSpore rounds a Python number to float32.
     """
     if dtype != ms.float64:
         return options
@@ -106,16 +106,16 @@ def dtype_of(gradient: Tensor | None) -> DType | None:
 
 @constexpr  # type: ignore[untyped-decorator]
 def is_constant(number: float | None) -> bool:
-    """True if `number` is a constant of the compiled program. For any other number,
-    this function gets None.
+    """True if `number` is a constant of the compiled program. If a number is not a
+    constant, MindSpore passes None instead.
     """
     return number is not None
 
 
 @constexpr  # type: ignore[untyped-decorator]
 def is_certain(weight: float | None) -> bool:
-    """True if `weight` is a constant of the compiled program that is certain to be
-    above 0 and finite in float32.
+    """True if `weight` is a constant of the compiled program that is certainly above 0
+    and finite in float32.
     """
     return weight is not None and bool(SMALLEST_WEIGHT <= weight <= LARGEST_WEIGHT)
 
@@ -129,9 +129,9 @@ def float64_of(number: float) -> Tensor:
 
 
 def note_weighed_in(storage: Storage) -> Callable[[bool], bool]:
-    """Return a function that records, while MindSpore compiles a program, whether
-    micro-batches have a weight. The program is compiled again for a micro-batch of
-    another size.
+    """Return a function that records whether micro-batches have a weight. The function
+    runs while MindSpore compiles a program, which happens again for each micro-batch of
+    a different size.
     """
 
     @constexpr(reuse_result=False)  # type: ignore[untyped-decorator]
@@ -144,8 +144,8 @@ def note_weighed_in(storage: Storage) -> Callable[[bool], bool]:
 
 
 def first(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Return `a`. This function replaces ``where`` if the condition is known to be
-    true.
+    """Return `a`. This function is used instead of ``where`` if the condition is known
+    to be true.
     """
     return a
 
@@ -156,15 +156,16 @@ class CompiledWindow(CellOfOnePhase):
     share the window, and otherwise None.
     """
 
-    # These Parameters pass the decision about a window that ends to the update.
-    # MindSpore's runtime copies a value that one branch computes and another branch
-    # uses. If ``steps`` is even, the runtime never frees the copy, which costs 12 KiB
-    # of host memory per window. So at the end of a window, no computed value is passed
-    # into a branch or out of a branch.
+    # At the end of a window, the decision is passed to the update through these
+    # Parameters. If one branch computes a value and another branch uses it, MindSpore's
+    # runtime copies the value. If ``steps`` is even, the runtime never frees the copy,
+    # which costs 12 KiB of host memory per window. So at the end of a window, no
+    # computed value is passed into or out of a branch.
     divisor: Parameter
     is_applied: Parameter
     nothing: Parameter
-    """Always 0. From a constant, the compiler would make zeros as large as the model.
+    """Always 0. If it were a constant, the zeros that are computed from it would become
+    a constant as large as the model.
     """
 
     def __init__(
@@ -203,7 +204,7 @@ class CompiledWindow(CellOfOnePhase):
         other_codes = kit.encode_terms(storage.terms_after(0))[:-1]
         self.other_codes = Tensor([*other_codes, 0], ms.int32)
         self.note_weighed = note_weighed_in(storage)
-        # With plain assignments, the Cell would list these Parameters as its own.
+        # With plain assignments, the Cell would register these Parameters as its own.
         for name, value in (
             ("divisor", self.one),
             ("is_applied", self.false),
@@ -263,8 +264,8 @@ class CompiledWindow(CellOfOnePhase):
         return True
 
     def size(self, optimizer_step: Tensor) -> Tensor:
-        """Return the size of the window that follows update number `optimizer_step`,
-        before it is checked.
+        """Return the size of the window that begins after `optimizer_step` updates. The
+        size has not been checked yet.
         """
         if self.has_size_function:
             number = self.sizes(optimizer_step)
@@ -299,7 +300,7 @@ class CompiledWindow(CellOfOnePhase):
         return gradients if is_right else ()
 
     def is_certainly_added(self, weight: Weight) -> bool:
-        """True if the micro-batch will be added whatever its gradients are, and its
+        """True if the micro-batch will be added regardless of its gradients, and its
         weight is a constant of the compiled program.
         """
         if weight is None:
@@ -332,8 +333,9 @@ class CompiledWindow(CellOfOnePhase):
         Return three values: the state after the micro-batch; the outcome of the call,
         or None if the micro-batch is certain to be added; and the numbers to add to
         `WindowLoss.loss`, or None if no loss was passed. The caller then calls
-        `is_full` and `write_added`. These methods are separate, because the compiler
-        drops an ``if`` whose condition comes from a function that writes Parameters.
+        `is_full` and `write_added`. These methods are separate from this one, because
+        the compiler drops an ``if`` whose condition comes from a function that writes
+        Parameters.
         """
         state = self.read()
         weight_number = self.weight_number(weight)
@@ -354,7 +356,7 @@ class CompiledWindow(CellOfOnePhase):
         after = kit.accumulate(state, weight_number, is_finite, where)
         never = after[MICRO_STEP] < 0
         is_dropped = (is_finite == False).astype(self.float_dtype)  # noqa: E712
-        # The flag counts as true only while it equals micro_step + 1.
+        # A flag counts as true only while it equals micro_step + 1.
         flag = is_dropped * (after[MICRO_STEP] + 1)
         event = self.event(never, never, flag, self.last_norm())
         parts = self.parts_of_loss(loss, weight_number, is_added)
@@ -376,8 +378,8 @@ class CompiledWindow(CellOfOnePhase):
         """Write the values that `add` returned."""
         storage = self.storage
         if event is None:
-            # These writes produce the numbers in `state`, with one operator per number.
-            # An addition and an assignment would take two operators.
+            # These writes produce the numbers in `state`. Each number takes one
+            # operator, whereas an addition followed by an assignment would take two.
             ops.assign_add(storage.micro_step, self.one_step)
             ops.assign_add(storage.weight, self.weight_number(weight))
         else:
@@ -399,8 +401,8 @@ class CompiledWindow(CellOfOnePhase):
         return self.finish()
 
     def decide(self) -> bool:
-        """Decide whether the update of the window is applied or skipped. Write the
-        decision, and the outcome and the state after the window.
+        """Decide whether the window's update is applied or skipped. Write the decision,
+        the outcome, and the state after the window.
         """
         storage = self.storage
         state = self.read()
@@ -469,8 +471,8 @@ class CompiledWindow(CellOfOnePhase):
         """Update the parameters, unless the update is skipped, and clear the gradient
         sums.
 
-        These are one method, because a graph that only clears the sums would take
-        longer than a copy of the clearing in both branches.
+        One method does both, because a separate graph that only clears the sums would
+        take longer than a copy of the clearing in both branches.
         """
         if self.is_applied:
             self.update(self.gradients(self.divisor.value()))

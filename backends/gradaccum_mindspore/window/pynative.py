@@ -1,8 +1,8 @@
 """The open window in PyNative mode, where functions of `gradaccum.kit` compute the
 state as Python numbers.
 
-In PyNative mode an operator costs more than reading a scalar, so the code skips
-operators with a Python ``if`` wherever possible.
+In PyNative mode an operator costs more than reading a scalar, so wherever possible the
+code uses a Python ``if`` to skip operators.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class PyNativeWindow:
         self.measures = kit.measures(options)
 
     def size(self) -> Schedule:
-        """Return the number of micro-batches or the weight at which the open window
-        ends. None means that only the user closes the window.
+        """Return the number of micro-batches, or the weight, at which the open window
+        ends. None means that the window ends only when the user closes it.
         """
         if not self.storage.size_varies:
             return self.options.steps
@@ -55,8 +55,8 @@ class PyNativeWindow:
         size: Schedule,
         loss: float | None = None,
     ) -> State:
-        """Add the checked gradients of one micro-batch, and its `loss` unless it is
-        None. Write and return the state after the micro-batch.
+        """Add the checked gradients of one micro-batch. If `loss` is not None, add the
+        loss too. Write and return the state after the micro-batch.
         """
         state = self.storage.pull()
         if state.micro_step and kit.ends(state, size, kit.select):

@@ -1,7 +1,7 @@
-"""Checks that run before several workers share their first window: whether this worker
-shares its windows, and whether all workers have the same options and the same
-parameters. The parameters must be the same, because the workers exchange only
-gradients.
+"""Checks that run before several workers share their first window. They determine
+whether this worker shares its windows, and verify that all workers have the same
+options and the same parameters. The parameters must be the same, because the workers
+exchange only gradients.
 
 A parameter that the user marked as ``layerwise_parallel`` is a shard that belongs to
 one worker, so its gradient sum is not sent to other workers.
@@ -54,7 +54,8 @@ def shares_windows(data_parallel: object) -> bool:
     if not data_parallel:
         return False
     if not GlobalComm.INITED:
-        # Without communication, MindSpore would treat this process as the only worker.
+        # Until communication is initialised, MindSpore treats this process as the only
+        # worker.
         raise UsageError(
             "data_parallel: expected a process with initialised communication; got a"
             " process without communication. Call mindspore.communication.init() first."
@@ -113,8 +114,8 @@ def description_of(parameter: Parameter) -> str:
 def places_of_shards(
     parameters: Sequence[Parameter], options: Options
 ) -> tuple[int, ...]:
-    """Return the indices of the sharded parameters. Raise if `options` do not work with
-    sharded parameters.
+    """Return the indices of the sharded parameters. Raise if there are any and
+    `options` are incompatible with them.
     """
     places = [place for place, each in enumerate(parameters) if is_sharded(each)]
     if places and options.reduction == "mean":
@@ -161,8 +162,8 @@ def mark(optimizer: nn.Cell, parameters: Sequence[Parameter]) -> None:
 
 
 def unmark(parameters: Sequence[Parameter], owner: int | None = None) -> None:
-    """Undo `mark` for all of `parameters`, or only for the parameters that were marked
-    with the number `owner`.
+    """Undo `mark` for all of `parameters`, or, if `owner` is not None, only for the
+    parameters that were marked with this number.
     """
     for parameter in parameters:
         marked_by = getattr(parameter, "shares_windows", 0)

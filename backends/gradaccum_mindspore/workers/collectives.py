@@ -2,11 +2,12 @@
 buckets.
 
 Small sums are packed together into one message, and a large sum is sent by itself. A
-message is sent only after the previous message has arrived, because CPU kernels match
-messages by their order. These kernels can add up only float32 and float16 numbers, and
-round float64 numbers to float32 when they gather them. So half-precision sums are sent
-as float32, and a float64 number is sent as three float32 numbers that add up to it
-exactly. A number beyond float32's range arrives as an inf.
+message is sent only after the previous message has arrived, because MindSpore's CPU
+kernels match messages by their order. These kernels can add up only float32 and float16
+numbers, and they round float64 numbers to float32 when they gather them. So
+half-precision sums are sent as float32, and a float64 number is sent as three float32
+numbers whose sum is exactly this number. A number beyond float32's range arrives as
+inf.
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ LARGE_ELEMENTS = 2**18
 
 
 class Bucket(nn.Cell):  # type: ignore[misc]
-    """Gradient sums of one dtype, which workers exchange as one vector."""
+    """Gradient sums of the same dtype, which the workers exchange as one vector."""
 
     def __init__(self, sums: Sequence[Parameter], workers: int) -> None:
         super().__init__(auto_prefix=False)
-        # With a plain assignment, the Cell would list these Parameters as its own.
+        # With a plain assignment, the Cell would register these Parameters as its own.
         object.__setattr__(self, "sums", tuple(sums))
         self.workers = workers
         ends = np.cumsum([total.size for total in sums]).tolist()
@@ -67,8 +68,8 @@ class Bucket(nn.Cell):  # type: ignore[misc]
         self.ends = tuple(ends)
 
     def construct(self, after: Tensor) -> Tensor:
-        """Replace the sums with their totals over all workers, but only after `after`
-        has been computed. Return the totals as one vector.
+        """Wait until `after` has been computed. Then replace the sums with their totals
+        over all workers, and return the totals as one vector.
         """
         vector = ops.depend(ops.concat(map_over(_flat, self.sums)), after)
         total = compiled_sum_over_workers(vector, self.workers)

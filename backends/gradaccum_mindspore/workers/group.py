@@ -1,18 +1,18 @@
 """A window that several workers share and end together.
 
-The code that ends a window is compiled, even in PyNative mode, so that all workers
-round in the same way. It adds up a few numbers over the workers, and then all-reduces
-the gradient sums once. A worker that runs out of data calls ``flush`` from Python. It
-then takes part in the windows of the other workers, without any micro-batches, until
-every worker has called ``flush``.
+The code that ends a window is compiled, even in PyNative mode, so that rounding is the
+same on all workers. This code adds up a few numbers over the workers, and then
+all-reduces the gradient sums once. A worker that runs out of data calls ``flush`` from
+Python. From then on it takes part in the windows of the other workers, without adding
+micro-batches, until every worker has called ``flush``.
 
 The numbers that are added up include the learning rates of each worker. If the learning
 rates differ, a worker that ends its window from Python raises an error. If a window
-ends in compiled code, which cannot raise errors, all workers skip the window as an
-overflow, and the error is raised later, from Python.
+ends in compiled code, which cannot raise errors, all workers skip the window as if it
+had overflowed, and the error is raised later, from Python.
 
 The gradient sum of a sharded parameter is not sent. After the all-reduce, each worker
-sends the gradient norm of its own shards, or an inf if the gradients are not finite. So
+sends the gradient norm of its own shards, or inf if the gradients are not finite. So
 all workers get the same global norm and make the same decision.
 """
 
@@ -46,24 +46,24 @@ from gradaccum_mindspore.workers.collectives import (
 
 OPTIMIZERS = cycle(range(1, 33))
 """Numbers that identify the optimizers whose windows are shared. All workers wrap these
-optimizers in the same order, so the numbers agree. The numbers are small, so that
-float32 represents the sum of their squares over thousands of workers exactly.
+optimizers in the same order, so an optimizer has the same number on every worker. The
+numbers are small, so that float32 represents the sum of their squares over thousands of
+workers exactly.
 """
 
 
 # Before the workers add up the gradient sums, they add up a vector of numbers. The
-# following constants are the indices of the numbers in this vector. The learning rates
-# are at the end of the vector.
+# following constants are indices into this vector. The learning rates are at its end.
 WEIGHT = 0
 OVERFLOWS = 1
 MICRO_BATCHES = 2
 FLUSHES = 3
 COMPILED_ENDS = 4
-"""The index of the count of workers that end the window in compiled code."""
+"""The index of the number of workers that end the window in compiled code."""
 OPTIMIZER = 5
 OPTIMIZER_SQUARED = 6
-"""The index of the square of the optimizer's number. The sums of these numbers and of
-their squares over all workers show whether all workers end a window of the same
+"""The index of the square of the optimizer's number. The sum of all workers' numbers
+and the sum of their squares show whether all workers end a window of the same
 optimizer.
 """
 LOSS = 7
@@ -86,9 +86,9 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         sharded, every worker computes the loss of all items. Otherwise, each worker
         computes the loss of its own items.
         """
-        # Plain assignments would register these objects as members of the Cell.
-        # `always` is a Parameter, because the compiler would not create a branch for a
-        # constant condition.
+        # Plain assignments would register these objects as parts of the Cell. `always`
+        # is a Parameter, because the compiler would not create a branch for a constant
+        # condition.
         object.__setattr__(self, "always", note("always", Tensor(True)))
         # `differs` is true if compiled code has found that workers ended windows of
         # different optimizers or had different learning rates.
@@ -110,8 +110,9 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         """Replace the sums, the weight and the overflow flag with the totals over all
         workers.
 
-        This runs in a branch of its own. If one graph reads a Parameter again after a
-        write, MindSpore copies the Parameter and rounds float64 to float32.
+        This runs in a branch of its own, because MindSpore copies a Parameter, and
+        rounds float64 to float32, if the same graph reads the Parameter again after
+        writing it.
         """
         if self.always:
             self.add_up_sums(self.add_up_numbers(self.zero, self.one))
@@ -165,8 +166,8 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
 
     def add_up_sums(self, totals: Tensor) -> bool:
         """Add up the gradient sums over all workers, and write the result. Also write
-        the weight, the overflow flag and the loss from `totals`, where they are already
-        added up.
+        the weight, the overflow flag and the loss. Their totals over all workers are in
+        `totals`.
         """
         storage = self.storage
         differ = self.workers_differ(totals)
@@ -185,9 +186,9 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
     def global_norm(self, shared_norm: Tensor, sharded_norm: Tensor) -> Tensor:
         """Return the gradient norm over all workers. `shared_norm` is the norm of the
         gradient sums that are equal on all workers, and `sharded_norm` is the norm of
-        this worker's shards. The workers exchange `sharded_norm` only after
-        `shared_norm` has been computed, because all workers must exchange messages in
-        the same order.
+        this worker's shards. The workers exchange their values of `sharded_norm` only
+        after `shared_norm` has been computed, because all workers must send their
+        messages in the same order.
         """
         placed_norm = ops.where(self.is_this_worker, sharded_norm, self.zero)
         norms = compiled_sum_over_workers(
@@ -199,8 +200,8 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         return divisor * ops.sqrt(ops.square(norms / divisor).sum())
 
     def require_same_rates(self) -> None:
-        """If a window was skipped because workers had different learning rates or ended
-        windows of different optimizers, raise an error, but only once.
+        """Raise an error if a window was skipped because workers had different learning
+        rates or ended windows of different optimizers. The error is raised only once.
         """
         if self.differs.item():
             write_numbers(self.differs, False)
@@ -288,8 +289,8 @@ class SharedWindow(PyNativeWindow):
         self.end(state, flushes=False)
 
     def end(self, state: State, flushes: bool) -> list[float]:
-        """End the window together with all other workers. Return the numbers that were
-        added up over the workers.
+        """End the window together with all other workers. Return the numbers after they
+        were added up over the workers.
         """
         self.workers.write_rates()
         self.make_programs()
@@ -320,7 +321,7 @@ class SharedWindow(PyNativeWindow):
             self.window_end = WindowEnd(self.compiled_window, self.workers)
 
     def flush(self, denominator: float | None = None) -> bool:
-        """End windows until every worker has called ``flush``. Return whether one of
+        """End windows until every worker has called ``flush``. Return whether any of
         these windows contained a micro-batch.
         """
         was_open = False

@@ -1,8 +1,9 @@
-"""Convert the checkpoints of an open window, so that another number of workers can
+"""Convert the checkpoints of an open window, so that a different number of workers can
 resume the window.
 
-The first new worker gets the sum of the gradient sums of all old workers, and the other
-new workers begin with zeros. So the total at the end of the window is the same.
+The first new worker gets the total of the gradient sums of all old workers, and the
+other new workers begin with zeros. So the all-reduced sum at the end of the window is
+the same.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Entry: TypeAlias = Parameter | Tensor
 
 
 def redistributed(states: Sequence[Checkpoint], workers: int) -> list[dict[str, Entry]]:
-    """Convert the checkpoints of open windows that another number of workers saved, so
+    """Convert checkpoints of open windows, saved by a different number of workers, so
     that `workers` workers can resume the windows.
 
     Args:
@@ -136,9 +137,9 @@ def fields_of(state: Checkpoint, prefix: str) -> State:
 
 
 def sum_of(states: Sequence[Checkpoint], name: str) -> Array:
-    """Return the sum over `states` of the entry called `name`, in float64. Python adds
-    up the weights in float64 too, so the total weight of the losses equals the window's
-    weight if every micro-batch had a loss.
+    """Return the sum over `states` of the entry called `name`, in float64. The window's
+    weight is added up in float64 too. So if every micro-batch had a loss, the total
+    weight of the losses equals the window's weight.
     """
     total: Array = np.sum(
         [state[name].astype(ms.float64).asnumpy() for state in states], axis=0
