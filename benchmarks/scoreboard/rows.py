@@ -86,8 +86,8 @@ EARLY, WEAKENED = "early update", "weakened term"
 CAUSES = {
     MEANS: "all micro-batches count the same, however many items they have",
     WINDOW: (
-        "the last window of an epoch has fewer micro-batches, but is divided by the"
-        " full number"
+        "the last window of an epoch has fewer micro-batches, but its sum is divided by"
+        " the full number"
     ),
     CARRIED: "the short window is completed in the next epoch",
     UNDIVIDED: (
