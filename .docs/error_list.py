@@ -1,7 +1,7 @@
-"""The page on errors: every message in the sources, so that a search for a message finds
-what to do.
+"""The page that lists every error message in the sources, so that a user who searches
+for a message finds the remedy.
 
-The sources are read, not run. Words that a message takes from its call stand as ``…``.
+The sources are parsed, but not run. ``…`` stands for a value from the call.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ UNKNOWN = "…"
 MESSAGE = re.compile(r"(.+?): expected (.+?); got (.+?)(?:\. (.+))?", re.DOTALL)
 _HEADER = """# Every error
 
-Each message has one shape: `argument: expected ...; got .... What to write instead.`
-This page is made from the sources; `…` is what a message takes from your call. What
-most people meet is listed by symptom in
-[Troubleshooting](../gradaccum/TROUBLESHOOTING.md).
+Each message has the form `argument: expected ...; got .... What to write instead.` This
+page is generated from the sources, and `…` stands for a value from your call.
+[Troubleshooting](../gradaccum/TROUBLESHOOTING.md) lists the most common problems by
+symptom.
 """
 
 

@@ -137,8 +137,8 @@ class Way(NamedTuple):
 
 
 LEGEND = """
-S bytes of gradients in n tensors: L large ones alone, the others in B buckets of
-25 MiB. N micro-batches, W workers, U calls of fully_shard.
+S: bytes of gradients in n tensors. L large tensors are sent separately, the other
+tensors in B buckets of 25 MiB. N micro-batches, W workers, U calls of fully_shard.
 """
 ONCE = "DistributedDataParallel"
 EACH = "reduced in each micro-batch"

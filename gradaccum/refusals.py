@@ -103,13 +103,13 @@ def shared_until_weight_error(steps: object) -> UsageError:
 DIVIDED_LOSS = (
     "the loss is divided by {steps}, but gradaccum already divides by the window's"
     " {steps} micro-batches. Each update is therefore {steps} times too small. Most"
-    " likely `loss / {steps}` is left from the old loop. Delete the division."
+    " likely `loss / {steps}` is left over from the old loop. Delete the division."
 )
 """The warning text for a loss that the user has divided by the length of a window."""
 
 RATE_MOVED = (
     "gradaccum: a learning rate changed inside a window, most likely because a"
-    " scheduler steps after each micro-batch. Build the scheduler on the wrapped"
+    " scheduler steps after each micro-batch. Create the scheduler for the wrapped"
     " optimizer, and write scheduler = gradaccum.wrap(scheduler), so that it steps once"
     " per update. Set the length of the schedule to opt.updates_in(loader)."
 )

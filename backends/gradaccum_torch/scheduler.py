@@ -74,8 +74,9 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         optimizer = getattr(scheduler, "optimizer", None)
         if not isinstance(optimizer, AccumulatingOptimizer):
             raise ArgumentTypeError(
-                "scheduler: expected a scheduler built on a wrapped optimizer; got a"
-                f" scheduler on {type(optimizer).__name__}. Wrap the optimizer first:"
+                "scheduler: expected a scheduler that was created for a wrapped"
+                " optimizer; got a scheduler that was created for"
+                f" {type(optimizer).__name__}. Wrap the optimizer first:"
                 " opt = gradaccum.wrap(optimizer, steps=4); scheduler = StepLR(opt,"
                 " 10)."
             )

@@ -22,8 +22,9 @@ python -m benchmarks.gpu --page FILE           # this page, from a file of resul
 
 Run it from the root of a clone, with torch 2.6 or newer; gradaccum itself does not have
 to be installed. JAX, optax, Accelerate, Lightning and transformers are included if they
-are installed. Each check appends its line to `benchmark-results/gpu.jsonl` at once, so
-an interrupted run keeps the results that it has.
+are installed. Each check immediately appends its result to
+`benchmark-results/gpu.jsonl`, so an interrupted run keeps the results of all finished
+checks.
 
 """
 NOTHING = """\
@@ -31,7 +32,7 @@ Nothing has been run on a GPU yet. A run has these stages:
 
 """
 ON_CPU = """\
-This run was made on a CPU, with `--device cpu`: it shows that the script runs, and says
+This run was made on a CPU, with `--device cpu`. It shows that the script runs, but says
 nothing about a GPU.
 
 """

@@ -86,24 +86,26 @@ EARLY, WEAKENED = "early update", "weakened term"
 CAUSES = {
     MEANS: "all micro-batches count the same, however many items they have",
     WINDOW: (
-        "the last window of an epoch has fewer micro-batches, but is divided by the"
-        " full number"
+        "the last window of an epoch has fewer micro-batches, but its sum is divided by"
+        " the full number"
     ),
     CARRIED: "the short window is completed in the next epoch",
     UNDIVIDED: (
-        "the loop expects the loss to divide by the whole window, but the loss divides"
-        " by its micro-batch only"
+        "the loop expects a loss that is divided by the count of the whole window, but"
+        " the loss is divided only by the count of its micro-batch"
     ),
     COUPLED: "each pair sees only the negatives in its own micro-batch",
     REPEATED: (
         "the gradient of the logit scale is added once per micro-batch, not once per"
         " window"
     ),
-    COUNTED: "the first label of each item is counted, although nothing predicts it",
-    CLIPPED: "each micro-batch's gradient is clipped, not their sum",
+    COUNTED: (
+        "the first label of each item is counted, although the model never predicts it"
+    ),
+    CLIPPED: "each micro-batch's gradient is clipped, instead of the sum of gradients",
     EARLY: (
-        "the last window of an epoch has three micro-batches; an update is made after"
-        " the second one and another after the third (compared here)"
+        "the last window of an epoch has three micro-batches; one update is made after"
+        " the second micro-batch, and another update (compared here) after the third"
     ),
     WEAKENED: (
         "a second loss, which is already a mean, is divided by the number of tokens too"

@@ -257,9 +257,9 @@ def require_shared_window(tree: Tree, axes: tuple[str, ...]) -> None:
     weights = [state.weight for state in find_states(tree)]
     if not weights or any(spread_axes(axes) - axes_of(weight) for weight in weights):
         raise UsageError(
-            "state: expected (params, state) as the results of step, where state"
-            f" belongs to an optimizer wrapped with axis_name {axes}; got results"
-            " without such a state. Write tx ="
+            "state: expected step to return (params, state), where state belongs to"
+            f" an optimizer wrapped with axis_name {axes}; got results without such a"
+            " state. Write tx ="
             f" gradaccum.wrap(..., axis_name={axes!r}, mesh=mesh) and state ="
             " tx.init(params)."
         )

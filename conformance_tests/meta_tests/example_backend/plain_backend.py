@@ -69,7 +69,7 @@ class Accumulation:
             np.isfinite(term).all() for term in terms.values()
         )
         adds = usable(self.machine, weight, finite)
-        self.half_made = True  # Until `_move`: an exception may come at any call.
+        self.half_made = True  # until `_move`, because any call may raise an error
         if adds:
             for name, term in terms.items():
                 self.sums[name] += term
@@ -116,7 +116,7 @@ class Accumulation:
         self._note()
 
     def resume(self, fields, options):
-        """Resume with the fields that `gradaccum.kit.resumed` made of a saved state."""
+        """Resume from the fields that `gradaccum.kit.resumed` returns."""
         self.options = options
         self._move(fields)
         self._note()
@@ -128,7 +128,7 @@ class Accumulation:
         return {name: total.copy() for name, total in self.sums.items()}
 
     def _join(self):
-        """Make one window of all workers'."""
+        """Merge the open windows of all workers into one window."""
         machines, sums, losses = zip(
             *self.workers.gather((self.machine, self.sums, self.loss)), strict=True
         )
@@ -169,7 +169,9 @@ class Accumulation:
 
 
 def measure(sums):
-    """Global 2-norm, without squares that overflow; and is every element finite?"""
+    """Return the global 2-norm, and True if every element is finite. Large elements
+    whose squares would overflow do not make the norm infinite.
+    """
     if not all(np.isfinite(total).all() for total in sums.values()):
         return float("inf"), False
     largest = max(float(np.abs(total).max()) for total in sums.values())
@@ -190,7 +192,7 @@ class PlainBackend:
 
     def wrap(self, optimizer, options, *, workers=None):
         if not isinstance(optimizer, Optimizer):
-            raise optimizer_error("a plain.Optimizer", optimizer, "Wrap one, once.")
+            raise optimizer_error("a plain.Optimizer", optimizer, "Wrap it once.")
         if workers and isinstance(options.steps, UntilWeight):
             raise shared_until_weight_error(options.steps)
         return Accumulation(optimizer, with_numpy_dtype(options), workers)

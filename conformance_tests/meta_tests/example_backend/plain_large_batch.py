@@ -1,4 +1,4 @@
-"""The large batch in one call: a loss function gives its gradient with the loss."""
+"""The large batch in one call. A loss function returns the loss and its gradient."""
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from gradaccum_conformance.reference.large_batch import (
 
 
 class Total:
-    """The sum over micro-batches, by a reduction, of the loss and the gradient."""
+    """The sums of the loss and of the gradient over the micro-batches."""
 
     def __init__(self, reduction):
         self.options = make_options(None, reduction=reduction)
@@ -52,7 +52,7 @@ class Total:
 
 
 def micro_batches(batch, weight, axes=0, **how):
-    """Each micro-batch with its weight."""
+    """Yield each micro-batch and its weight."""
     division = make_division(**how)
     leaves = leaves_of(batch, "batch")
     placed = list(zip(leaves, spread(axes, batch, "axes"), strict=True))
@@ -86,7 +86,7 @@ def value_and_grad(
     merge_aux=None,
     **how,
 ):
-    """Return the loss, gradient and aux of the large batch from those of its parts."""
+    """Return the loss, the gradient and the aux of the large batch."""
     total, auxes, weights = Total(reduction), [], []
     for part, w in micro_batches(batch, weight, **how):
         loss, gradient, aux = checked(loss_fn(part), has_aux)
@@ -97,7 +97,7 @@ def value_and_grad(
 
 
 def update(optimizer, loss_fn, batch, *, weight=None, **how):
-    """A whole window of a wrapped optimizer, and its loss."""
+    """Run a whole window of a wrapped optimizer, and return its loss."""
     require_closed_by_caller(optimizer.options)
     total = Total(optimizer.options.reduction)
     given = [
@@ -112,11 +112,13 @@ def update(optimizer, loss_fn, batch, *, weight=None, **how):
 
 
 def coupled_value_and_grad(outputs_fn, loss_fn, batch, **how):
-    """Compute all outputs, then send each micro-batch the gradient of its own.
+    """Compute all outputs, and then pass each micro-batch the gradient with respect
+    to its own outputs.
 
-    ``outputs_fn(micro_batch)`` gives the outputs and a map from their gradients to
-    the parameters'. ``loss_fn(outputs)`` gives the loss, the outputs' gradients and
-    those of its own parameters, which count once.
+    ``outputs_fn(micro_batch)`` returns the outputs, and a function from the gradients
+    of the outputs to the gradients of the parameters. ``loss_fn(outputs)`` returns the
+    loss, the gradients of the outputs, and the gradients of its own parameters, which
+    count once.
     """
     parts = [part for part, _ in micro_batches(batch, None, **how)]
     outputs = concatenated([outputs_fn(part)[0] for part in parts])
