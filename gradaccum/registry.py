@@ -1,14 +1,15 @@
 """Finds the backend for `gradaccum.wrap` through entry points, without importing any
-framework, and defines the options that every backend has.
+framework. Also defines the options that every backend has.
 
-There are two groups of entry points. In each group a name belongs to one backend:
+There are two groups of entry points. Within each group, a name belongs to only one
+backend:
 
 - ``gradaccum.backends`` maps the backend's name to its `Backend` object;
 - ``gradaccum.types`` maps the top-level package of the optimizers that the backend
   wraps (``optax`` for ``jax``) to the same object.
 
-If the package's folders were copied without the metadata that contains the entry
-points, this project's three adapters are still found if they can be imported.
+Entry points are part of a package's metadata. If the packages were copied without their
+metadata, this project's three adapters are still found if they can be imported.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ def wrap(
 
     Args:
         optimizer: a `torch.optim.Optimizer`, an `optax.GradientTransformation`, a
-            `mindspore.nn.Optimizer` or an optimizer of any installed backend. You can
-            also pass a learning-rate scheduler that was created for a wrapped
-            optimizer, without other arguments. The scheduler then steps only when an
+            `mindspore.nn.Optimizer` or an optimizer of any installed backend.
+            Alternatively, a learning-rate scheduler that was created for a wrapped
+            optimizer, with no other arguments. The scheduler then steps only when an
             update was applied.
         steps: the number of micro-batches per window. Either an int >= 1, a list of
             pairs ``(first optimizer_step, steps)``, a function of the optimizer step,
@@ -45,7 +45,7 @@ def wrap(
             - ``on_overflow``: what happens if a gradient is not finite. With
               ``"skip_window"`` (the default) the window ends without an update. With
               ``"drop_micro_batch"`` the micro-batch adds nothing. With ``"ignore"`` the
-              gradient is applied, as the bare optimizer would do. The norm is then
+              gradient is applied, as it would be without gradaccum, and the norm is
               computed only if another option needs it. ``"ignore"`` cannot be combined
               with a dynamic loss scale.
             - ``master_weights``: True keeps float32 copies of the float16 and bfloat16
