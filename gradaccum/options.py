@@ -1,5 +1,5 @@
 """The options of `gradaccum.wrap`, such as the length of a window and the loss scale.
-They are checked here for all backends.
+The options are checked in this file for all backends.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def make_schedule(steps: object) -> Schedule:
 def require_steps(
     size: object, optimizer_step: int, schedule: Schedule
 ) -> int | UntilWeight:
-    """Return a window size that a user-supplied function has computed. Raise unless it
-    is an int >= 1, or an `UntilWeight` of an int >= 1.
+    """Return `size`, a window size that a user-supplied function has computed. Raise
+    unless `size` is an int >= 1, or an `UntilWeight` of an int >= 1.
 
     A backend calls this function for step 0 when it wraps an optimizer, and then for
     each window unless the window runs in compiled code. Compiled code cannot raise an

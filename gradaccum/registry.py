@@ -48,7 +48,7 @@ COPIED: Mapping[str, Mapping[str, str]] = {
         "torch": "gradaccum_torch:backend",
     },
 }
-"""The entry points of this project's adapters, by group and name."""
+"""The entry points of this project's adapters, keyed by group and name."""
 
 
 class Backend(Protocol):
@@ -85,8 +85,8 @@ class GatingBackend(Protocol):
 
 
 def owners(group: str) -> Mapping[str, EntryPoint]:
-    """Return the entry points of `group` by name, including the entry points of
-    adapters that were copied next to this package but not installed.
+    """Return the entry points of `group`, keyed by name. They include the entry points
+    of adapters that were copied next to this package but not installed.
     """
     copied_adapters = {
         name: EntryPoint(name, value, group)

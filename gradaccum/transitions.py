@@ -181,9 +181,9 @@ def divisor(state: Fields, options: Options, where: Where) -> Scalar:
 
 
 def denominator(weight: Scalar, options: Options, where: Where) -> Scalar:
-    """Return the number by which the sum of a window, or of a large batch, with this
-    total weight is divided. The number is 1 if ``reduction="sum"`` or if the weight is
-    0. Otherwise it is the weight.
+    """Return the number by which the gradient sum of a window, or of a large batch, is
+    divided if the total weight is `weight`. The number is 1 if ``reduction="sum"`` or
+    if the weight is 0. Otherwise it is the weight.
     """
     one = 0 * weight + 1
     return one if options.reduction == "sum" else where(weight > 0, weight, one)

@@ -61,8 +61,8 @@ def updates_in(
     optimizer_step: int = 0,
     micro_step: int = 0,
 ) -> int:
-    """Return the number of updates in `epochs` passes over a loader, each of which ends
-    with a flush. Use this number as the length of a learning-rate schedule.
+    """Return the number of updates in `epochs` passes over a loader, with a flush at
+    the end of each pass. Use this number as the length of a learning-rate schedule.
 
     Args:
         micro_batches: the loader if it has a length, otherwise its number of
@@ -392,7 +392,7 @@ def windows(
         loader: yields the micro-batches, of any type. All micro-batches of a window are
             read before the first of them is used, so a loader that reuses one buffer
             must yield copies.
-        steps: the number of micro-batches per window. Either an int >= 1, a list of
+        steps: the number of micro-batches per window. This is an int >= 1, a list of
             pairs ``(first window, steps)``, a function of the window's number (counted
             from 0), or ``until_weight(n)``, which ends a window with the micro-batch
             that brings the window's weight to n or more.

@@ -17,11 +17,11 @@ def wrap(
 
     Args:
         optimizer: a `torch.optim.Optimizer`, an `optax.GradientTransformation`, a
-            `mindspore.nn.Optimizer` or an optimizer of any installed backend.
-            Alternatively, a learning-rate scheduler that was created for a wrapped
-            optimizer, with no other arguments. The scheduler then steps only when an
-            update was applied.
-        steps: the number of micro-batches per window. Either an int >= 1, a list of
+            `mindspore.nn.Optimizer` or an optimizer of any installed backend. It may
+            also be a learning-rate scheduler that was created for a wrapped optimizer,
+            in which case no other arguments are allowed. The scheduler then steps only
+            when an update was applied.
+        steps: the number of micro-batches per window. This is an int >= 1, a list of
             pairs ``(first optimizer_step, steps)``, a function of the optimizer step,
             or ``gradaccum.until_weight(n)``, which ends a window when its weight
             reaches n. None means that the caller closes every window with ``flush``.

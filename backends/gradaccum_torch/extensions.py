@@ -64,7 +64,7 @@ class MicroBatch:
         self.is_first = False
         """Whether this micro-batch is the first of its window."""
         self.passes = 0
-        """How many backward passes the micro-batch has run."""
+        """The number of backward passes that have run for this micro-batch."""
         self.window_size: Size = None
 
     def require_same_weight(self, weight: float) -> None:

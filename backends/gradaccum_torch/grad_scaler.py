@@ -1,8 +1,8 @@
 """Supports a `torch.amp.GradScaler` that the user passes as ``loss_scale=``. The
 scaler's scale is updated once per window.
 
-In the loop ``opt.backward(loss); opt.step()``, the end of the window sets the scale and
-the growth tracker as a single ``scaler.update()`` would. In the loop
+In the loop ``opt.backward(loss); opt.step()``, the scale and the growth tracker are set
+at the end of the window, as a single ``scaler.update()`` would set them. In the loop
 ``scaler.scale(loss).backward(); scaler.step(opt); scaler.update()``, the scaler updates
 its scale itself. In the middle of a window the scaler must not change. Therefore, no
 overflow is reported to it, and its growth tracker is decreased by one, because

@@ -101,9 +101,9 @@ def layered_backward(
         reduction: as for `gradaccum_torch.backward`.
         weight: either a function ``weight(inputs, targets)`` that returns a
             micro-batch's weight, or one number per item, shape ``(items,)``.
-        axes: the batch axis of each leaf of ``(inputs, targets)``. Either one number
-            for all leaves, or a nested structure of numbers, in which a number may
-            stand for a whole substructure. None means that a leaf is not split.
+        axes: the batch axis of each leaf of ``(inputs, targets)``. This is either one
+            number for all leaves, or a nested structure of numbers, in which a number
+            may stand for a whole substructure. None means that a leaf is not split.
         has_aux: as for `gradaccum_torch.backward`.
         merge_aux: as for `gradaccum_torch.backward`.
         optimizer: an optimizer wrapped with ``steps=None``. The call opens and closes
@@ -306,8 +306,9 @@ class LayeredRun:
         self._passes: list[list[Pass]] = [[] for _ in layers]
         self._leaf_nodes: list[set[Node]] = [set() for _ in layers]
         self._first_layers: dict[int, int] = {}
-        """Maps the id of each leaf to the first layer that uses the leaf. The leaf's
-        sum is complete after that layer's backward pass.
+        """Maps the id of each leaf of the graph, such as a parameter, to the first
+        layer that uses the leaf. The leaf's gradient sum is complete after that layer's
+        backward pass.
         """
 
     def forward(self, inputs: Any) -> Any:

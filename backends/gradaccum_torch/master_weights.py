@@ -134,8 +134,8 @@ class MasterWeights:
 
     def _swap(self, replacements: Mapping[Tensor, Tensor]) -> None:
         for group in self.inner.param_groups:
-            # Modify the list in place, because the optimizer may have another reference
-            # to the list.
+            # Modify the list in place, because the optimizer may refer to it elsewhere
+            # too.
             group["params"][:] = [
                 replacements.get(each, each) for each in group["params"]
             ]

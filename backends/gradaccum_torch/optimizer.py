@@ -253,8 +253,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         self._window.discard()
 
     def add_listener(self, listener: Listener) -> Handle:
-        """Call `listener` each time a window closes, no matter whether its update was
-        applied or skipped. Return a handle with ``remove()``.
+        """Call `listener` each time a window closes, whether its update was applied or
+        skipped. Return a handle with ``remove()``.
 
         The listener is called at the end of the ``step`` or ``flush`` that closed the
         window. If a ``flush`` closes several windows, the listener is called after each

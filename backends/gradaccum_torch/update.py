@@ -19,7 +19,7 @@ from gradaccum_torch.gradient_sum import Gradients
 from gradaccum_torch.master_weights import MasterWeights, through
 
 Hooks = OrderedDict[int, Callable[..., Any]]
-"""The hooks of an optimizer, by the id that torch has assigned to each hook."""
+"""The hooks of an optimizer, keyed by the id that torch has assigned to each hook."""
 
 
 class Update:

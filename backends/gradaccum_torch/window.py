@@ -451,7 +451,7 @@ class Window:
         )
 
     def _holds_users(self) -> bool:
-        """True if ``.grad`` contains a gradient that the user has put there."""
+        """True if the user has put a gradient into ``.grad``."""
         return self.watch.holds_other_gradients(
             self.masters.parameters(), is_separate=not self.holds_sum_in_grad
         )

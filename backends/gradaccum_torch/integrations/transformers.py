@@ -32,8 +32,8 @@ Argument = Any
 
 
 class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
-    """Makes each update of a Trainer equal to the update of the large batch:
-    ``trainer.add_callback(AccumulationCallback(trainer))``.
+    """Makes each update of a Trainer equal to the update with the large batch. Add it
+    with ``trainer.add_callback(AccumulationCallback(trainer))``.
 
     The Trainer's arguments, optimizer and scheduler stay as they are:
     ``gradient_accumulation_steps`` is the length of a window, and ``max_grad_norm``
@@ -104,7 +104,7 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     def on_optimizer_step(
         self, args: Argument, state: Argument, control: Argument, **kwargs: Argument
     ) -> None:
-        """Close the window, after the Trainer has called ``step`` for its last
+        """Close the window, after ``step`` was called for the window's last
         micro-batch.
         """
         self.optimizer.flush()
@@ -137,7 +137,7 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         count = trainer._get_num_items_in_batch([inputs], trainer.args.device)
         if count is not None and trainer.loss_is_scaled_for_ga is not False:
             self.optimizer.weigh(float(count.flatten()[0]))
-        elif isinstance(inputs, Mapping):  # GRPO's inputs are a list, which it splits.
+        elif isinstance(inputs, Mapping):  # GRPO's inputs are a list that GRPO splits.
             self.optimizer.weigh(batch_size(inputs))
         loss: Tensor = training_step(model, inputs, count)
         return torch.zeros_like(loss)

@@ -40,7 +40,9 @@ argument.
 
 
 def buffers_of(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the module's own buffers by name, without the buffers of its children."""
+    """Return the module's own buffers, keyed by name, without the buffers of its
+    children.
+    """
     return module._buffers
 
 
@@ -151,11 +153,11 @@ def owns_memory(gradient: Tensor) -> bool:
     gradients to the same memory in every replay.
     """
     if gradient.is_cuda and "torch._inductor.cudagraph_trees" in sys.modules:
-        # While a CUDA graph is being captured, its memory cannot be distinguished from
-        # other memory.
+        # The gradient may be in the memory of a CUDA graph, which cannot be
+        # distinguished from other memory.
         return False
     if type(gradient) is not Tensor:
-        # The gradients that FSDP2 shards are parts of one large tensor, to which no
+        # Gradients that FSDP2 has sharded are parts of one large tensor, to which no
         # other code writes.
         return not is_sharded(gradient) or local(gradient).untyped_storage().resizable()
     if gradient.is_sparse:

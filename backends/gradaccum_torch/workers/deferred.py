@@ -185,7 +185,9 @@ class SumInFSDP(GradientSum):
         super().__init__(parameters, watch)
         self.deferred_reduction = deferred_reduction
         self.is_reduced = False
-        """Whether the sum has been reduced. If so, the whole sum is in ``.grad``."""
+        """Whether the sum has been reduced, so that all of this worker's shard is in
+        ``.grad``.
+        """
         deferred_reduction.watch = watch
 
     def add_micro_batch(self, guard: UpdateGuard) -> bool:

@@ -18,7 +18,7 @@ from gradaccum_torch.torch_private.names import is_sharded, mesh_of
 
 Measure = Callable[[Gradients], tuple[float, bool]]
 """A function that returns the norm of gradient sums, and whether they are finite. All
-sums that are passed to it must be distributed over the same workers.
+sums that are passed in one call must be distributed over the same workers.
 """
 MakeGradientSum = Callable[
     [Callable[[], list[Tensor]], GradientWatch, Options], GradientSum
@@ -202,8 +202,8 @@ def add_numbers(
     device: torch.device | str,
     state: State,
 ) -> list[float]:
-    """Return the sum of each of `numbers` over the workers of all `groups`. Several
-    groups must be the dimensions of one mesh. Collective.
+    """Return the sum of each of `numbers` over the workers of all `groups`. If there
+    are several groups, they must be the dimensions of one mesh. Collective.
 
     Raises:
         UsageError: the reduction over the workers failed or timed out.
