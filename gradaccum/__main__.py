@@ -22,8 +22,8 @@ demo and conformance need: pip install 'gradaccum[conformance]'"""
 
 
 def main() -> None:
-    """Run the user's command. If it needs a package that is not installed, exit with
-    the name of that package.
+    """Run the user's command. If the command needs a package that is not installed,
+    exit with a message that names the package.
     """
     arguments = sys.argv[1:]
     if arguments == ["versions"]:

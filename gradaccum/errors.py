@@ -127,5 +127,7 @@ def require_choice(argument: str, value: object, choices: Collection[str]) -> st
 
 
 def require_weight(weight: object) -> float:
-    """Return a micro-batch's weight as a float. Raise unless it is finite and >= 0."""
+    """Return `weight`, the weight of a micro-batch, as a float. Raise unless it is
+    finite and >= 0.
+    """
     return require_number("weight", weight, above=0, or_equal=True)

@@ -3,14 +3,14 @@ classes, is in `gradaccum` itself.
 
 - `accumulate`, `usable`, `contribution`, `ends`, `with_denominator`, `decide`, `close`,
   `discard`: the functions that compute the next `State`;
-- `add_loss`, `window_loss`: a window's loss;
+- `add_loss`, `window_loss`: computing a window's loss;
 - `terms_of`, `resumed`, `redistributed`: saving and resuming an open window;
 - `epoch`, `Epoch`, `Sizes`: one pass over a data loader;
 - `make_division`, `divided`, `leaves_of`: splitting a large batch;
 - ``require_...`` and ``..._error``: errors with the same wording in every
   backend;
-- `Listeners`: functions that are called after each window. Closed windows need to be
-  recorded only while ``added`` is not empty;
+- `Listeners`: functions that are called after each window. While its ``added`` is
+  empty, a backend need not record closed windows;
 - `described`, `status`: one-line descriptions of the state;
 - `examine`, `Subject`, `Conditions`, `places_of`: the experiments of `gradaccum.verify`;
 - `Backend`: the protocol that a backend implements;

@@ -13,8 +13,8 @@ Vector: TypeAlias = Any
 ``@``.
 """
 PIVOT = 1e-12
-"""Gradients can be distinguished if every pivot of their normalised Gram matrix is
-larger than this number.
+"""The micro-batches' gradients count as different enough to be distinguished if every
+pivot of their normalised Gram matrix is larger than this number.
 """
 
 
@@ -52,7 +52,7 @@ def solve_updates(
     product: Callable[[Vector, Vector], float] = dot,
 ) -> list[SolvedUpdate]:
     """For each update, find the weighted sum of the micro-batches' gradients that is
-    closest to it.
+    closest to the gradient of the update.
 
     Args:
         gradients: the gradient of each micro-batch.
@@ -97,8 +97,8 @@ def solve_updates(
         residual = math.sqrt(product(rest, rest))
         total = sum(abs(c) * norm for c, norm in zip(coefficients, norms, strict=True))
         largest = max(map(abs, coefficients))
-        # The least-squares standard error of a coefficient if the residual of each
-        # element is 1.
+        # The largest standard error of a coefficient if the residual of each element
+        # had the standard deviation 1.
         spread = max(
             math.sqrt(max(inverse[k][k], 0.0)) / norm
             for k, norm in enumerate(norms)
@@ -117,9 +117,9 @@ def solve_updates(
 
 
 def _inverse(matrix: list[list[float]]) -> list[list[float]] | None:
-    """Invert, in place, a symmetric matrix whose diagonal elements are 1, and return
-    it. Return None if a pivot is almost zero. If a row contains only zeros, its
-    diagonal element is first set to 1.
+    """Invert a symmetric matrix in place, and return it. Return None if a pivot is
+    almost zero. The diagonal elements of the matrix must be 1, except in rows that
+    contain only zeros. In these rows the diagonal element is first set to 1.
     """
     for k, top in enumerate(matrix):
         if not any(top):

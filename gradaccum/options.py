@@ -1,5 +1,5 @@
 """The options of `gradaccum.wrap`, such as the length of a window and the loss scale.
-They are checked here for all backends.
+The options are checked in this file for all backends.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ Schedule = Sizes | UntilWeight | None
 
 
 def until_weight(weight: object) -> UntilWeight:
-    """End windows by weight: ``steps=until_weight(524_288)`` ends a window when it
-    contains that many items or tokens.
+    """Define windows by total weight: with ``steps=until_weight(524_288)``, a window
+    ends when it contains at least that many items or tokens.
 
-    A window's weight may exceed this number by less than the weight of the window's
-    last micro-batch. The gradient is divided by the window's actual weight. The weight
-    is stored as a float32 (or a float64 if the gradient sums are float64). Above 2^24 a
-    float32 can no longer represent every integer. Each micro-batch needs a weight,
-    because without a weight it would count as one item.
+    A window's weight may exceed this number, but by less than the weight of the
+    window's last micro-batch. The gradient is divided by the window's actual weight.
+    The weight is stored as a float32 (or a float64 if the gradient sums are float64).
+    Above 2^24 a float32 can no longer represent every integer. Each micro-batch needs a
+    weight, because without a weight it would count as one item.
 
     Args:
         weight: an int >= 1 (even if the micro-batches' weights are fractions), a list
@@ -82,8 +82,8 @@ def is_known(schedule: Schedule) -> bool:
 
 
 def make_schedule(steps: object) -> Schedule:
-    """Return the user's ``steps=`` as a `Schedule`. Raise unless it is an int, a list
-    of pairs, a callable, an `UntilWeight` or None.
+    """Return `steps` as a `Schedule`. Raise unless `steps` is an int, a list of pairs,
+    a callable, an `UntilWeight` or None.
     """
     if steps is None or isinstance(steps, UntilWeight):
         return steps
@@ -93,12 +93,12 @@ def make_schedule(steps: object) -> Schedule:
 def require_steps(
     size: object, optimizer_step: int, schedule: Schedule
 ) -> int | UntilWeight:
-    """Return a window size that a user-supplied function has computed. Raise unless it
-    is an int >= 1, or an `UntilWeight` of an int >= 1.
+    """Return `size`, a window size that a user-supplied function has computed. Raise
+    unless `size` is an int >= 1, or an `UntilWeight` of an int >= 1.
 
-    A backend calls this function for step 0 when it wraps an optimizer and, outside
-    compiled code, for each window. Compiled code cannot raise an error. Therefore, a
-    window whose size is below 1 counts as an overflow there.
+    A backend calls this function for step 0 when it wraps an optimizer, and then for
+    each window unless the window runs in compiled code. Compiled code cannot raise an
+    error, so it treats a window whose size is below 1 as an overflow.
 
     Args:
         size: the size that `gradaccum.kit.steps_at` returned.
@@ -122,7 +122,7 @@ _FIXES = {
 
 
 def _make_sizes(name: str, sizes: object) -> Sizes:
-    """Return the sizes after checking that they are an int, a list of pairs or a
+    """Return `sizes` as `Sizes`. Raise unless `sizes` is an int, a list of pairs or a
     callable.
     """
     fix = _FIXES[name]
@@ -143,8 +143,8 @@ def _make_sizes(name: str, sizes: object) -> Sizes:
     return pairs
 
 
-# Loss scaling: the initial scale, and the rule that changes it. The defaults are taken
-# from `torch.amp.GradScaler`, and the lower bound of 1 is taken from
+# Loss scaling: the initial scale, and the rule for changing it. The defaults are the
+# same as in `torch.amp.GradScaler`, and the lower bound of 1 is the same as in
 # `jmp.DynamicLossScale`.
 
 
@@ -231,12 +231,12 @@ class ScalerDriver(Protocol):
 def scale_rule(
     loss_scale: object, driver: ScalerDriver | None = None
 ) -> tuple[ScaleRule, Any]:
-    """Return the rule that the user's ``loss_scale=`` follows, and the framework's loss
-    scaler, or None if the user did not pass a scaler.
+    """Return the rule selected by `loss_scale`, and the framework's own loss scaler if
+    the user passed one (otherwise None).
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: `loss_scale` is neither None, a finite
-            number > 0, a `DynamicLossScale` nor a scaler that `driver` accepts.
+        ArgumentTypeError, ArgumentValueError: `loss_scale` is not None, a finite number
+            > 0, a `DynamicLossScale`, or a scaler that `driver` accepts.
     """
     if loss_scale is None:
         return ScaleRule(), None
@@ -283,8 +283,8 @@ class Options(NamedTuple):
     on_overflow: OnOverflow
     master_weights: bool = False
     scaler: Any = None
-    """The framework's loss scaler, such as a `torch.amp.GradScaler`, if the user passed
-    one as ``loss_scale=``. The backend updates this scaler.
+    """The framework's own loss scaler, such as a `torch.amp.GradScaler`, if the user
+    passed one as ``loss_scale=``, otherwise None. The backend updates this scaler.
     """
     separate_sums: bool = False
     """True if the gradient sums are kept in separate buffers. The user may then modify
@@ -345,8 +345,8 @@ def require_reduction(reduction: object) -> Reduction:
 
 
 def use_of_weights(options: Options) -> str | None:
-    """Return the option that requires a weight for each micro-batch, written as in the
-    user's code. Return None if no option requires weights.
+    """Return the option that requires a weight for each micro-batch as the user wrote
+    it, such as ``reduction="sum_per_item"``. Return None if no option requires weights.
     """
     if isinstance(options.steps, UntilWeight):
         return "steps=until_weight(...)"
@@ -361,7 +361,7 @@ def given_weight(weight: Scalar | None, use: str | None) -> Scalar:
     - `use`: the result of `use_of_weights`.
 
     Raises:
-        ArgumentTypeError: `weight` is None, and an option needs the weights.
+        ArgumentTypeError: `weight` is None although an option requires weights.
     """
     if weight is None and use is not None:
         raise ArgumentTypeError(
@@ -391,8 +391,8 @@ def require_denominator(
     """Return `denominator` as a float. Raise unless ``flush(denominator=...)`` is
     allowed and the number is finite and > 0.
 
-    `several`: True if several workers share the window, in which case each worker would
-    have its own `denominator`.
+    `several`: True if several workers share the window. A denominator is then not
+    allowed, because each worker could pass a different number.
     """
     require_denominator_allowed(options, several=several)
     return require_number("denominator", denominator, above=0)

@@ -45,8 +45,8 @@ def accumulate_dtype_error(got: object) -> GradAccumError:
 
 
 def half_made_error() -> UsageError:
-    """Return the error for any call after an exception has interrupted an update, or
-    the addition of a gradient to the sum.
+    """Return the error for calls that are made after an exception interrupted an update
+    or the addition of a gradient to the sum.
     """
     return UsageError(
         "optimizer: expected the last update to be complete or not started; got an"
@@ -76,8 +76,9 @@ def missing_worker_error(state: State, rank: int, more_time: str = "") -> UsageE
 
 
 def update_due_error(call: str) -> UsageError:
-    """Return the error for a `call` that needs this worker's own sum when that sum no
-    longer exists: the sums of all workers were added up before the update failed.
+    """Return the error for a `call` that needs this worker's own gradient sum. This sum
+    no longer exists if the update failed after the sums of all workers had been added
+    up.
     """
     return UsageError(
         f"{call}: expected a call before the window's end; got a call after the"
@@ -137,8 +138,8 @@ def require_same_rates(
     worker's rank, and `added` is the sum of all workers' `rate_bits`.
 
     Raises:
-        UsageError: two workers have different rates, have the parameters in a different
-            order, or close windows of different optimizers. Every worker raises this
+        UsageError: two workers have different rates, have their parameters in different
+            orders, or close windows of different optimizers. Every worker raises this
             error.
     """
     if not {0, workers}.issuperset(added):

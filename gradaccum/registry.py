@@ -1,14 +1,15 @@
 """Finds the backend for `gradaccum.wrap` through entry points, without importing any
-framework, and defines the options that every backend has.
+framework. Also defines the options that every backend has.
 
-There are two groups of entry points. In each group a name belongs to one backend:
+There are two groups of entry points. Within each group, a name belongs to only one
+backend:
 
 - ``gradaccum.backends`` maps the backend's name to its `Backend` object;
 - ``gradaccum.types`` maps the top-level package of the optimizers that the backend
   wraps (``optax`` for ``jax``) to the same object.
 
-If the package's folders were copied without the metadata that contains the entry
-points, this project's three adapters are still found if they can be imported.
+Entry points are part of a package's metadata. If the packages were copied without their
+metadata, this project's three adapters are still found if they can be imported.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ COPIED: Mapping[str, Mapping[str, str]] = {
         "torch": "gradaccum_torch:backend",
     },
 }
-"""The entry points of this project's adapters, by group and name."""
+"""The entry points of this project's adapters, keyed by group and name."""
 
 
 class Backend(Protocol):
@@ -84,8 +85,8 @@ class GatingBackend(Protocol):
 
 
 def owners(group: str) -> Mapping[str, EntryPoint]:
-    """Return the entry points of `group` by name, including the entry points of
-    adapters that were copied next to this package but not installed.
+    """Return the entry points of `group`, keyed by name. They include the entry points
+    of adapters that were copied next to this package but not installed.
     """
     copied_adapters = {
         name: EntryPoint(name, value, group)

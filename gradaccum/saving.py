@@ -70,8 +70,8 @@ def require_format(number: object) -> None:
 
 def encode_terms(terms: Terms) -> tuple[int, int, int, int, int]:
     """Return `FORMAT` and `terms` encoded as integers, for checkpoints that contain
-    only arrays. ``steps=None`` is encoded as 0. If a window ends by weight, ``steps``
-    is encoded as the negative of that weight.
+    only arrays. ``steps=None`` is encoded as 0. A weight at which the window ends is
+    encoded with a negative sign.
     """
     return (
         FORMAT,
@@ -83,8 +83,8 @@ def encode_terms(terms: Terms) -> tuple[int, int, int, int, int]:
 
 
 def code_of(size: Scalar) -> Scalar:
-    """Encode a window's size as a number, as in `encode_terms`. None is encoded as 0.
-    If the window ends by weight, its size is encoded as the negative of that weight.
+    """Return a window's size as a single number, as in `encode_terms`. None is encoded
+    as 0. A weight at which the window ends is encoded with a negative sign.
     """
     if isinstance(size, UntilWeight):
         return -cast(Scalar, size.weight)
@@ -105,11 +105,11 @@ def decode_terms(codes: Iterable[SupportsInt]) -> Terms:
 
 
 def resumed(fields: State, saved_terms: Terms, options: Options) -> State:
-    """Return the state with which a saved run resumes with `options`.
+    """Return the state from which a saved run resumes with `options`.
 
-    An open window resumes unchanged. A full window whose update was interrupted counts
-    as open. If no window is open, the saved loss scale and growth tracker are kept only
-    when both runs use a dynamic scale.
+    An open window is resumed unchanged. A full window whose update was interrupted also
+    counts as open. If no window is open, the saved loss scale and growth tracker are
+    kept only when both runs use a dynamic scale.
 
     Args:
         fields: the saved state, as Python numbers.
@@ -131,8 +131,8 @@ def resumed(fields: State, saved_terms: Terms, options: Options) -> State:
 
 
 def redistributed(states: Sequence[State], workers: int) -> list[State]:
-    """Return the states with which `workers` workers resume an open window. The window
-    may have been saved by a different number of workers.
+    """Return the states from which `workers` workers resume an open window. The number
+    of workers that saved the window may be different.
 
     The first worker resumes with the sum of all gradient sums, so it also gets the
     total weight and the combined overflow flag. The other workers resume with an empty
@@ -175,7 +175,7 @@ def _require_same_window(fields: State, saved: Terms, options: Options) -> None:
     terms = terms_of(options, fields.optimizer_step)
     saved_values = saved._asdict()
     values = terms._asdict()
-    # A saved micro_step is negative if the window was only partially written.
+    # A negative micro_step marks a window that an exception left incomplete.
     saved_values["micro_step"] = fields.micro_step
     values["micro_step"] = abs(fields.micro_step)
     if terms.scale != "dynamic":
@@ -206,8 +206,8 @@ def status(state: State, steps: Schedule) -> str:
     """Return the progress as text:
     ``micro-batch 2 of 4, update 17, 1 skipped, scale 65536``.
 
-    If windows end by weight, the text is
-    ``micro-batch 2, weight 96 of 128, update 17``.
+    If the window ends at a given weight, the text is ``micro-batch 2, weight 96 of 128,
+    update 17``.
 
     Args:
         state: the state, as Python numbers.

@@ -68,7 +68,7 @@ def initial_state(loss_scale: float = 1.0) -> State:
 
 
 def round_to_float32(value: float) -> float:
-    """Round `value` to the nearest float32, as a Python float.
+    """Return the float32 that is nearest to `value`, as a Python float.
 
     One float64 operation on float32 operands, followed by this rounding, gives the same
     bits as the float32 operation (S. Figueroa, "When is double rounding innocuous?",
@@ -109,8 +109,8 @@ def at_rest(state: tuple[Scalar, ...], *, float64_weight: bool = False) -> State
         loss_scale,
         growth_tracker,
     ) = state
-    # Do not use `State._replace`, which would take twice as long: this function runs
-    # once per micro-batch.
+    # This function runs once per micro-batch, so do not use `State._replace`, which
+    # takes twice as long.
     return State(
         micro_step,
         optimizer_step,

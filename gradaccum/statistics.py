@@ -2,8 +2,8 @@
 larger batch.
 
 The losses of micro-batches are combined in the same way as their gradients. `add_loss`
-and `window_loss` take the same ``options`` and ``where`` arguments as the functions in
-`gradaccum.transitions`, and can be compiled as well. A loss that was not passed is
+and `window_loss` accept the same ``options`` and ``where`` arguments as the functions
+in `gradaccum.transitions`, and can likewise be compiled. A loss that was not passed is
 represented by NaN, which makes the window's loss NaN.
 """
 
@@ -33,7 +33,7 @@ def add_loss(
     micro-batch adds nothing if it is dropped or has weight 0.
 
     - `total`: the sum before the micro-batch, 0 at the window's start.
-    - `loss`: the micro-batch's loss, a scalar, not scaled; NaN if no loss was passed.
+    - `loss`: the micro-batch's unscaled loss, a scalar; NaN if no loss was passed.
     - `weight`: the micro-batch's weight, a scalar.
     - `adds`: bool, the result of `gradaccum.kit.usable`: True if the micro-batch
       counts.
@@ -42,7 +42,7 @@ def add_loss(
 
 
 def window_loss(total: Scalar, state: Fields, options: Options, where: Where) -> Scalar:
-    """Return the loss of a window at its end. Depending on `reduction`, it is a
+    """Return the loss of a window at its end. Depending on `reduction`, the result is a
     weighted mean, a sum or a mean over items. It is NaN for a window of weight 0.
 
     - `total`: the result of `add_loss`, summed over all workers that share the window.

@@ -155,8 +155,8 @@ def ends(state: Fields, steps: Schedule | Scalar, where: Where) -> Scalar:
 
 
 def joined(state: Fields, weight: Scalar, overflow: Scalar) -> Fields:
-    """Return one worker's state with the `weight` and `overflow` flag of all workers
-    that share the window.
+    """Return a worker's state with its `weight` and `overflow` flag replaced by the
+    values for all workers that share the window.
     """
     micro_step, optimizer_step, skipped_windows, _, _, loss_scale, growth_tracker = (
         state
@@ -181,9 +181,9 @@ def divisor(state: Fields, options: Options, where: Where) -> Scalar:
 
 
 def denominator(weight: Scalar, options: Options, where: Where) -> Scalar:
-    """Return the number by which the sum of a window, or of a large batch, with this
-    total weight is divided. It is 1 if ``reduction="sum"`` or if the weight is 0, and
-    otherwise the weight.
+    """Return the number by which the gradient sum of a window, or of a large batch, is
+    divided if the total weight is `weight`. The number is 1 if ``reduction="sum"`` or
+    if the weight is 0. Otherwise it is the weight.
     """
     one = 0 * weight + 1
     return one if options.reduction == "sum" else where(weight > 0, weight, one)
@@ -195,11 +195,12 @@ def with_denominator(
     """Return the state and the options with which the window's gradient sum is divided
     by `denominator` instead of the window's weight.
 
-    Pass them to `divisor`, `decide` and `gradaccum.kit.window_loss`. The weight of a
-    window stays 0 if it was 0.
+    Pass them to `divisor`, `decide` and `gradaccum.kit.window_loss`. If the window's
+    weight is 0, it stays 0.
 
     - `state`: the state of all workers after the window's last micro-batch.
-    - `denominator`: a finite scalar > 0; with any other value `decide` makes no update.
+    - `denominator`: a finite scalar > 0. With any other value, `decide` decides against
+      the update.
     """
     (
         micro_step,
@@ -240,11 +241,12 @@ def decide(
 
     A window counts as an overflow if its divisor is outside the range of the sums'
     dtype, because such a divisor would silently make the gradient 0 or inf. With
-    ``on_overflow="ignore"`` a sum that is not finite is applied as it is, unclipped.
+    ``on_overflow="ignore"``, a sum that is not finite is used for the update without
+    clipping.
 
     - `state`: the state after the window's last micro-batch.
-    - `norm`: the global 2-norm of the gradient sum, still multiplied by the loss scale
-      and not yet divided; NaN if it was not measured.
+    - `norm`: the global 2-norm of the undivided gradient sum, which includes the loss
+      scale; NaN if the norm was not measured.
     - `finite`: bool, True if every element of the gradient sum is finite, or if this
       was not checked. It cannot be derived from `norm`, because the squares of large
       finite gradients may overflow.
@@ -288,8 +290,8 @@ def measures(options: Options) -> bool:
 def close(
     state: Fields, apply: Scalar, overflow: Scalar, options: Options, where: Where
 ) -> Fields:
-    """Return the state after the window: the counters are updated, the window is empty,
-    and the loss scale is adjusted.
+    """Return the state after the window has closed: the counters are updated, the
+    window is empty, and the loss scale is adjusted.
 
     - `state`: the state that was passed to `decide`.
     - `apply`: `Decision.apply`.
@@ -354,7 +356,8 @@ def _adjust_scale(
     after an overflow, and grows after `growth_interval` windows without an overflow. A
     window of weight 0 without an overflow changes neither number.
 
-    The rule follows `torch.amp.GradScaler`, with a lower and an upper bound added.
+    The rule is the same as in `torch.amp.GradScaler`, except that the scale also has a
+    lower and an upper bound.
     """
     smaller_scale = scale * rule.backoff_factor
     smaller_scale = where(

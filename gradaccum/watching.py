@@ -41,8 +41,9 @@ class ClosedWindow(NamedTuple):
     loss_scale: float
     """The loss scale for the next window. It is 1 if there is no loss scaling."""
     weight: float
-    """The sum of the weights of the window's micro-batches. If the optimizer reduces
-    the gradients, the sum includes all workers. It is NaN if it is unknown.
+    """The sum of the weights of the window's micro-batches. If several workers share
+    the window, the sum includes the micro-batches of all workers. It is NaN if it is
+    unknown.
     """
     micro_batches: float
     """The number of this worker's micro-batches in the window, or NaN if it is unknown.
@@ -62,8 +63,8 @@ Listener = Callable[[ClosedWindow], object]
 
 
 # The listeners of one optimizer. When a window closes, `note` only records it. `tell`
-# calls the listeners when all other work on the window is done, at the latest at the
-# end of the call that closed the window. At the end of that call, `settled` raises the
+# calls the listeners later, when all other work on the window is done, but before the
+# call that closed the window returns. At the end of that call, `settled` raises the
 # listeners' errors. A listener that raises an error therefore cannot prevent an update,
 # a change of the loss scale, or a collective operation that the other workers wait for.
 
@@ -75,8 +76,8 @@ _AFTER = (
 
 
 class Handle:
-    """A handle that is returned when a listener is added. As with torch's hooks, its
-    ``remove()`` removes the listener.
+    """The handle that is returned when a listener is added. Its ``remove()`` removes
+    the listener, as with torch's hooks.
     """
 
     def __init__(self, listeners: dict[int, Listener], key: int) -> None:

@@ -1,5 +1,5 @@
-"""Passes over a loader: the number of updates in a pass, the flush at its end, and
-windows with totals that are known before the first forward pass.
+"""Passes over a loader: the number of updates in a pass, the flush at the end of a
+pass, and windows whose totals are known before their first forward pass.
 
 If a loss has a single denominator, no totals are needed: pass each micro-batch's
 weight. If a loss has several terms, divide each term by its own total over the window,
@@ -39,7 +39,7 @@ workers.
 
 _ROUNDING = 1e-5
 """The relative error that is allowed in a sum over the workers, which may be rounded to
-float32. If `reduce` computed a mean by mistake, the error would be larger.
+float32. A `reduce` function that computes a mean by mistake causes a larger error.
 """
 
 
@@ -61,8 +61,8 @@ def updates_in(
     optimizer_step: int = 0,
     micro_step: int = 0,
 ) -> int:
-    """Return the number of updates in `epochs` passes over a loader, each of which ends
-    with a flush. Use this number as the length of a learning-rate schedule.
+    """Return the number of updates in `epochs` passes over a loader, with a flush at
+    the end of each pass. Use this number as the length of a learning-rate schedule.
 
     Args:
         micro_batches: the loader if it has a length, otherwise its number of
@@ -75,7 +75,8 @@ def updates_in(
             first pass completes this window.
 
     Raises:
-        TypeError: `micro_batches` has no length, or windows end by weight.
+        TypeError: `micro_batches` has no length, or `steps` defines windows by total
+            weight.
 
     Examples:
         >>> updates_in(10, steps=4, epochs=2)  # 4, 4 and 2 micro-batches, twice
@@ -135,8 +136,8 @@ def _items_of(micro_batch: object) -> int | None:
     number is unknown.
 
     For a batch of graphs, it is the number of graphs. Otherwise it is the length of the
-    arrays' first axis. If the first axes have different lengths, as the inputs and
-    labels of a time-major batch do, the number is unknown.
+    arrays' first axis. If the arrays' first axes have different lengths, as in a
+    time-major batch, the number is unknown.
     """
     number_of_graphs = getattr(micro_batch, "num_graphs", None)
     if isinstance(number_of_graphs, int):
@@ -166,7 +167,7 @@ def epoch(
     """Return an iterator over the micro-batches of a loader. It calls `flush` when the
     loader ends.
 
-    A loop that is left early (``break``, an error) leaves its window open.
+    If the loop ends early, through a ``break`` or an error, the window stays open.
 
     Args:
         loader: yields the micro-batches.
@@ -227,8 +228,8 @@ def _with_progress(loader: Iterable[M]) -> Iterable[M]:
     return cast(Iterable[M], track(loader, "micro-batches", total=total))
 
 
-# `Windows` iterates over a loader. It reads all micro-batches of a `Window` before the
-# user's loop processes the first micro-batch.
+# `Windows` iterates over a loader. It reads all micro-batches of a window before the
+# user's loop processes the first of them.
 
 
 class Window(Generic[M]):
@@ -242,8 +243,8 @@ class Window(Generic[M]):
         self.number = number
         """int: the window's number, which is the number of windows before it."""
         self.totals = totals
-        """The sum of each count over the window and all workers, by the name of the
-        count.
+        """The sum of each count over the window and all workers, keyed by the name of
+        the count.
         """
         self._micro_batches: list[M] | None = micro_batches
         self._length = len(micro_batches)
@@ -294,8 +295,8 @@ class Windows(Generic[M]):
         loader = iter(self.loader)
         ends_by_weight = isinstance(self.schedule, UntilWeight)
         is_over = False
-        """True if this worker has no more micro-batches to read. If windows end by
-        weight, True if no worker has more micro-batches to read.
+        """True if this worker has no more micro-batches to read. If windows are defined
+        by total weight, True only if no worker has any more micro-batches.
         """
         while True:
             size = _size(self.schedule, self.next_number)
@@ -322,7 +323,7 @@ class Windows(Generic[M]):
             window.forget()
 
     def _values_of(self, micro_batches: list[M]) -> list[float]:
-        """Return a list of the number of micro-batches, which is 0 or 1, followed by
+        """Return a list that contains the number of micro-batches (0 or 1), followed by
         the counts in order.
         """
         values = [float(len(micro_batches))]
@@ -338,9 +339,8 @@ class Windows(Generic[M]):
 
         Raises:
             ArgumentValueError: `reduce` returned a different number of values, an
-                infinite value, or a value below this worker's own value. A value below
-                this worker's own value means that `reduce` probably computes a mean
-                instead of a sum.
+                infinite value, or a value below this worker's own value. In the last
+                case, `reduce` probably computes a mean instead of a sum.
         """
         if self.reduce is None:
             return values
@@ -392,10 +392,10 @@ def windows(
         loader: yields the micro-batches, of any type. All micro-batches of a window are
             read before the first of them is used, so a loader that reuses one buffer
             must yield copies.
-        steps: the number of micro-batches per window. Either an int >= 1, a list of
+        steps: the number of micro-batches per window. This is an int >= 1, a list of
             pairs ``(first window, steps)``, a function of the window's number (counted
-            from 0), or ``until_weight(n)``, which ends a window with the micro-batch at
-            which its weight reaches n.
+            from 0), or ``until_weight(n)``, which ends a window with the micro-batch
+            that brings the window's weight to n or more.
         count: a mapping from names to functions of a micro-batch. Each function returns
             a finite number >= 0, or a framework's scalar. If the scalar is on a device,
             the loop waits for the device.
@@ -404,14 +404,16 @@ def windows(
             their sums over all workers, preferably computed in float64. It is called
             once per window, and once more at the end. With ``until_weight`` it is
             called once per micro-batch. The totals and the weight are then sums over
-            all workers. Every worker must iterate over every window. After a worker's
-            loader has ended, its windows have length 0.
-        start: the number of the first window. Pass it to resume a schedule.
+            all workers. Every worker must iterate over every window, even after its own
+            loader has ended and its windows have length 0.
+        start: the number of the first window. Pass it to resume a run whose `steps`
+            depends on the window's number.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: `steps` is invalid (raised immediately),
             or a function returned an invalid value (raised when a window is read).
-        KeyError: windows end by weight, and no count has the name `weight`.
+        KeyError: `steps` is an ``until_weight(n)``, but `count` has no function with
+            the name `weight`.
 
     Examples:
         >>> lengths = [[5, 3], [2], [7, 1, 4], [6]]  # lengths of sequences

@@ -17,11 +17,11 @@ def wrap(
 
     Args:
         optimizer: a `torch.optim.Optimizer`, an `optax.GradientTransformation`, a
-            `mindspore.nn.Optimizer` or an optimizer of any installed backend. You can
-            also pass a learning-rate scheduler that was created for a wrapped
-            optimizer, without other arguments. The scheduler then steps only when an
-            update was applied.
-        steps: the number of micro-batches per window. Either an int >= 1, a list of
+            `mindspore.nn.Optimizer` or an optimizer of any installed backend. It may
+            also be a learning-rate scheduler that was created for a wrapped optimizer,
+            in which case no other arguments are allowed. The scheduler then steps only
+            when an update was applied.
+        steps: the number of micro-batches per window. This is an int >= 1, a list of
             pairs ``(first optimizer_step, steps)``, a function of the optimizer step,
             or ``gradaccum.until_weight(n)``, which ends a window when its weight
             reaches n. None means that the caller closes every window with ``flush``.
@@ -45,7 +45,7 @@ def wrap(
             - ``on_overflow``: what happens if a gradient is not finite. With
               ``"skip_window"`` (the default) the window ends without an update. With
               ``"drop_micro_batch"`` the micro-batch adds nothing. With ``"ignore"`` the
-              gradient is applied, as the bare optimizer would do. The norm is then
+              gradient is applied, as it would be without gradaccum, and the norm is
               computed only if another option needs it. ``"ignore"`` cannot be combined
               with a dynamic loss scale.
             - ``master_weights``: True keeps float32 copies of the float16 and bfloat16

@@ -21,12 +21,12 @@ HALF = (torch.float16, torch.bfloat16)
 """Gradients of these dtypes are summed in float32, unless ``accumulate_dtype`` is set.
 """
 FAINT = 2.0**-31
-"""If the computed norm of a float32 tensor is below this bound, the squares of its
-elements may have underflowed.
+"""If the norm of a float32 tensor comes out below this bound, the squares of the
+tensor's elements may have underflowed.
 """
 FAINT_HALF = 2.0**-13
-"""If the norm of a float16 tensor, computed in float16, is below this bound, the
-squares of its elements may have underflowed.
+"""If the norm of a float16 tensor, computed in float16, comes out below this bound, the
+squares of the tensor's elements may have underflowed.
 """
 
 
@@ -102,7 +102,7 @@ def fits(total: Tensor, divisor: float, dtype: torch.dtype) -> bool:
 
 
 def measure(sums: Sequence[Tensor]) -> tuple[float, bool]:
-    """Return the global norm of `sums`, and whether all of their elements are finite.
+    """Return the global norm of `sums`, and whether all elements of `sums` are finite.
     Waits for the device.
     """
     with torch.no_grad():

@@ -69,10 +69,10 @@ class TorchBackend:
                 `torch.distributed.fsdp.fully_shard` was applied. All workers then share
                 each window. This call, the end of a window and ``flush`` are
                 collective.
-            gradient_sync: when FSDP2 reduces gradients. ``"micro_batch"`` reduces them
-                in each micro-batch, so that each worker stores only its shard of the
-                sum. ``"window"`` reduces them once per window. Until then each worker
-                keeps gradients of the whole model, as with
+            gradient_sync: when FSDP2 reduces gradients. With ``"micro_batch"``, it
+                reduces them in each micro-batch, so that each worker stores only its
+                shard of the sum. With ``"window"``, it reduces them once per window.
+                Until then each worker keeps gradients of the whole model, as with
                 ``set_requires_gradient_sync(False)``.
             process_group: the `torch.distributed.ProcessGroup` of workers that train
                 equal copies of one model without a parallel module. The window's sum is
@@ -93,8 +93,8 @@ class TorchBackend:
                 or `module` is not a supported module.
             ArgumentValueError: `module` does not contain all parameters of the
                 optimizer; another worker passed different options, or the parameters in
-                a different order; or the reduction of FSDP2 cannot be deferred with
-                these options.
+                a different order; or FSDP2's reduction cannot be deferred to the end of
+                the window with these options.
             UsageError: ``.grad`` of a parameter already contains a gradient.
         """
         if isinstance(optimizer, AccumulatingOptimizer):

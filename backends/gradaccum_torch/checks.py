@@ -17,8 +17,8 @@ from gradaccum.kit import (
 )
 
 Size = int | UntilWeight | None
-"""The size of a window: its number of micro-batches, or its weight. None means that
-only ``flush`` closes the window.
+"""The size at which a window ends: a number of micro-batches, or a total weight. None
+means that only ``flush`` closes the window.
 """
 
 
@@ -30,8 +30,8 @@ def window_size(options: Options, optimizer_step: int) -> Size:
 
 
 def known_window_size(options: Options, optimizer_step: int) -> Size:
-    """Return the size of the window that follows `optimizer_step` updates, or None if
-    the user's function for the window sizes raises an error.
+    """Return the size of the window that follows `optimizer_step` updates. Return None
+    if a user-supplied function determines the size, and this function raises an error.
     """
     try:
         return window_size(options, optimizer_step)

@@ -44,8 +44,8 @@ WEIGHED_TWICE = (
 
 
 class MicroBatch:
-    """The current micro-batch, which ``step`` has not counted yet: the weight and the
-    losses that the user has passed for it.
+    """The weight and the losses that the user has passed for the current micro-batch,
+    which ``step`` has not counted yet.
     """
 
     def __init__(self) -> None:
@@ -56,15 +56,15 @@ class MicroBatch:
         """Whether a loss of this micro-batch was passed to ``backward`` or ``scale``.
         """
         self.is_scaled_by_hand = False
-        """Whether the loss was already scaled when the user called ``backward()`` on
-        it, as in ``opt.scale(loss).backward()``.
+        """Whether the user has called ``backward()`` on a loss that was already scaled,
+        as in ``opt.scale(loss).backward()``.
         """
         self.losses: list[float | Tensor] = []
         """The unscaled losses that the user passed."""
         self.is_first = False
         """Whether this micro-batch is the first of its window."""
         self.passes = 0
-        """How many backward passes the micro-batch has run."""
+        """The number of backward passes that have run for this micro-batch."""
         self.window_size: Size = None
 
     def require_same_weight(self, weight: float) -> None:
@@ -77,8 +77,8 @@ class MicroBatch:
 
 
 class Extension:
-    """An observer of a window. The window calls each method below when the event in the
-    method's description occurs. No method may change the window.
+    """An observer of a window. The window calls each of these methods at the time that
+    the method's docstring states. No method may change the window.
     """
 
     def loss_given(self, loss: Tensor) -> None:
@@ -86,17 +86,19 @@ class Extension:
 
     def micro_batch_added(self, micro_batch: MicroBatch, weight: float) -> None:
         """Called after a micro-batch was counted. `weight` is 0 if the micro-batch's
-        gradient does not count.
+        gradient was not added to the sum.
         """
 
     def numbers(self) -> list[float]:
-        """Return numbers that describe the open window. The window then adds them up,
-        or averages them, over all workers.
+        """Return this observer's numbers for the open window, so that the window can
+        add them up, or average them, over all workers.
         """
         return []
 
     def reduced(self, numbers: list[float]) -> None:
-        """Called with the sums or averages of these numbers over all workers."""
+        """Called with the sums or averages, over all workers, of the numbers that
+        `numbers` has returned.
+        """
 
     def window_closed(self, state: Fields, options: Options) -> None:
         """Called after the window was closed. `state` and `options` determine the
@@ -195,7 +197,9 @@ class WindowLoss(Extension):
         (self.total,) = numbers
 
     def has_non_finite_loss(self) -> bool:
-        """True if all losses of the open window are known, but not all are finite."""
+        """True if all losses of the open window are known, and at least one is not
+        finite.
+        """
         return not self._misses_loss and not math.isfinite(self.read_open())
 
     def window_closed(self, state: Fields, options: Options) -> None:
@@ -255,7 +259,7 @@ def is_ours(frame: FrameType) -> bool:
 
 class ChangedRateWarning(Extension):
     """Warns if a learning rate changes inside a window, for example because a scheduler
-    steps with each micro-batch.
+    steps after each micro-batch.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, warn: Warnings) -> None:
@@ -263,7 +267,7 @@ class ChangedRateWarning(Extension):
         self._warn = warn
         self._rates: list[object] | None = None
         """The learning rates at the beginning of the window, or None if they may change
-        during the window.
+        during this window without a warning.
         """
 
     def micro_batch_added(self, micro_batch: MicroBatch, weight: float) -> None:
@@ -274,8 +278,9 @@ class ChangedRateWarning(Extension):
             self._warn(kit.RATE_MOVED)
 
     def allow_change(self) -> None:
-        """Allow learning rates to change in the open window without a warning. This is
-        called when a wrapped scheduler has stepped, or the parameters have changed.
+        """Allow learning rates to change in the open window without a warning. Called
+        after a wrapped scheduler has stepped, or after the optimizer's parameters have
+        changed.
         """
         self._rates = None
 
@@ -284,9 +289,9 @@ class ChangedRateWarning(Extension):
 
 
 def rate_mark(rate: object) -> object:
-    """Return a value that changes when the learning rate changes. If the rate is a
-    tensor, use the number of writes to the tensor, because reading the tensor's value
-    would wait for the device.
+    """Return a value that changes whenever the learning rate changes. If the rate is a
+    tensor, this value is the number of writes to the tensor, because reading the rate
+    itself would wait for the device.
     """
     return (id(rate), version(rate)) if isinstance(rate, Tensor) else rate
 
@@ -296,8 +301,8 @@ class LeftoverLoopWarning(Extension):
     calls is equal to the number of micro-batches per window. Most likely ``step`` is
     still inside an ``if`` that was needed before the loop used gradaccum.
 
-    Two backward passes per step cause no warning, because they are normal for the
-    discriminator of a GAN, which has two losses.
+    Two backward passes per step cause no warning, because a GAN's discriminator
+    normally has two losses.
     """
 
     def __init__(self, warn: Warnings) -> None:
@@ -337,8 +342,9 @@ class NonFiniteLossWarning(Extension):
 
 def is_divided_by(division: Division | None, steps: int, reduction: str) -> bool:
     """True if the last operation on a loss was a division by `steps` that is most
-    likely a mistake. The division is not a mistake if it computes the mean of `steps`
-    terms or the mean of a sum's items, or if ``reduction="sum"``.
+    likely a mistake. With ``reduction="sum"`` the division is correct. It is also
+    correct if it computes a mean: of `steps` terms, or of the items over which the loss
+    was summed.
     """
     if division is None or not math.isclose(division.divisor, steps):
         return False
@@ -347,9 +353,9 @@ def is_divided_by(division: Division | None, steps: int, reduction: str) -> bool
 
 
 class DividedLossWarning(Extension):
-    """Warns if the user has divided a loss in the first window by the window's number
-    of micro-batches. gradaccum also divides by this number, so the gradient would be
-    too small.
+    """Warns if the user has divided a loss of the first window by the window's number
+    of micro-batches. Because gradaccum also divides by this number, the gradient would
+    be too small.
     """
 
     def __init__(self, options: Options, warn: Warnings) -> None:

@@ -1,11 +1,12 @@
-"""Supports a `torch.amp.GradScaler` that the user passes. Its scale is updated once per
-window.
+"""Supports a `torch.amp.GradScaler` that the user passes as ``loss_scale=``. The
+scaler's scale is updated once per window.
 
-In the loop ``opt.backward(loss); opt.step()``, the end of the window sets the scale and
-the growth tracker as a single ``scaler.update()`` would. In the loop
+In the loop ``opt.backward(loss); opt.step()``, the scale and the growth tracker are set
+at the end of the window, as a single ``scaler.update()`` would set them. In the loop
 ``scaler.scale(loss).backward(); scaler.step(opt); scaler.update()``, the scaler updates
-its scale itself. In the middle of a window, no overflow is reported to the scaler, and
-its growth tracker is decreased by one, because ``update`` will increase it by one.
+its scale itself. In the middle of a window the scaler must not change. Therefore, no
+overflow is reported to it, and its growth tracker is decreased by one, because
+``update`` will increase it by one.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from gradaccum_torch.torch_private.names import (
 
 SMALLEST = 2.0**-125
 """The minimum loss scale. It is needed because `GradScaler` has no minimum of its own.
-If the scale were smaller, no window's sum could be divided by it, so every window would
-count as an overflow, and the scale could never grow again.
+A gradient sum cannot be divided by a smaller scale, so every window would count as an
+overflow, and the scale could never grow again.
 """
 
 
 SET_BACK: WeakKeyDictionary[torch.amp.GradScaler, tuple[Any, int]] = WeakKeyDictionary()
-"""The scalers whose growth tracker was decreased by one. Each scaler is mapped to its
-record of the pending ``scaler.update()``, and to the true value of the growth tracker.
-If the scaler now has a different record, ``update`` has been called in the meantime.
+"""Maps each scaler whose growth tracker was decreased by one to a pair: the scaler's
+record of the pending ``scaler.update()`` call, and the growth tracker's true value. If
+the scaler's record is now a different object, ``update`` has been called since then.
 """
 
 
@@ -95,9 +96,9 @@ class ScalerLink:
         """Prepare the scaler so that its scale becomes ``state.loss_scale`` when the
         user calls ``scaler.update()`` after ``scaler.step``.
         """
-        # Leave the change of the scale to `update`, because the user may compare the
-        # scale before and after that call. If the scale must stay the same, `update`
-        # only increments the growth tracker.
+        # Do not change the scale here. ``scaler.update()`` changes it later, because
+        # the user may compare the scale before and after that call. If the scale must
+        # stay the same, ``update`` only increments the growth tracker.
         moves = self.scaler.get_scale() != state.loss_scale
         assert self.stepping_optimizer is not None
         for found_inf in found_inf_of(self.scaler, self.stepping_optimizer):
@@ -130,9 +131,9 @@ def link_scaler(options: Options, parameters: list[Tensor]) -> ScalerLink | None
 
 
 def groups_for_a_scaler(link: ScalerLink | None) -> list[dict[str, Any]] | None:
-    """If a `GradScaler` reads ``opt.param_groups``, return the parameter groups for the
-    scaler. Otherwise return None. The groups contain only a dummy parameter with a
-    finite gradient, so that the scaler finds no overflow.
+    """If the code that reads ``opt.param_groups`` is a `GradScaler`, return parameter
+    groups that contain only a dummy parameter with a finite gradient, so that the
+    scaler finds no overflow. Otherwise return None.
 
     Raises:
         UsageError: the scaler was not passed as ``loss_scale=``, or it is about to

@@ -35,8 +35,8 @@ class UpdateGuard(Protocol):
 
 
 class GradientSum:
-    """The sum of the open window's gradients, kept in ``.grad`` itself. This needs no
-    second buffer, and no additional work for each micro-batch.
+    """The sum of the open window's gradients, kept in ``.grad`` itself. This kind of
+    sum needs no second buffer, and no additional work for each micro-batch.
     """
 
     is_beside_grad = False
@@ -58,8 +58,8 @@ class GradientSum:
 
     def follow_additions(self, gradient_added: Callable[[Tensor], None] | None) -> bool:
         """From now on, call ``gradient_added(parameter)`` whenever autograd has added a
-        gradient to the parameter's sum. If `gradient_added` is None, stop these calls.
-        Return False if gradients are added only in ``step``.
+        gradient to the sum of `parameter`. If `gradient_added` is None, stop these
+        calls. Return False if gradients are added only in ``step``.
         """
         if gradient_added is None:
             self.watch.move_gradient = None
@@ -85,8 +85,8 @@ class GradientSum:
         self.watch.note(parameter)
 
     def add_micro_batch(self, guard: UpdateGuard) -> bool:
-        """Add the micro-batch's gradients to the sum. If the gradients are not finite
-        and are therefore dropped, return False.
+        """Add the micro-batch's gradients to the sum. Return False if the gradients
+        were dropped because they are not finite.
 
         - `guard`: its `is_broken` flag is set before anything is written.
         """
@@ -101,16 +101,16 @@ class GradientSum:
         }
 
     def replace(self, gradients: Gradients) -> None:
-        """Use `gradients` as the sum from now on. Neither the mapping nor its tensors
-        are copied.
+        """Replace the sum with `gradients`. Neither the mapping nor its tensors are
+        copied.
         """
         for parameter in self.parameters():
             parameter.grad = gradients.get(parameter)
         self.watch.reset()
 
     def prepare_update(self, gradients: Gradients) -> None:
-        """Prepare to put the divided `gradients` into ``.grad``. Keep no reference to
-        the sums other than `gradients`.
+        """Called before the divided `gradients` are put into ``.grad``. Keep no other
+        reference to the sums, so that each sum can be freed.
         """
 
     def clear(self) -> None:
@@ -124,8 +124,8 @@ class SumInBuffers(GradientSum):
     """The sum of the open window's gradients, kept in separate buffers. ``step`` adds
     the micro-batch's ``.grad`` to them.
 
-    The sum can therefore have its own dtype, a micro-batch can be dropped, and the user
-    may modify ``.grad`` between two calls of ``step``.
+    The sum can therefore have a different dtype, a micro-batch can be dropped, and the
+    user may modify ``.grad`` between two calls of ``step``.
     """
 
     is_beside_grad = True
@@ -157,8 +157,8 @@ class SumInBuffers(GradientSum):
         is_finite = not self.drops_micro_batches or all_finite([*gradients.values()])
         new_buffers: Gradients = {}
         if is_finite:
-            # Allocate the new buffers first. If memory runs out here, nothing has been
-            # added yet.
+            # Allocate the new buffers first. If memory runs out during the allocation,
+            # nothing has been added yet.
             new_buffers = {
                 parameter: self._copy(parameter, gradient)
                 for parameter, gradient in gradients.items()
@@ -205,8 +205,8 @@ class SumInBuffers(GradientSum):
         return gradient.detach().to(dtype, copy=True)
 
     def gradients(self) -> Gradients:
-        # Use the order of the parameters, so that the norm of a resumed window has the
-        # same bits.
+        # Iterate in the order of the parameters, so that the norm of a resumed window
+        # has the same bits.
         return {
             parameter: self.buffers[parameter]
             for parameter in self.parameters()

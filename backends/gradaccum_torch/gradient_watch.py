@@ -1,6 +1,6 @@
 """Detects changes of ``.grad`` that autograd did not make.
 
-A hook runs right after autograd has added to a gradient. It records which tensor is in
+A hook that runs right after autograd has added to a gradient records which tensor is in
 ``.grad``, how often that tensor has been written to, and by which factor the loss was
 multiplied. A single comparison in ``step`` then detects clipping, a
 ``model.zero_grad()``, an assignment, a reduction by another library, and a loss that
@@ -127,20 +127,20 @@ class GradientWatch:
         the last ``step``.
         """
         self.was_changed = False
-        """Whether other code has changed a gradient, and autograd has added to that
-        gradient afterwards.
+        """Whether autograd has added to a gradient after other code had changed this
+        gradient.
         """
         self.has_plain_pass = False
         """Whether a plain ``loss.backward()`` has added a gradient since the last
         ``step``.
         """
         self.is_running = False
-        """Whether a backward pass has begun and not ended. If no backward pass is
-        running, True means that the last backward pass raised an error.
+        """Whether a backward pass has begun and not ended. This stays True after a
+        backward pass that raised an error.
         """
         self.new_gradients: dict[int, WatchedGradient] = {}
-        """The gradients that the current backward pass has created, by the id of the
-        parameter.
+        """The gradients created so far by the current backward pass, keyed by the
+        parameter's id.
         """
         self.passes = 0
         """The number of the user's backward passes since the last ``step``."""
@@ -149,26 +149,28 @@ class GradientWatch:
         that reentrant checkpointing runs inside the user's passes.
         """
         self.move_gradient: Callable[[WatchedGradient], None] | None = None
-        """The function that moves a new gradient out of ``.grad``, if any."""
+        """The function that moves a new gradient out of ``.grad``, or None if new
+        gradients stay in ``.grad``.
+        """
         self.compares_norms = True
         """Whether changes to sharded gradients are detected by comparing norms. This is
-        True only in the first window, because a training loop treats all windows alike.
+        True only in the first window, because a loop that changes gradients does so in
+        every window.
         """
         self._first_parameter = 0
         """The id of the first parameter that the micro-batch's first backward pass
         reached.
         """
         self._watched_gradients: dict[int, WatchedGradient] = {}
-        """The watched gradients by ``id(parameter)``. The keys are not the parameters
-        themselves, because ``id(parameter)`` is ten times faster than
-        ``hash(parameter)``.
+        """The watched gradients, keyed by ``id(parameter)`` instead of by the parameter
+        itself, because ``id(parameter)`` is ten times faster than ``hash(parameter)``.
         """
         self._handles: dict[int, RemovableHandle] = {}
         WATCHES.add(self)
 
     def end_with(self, owner: object) -> None:
-        """Remove the hooks when `owner` is freed. Otherwise each parameter would keep
-        alive its hook and every object to which the hook refers.
+        """Remove the hooks when `owner` is freed. If a hook stayed, its parameter would
+        keep the hook alive, and every object to which the hook refers.
         """
         weakref.finalize(owner, remove, self._handles).atexit = False
 
@@ -200,8 +202,8 @@ class GradientWatch:
         if not self.factors:
             self._first_parameter = key
         # Reentrant checkpointing runs separate backward passes for its segments inside
-        # the user's backward pass. Therefore, a new pass of the user is counted only
-        # when the first parameter is reached again.
+        # the user's backward pass. Therefore, a pass is counted as the user's only if
+        # it begins with the same parameter as the micro-batch's first pass.
         if key == self._first_parameter:
             self.passes += 1
         self.engine_passes += 1
@@ -219,9 +221,9 @@ class GradientWatch:
             self._keep_new_gradients()
 
     def _keep_new_gradients(self) -> None:
-        """Copy each new gradient whose memory other code may write to. While autograd's
-        engine is running, the copy must wait until the end of the pass, because
-        autograd itself refers to the gradient during the pass.
+        """Copy each new gradient whose memory other code may write to. If autograd's
+        engine is running, the copies are made only at the end of the pass, because
+        autograd itself refers to the gradients during the pass.
         """
         for watched_gradient in self.new_gradients.values():
             gradient = watched_gradient.parameter.grad
@@ -275,7 +277,7 @@ class GradientWatch:
 
     def micro_batch_ended(self) -> None:
         """Clear the record of the micro-batch's backward passes, but keep the record of
-        its gradients.
+        the gradients.
         """
         self.factors.clear()
         self.passes = 0
@@ -327,7 +329,7 @@ for _hook in (
 @contextmanager
 def delivering_zeros(leaves: Iterable[Tensor]) -> Iterator[None]:
     """Inside the block, every gradient that a backward pass computes for `leaves` is
-    replaced with zeros, even if the gradient is NaN.
+    replaced with zeros, even a gradient that is NaN.
     """
     handles = [
         leaf.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]

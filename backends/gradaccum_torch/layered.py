@@ -1,11 +1,11 @@
-"""``gradaccum_torch.layered_backward``: a window whose backward pass runs layer by
-layer. In this pass, all micro-batches go through one layer before any micro-batch
-enters the next layer.
+"""``gradaccum_torch.layered_backward``: the backward pass of a whole window, one layer
+at a time. The gradients of all micro-batches are computed for one layer before the pass
+continues with the preceding layer.
 
-As soon as the last micro-batch has gone backward through a layer, the layer is updated
-and its gradients are freed, so that only one layer's gradients are in memory at a time.
-The border between two layers contains the activations that the first layer returns and
-the second layer receives. Later it also contains the gradients of these activations.
+As soon as a layer's gradient is complete, the layer is updated and its gradients are
+freed, so that only one layer's gradients are in memory at a time. A border between two
+layers contains the activations that the first layer returns and the second layer
+receives, and later the gradients of these activations.
 """
 
 from __future__ import annotations
@@ -67,21 +67,21 @@ def layered_backward(
     `optimizer`, the update is made with this gradient.
 
     The result is the same as from `gradaccum_torch.backward` with
-    ``loss_fn(layers(inputs), targets)``, and bit for bit the same if no parameter is in
-    two layers. Dropout draws the same random numbers, and a batch norm sees each
-    micro-batch once, in order.
+    ``loss_fn(layers(inputs), targets)``, and bit for bit the same if no parameter
+    belongs to two layers. Dropout draws the same random numbers, and a batch norm sees
+    each micro-batch once, in order.
 
-    If the `optimizer` needs no norm of the whole window, for example after
-    ``gradaccum.wrap(optimizer, steps=None, on_overflow="ignore")``, each layer's update
-    is made as soon as its sum is complete. The inner optimizer then makes a ``step`` in
-    which only this layer has gradients, and these gradients are freed. A parameter that
-    several layers share is updated together with the first of these layers. With
-    ``clip_norm``, ``skip_norm`` or skipping on overflow, the sums of all layers are
-    kept until the end, and the optimizer makes a single step. Step hooks, and
-    optimizers that count their steps in their parameter groups, are allowed only in
-    this case.
+    If no option of `optimizer` needs the norm of the whole window's gradient, for
+    example with ``gradaccum.wrap(optimizer, steps=None, on_overflow="ignore")``, each
+    layer is updated as soon as its gradient sum is complete. The inner optimizer makes
+    one ``step`` per layer, in which only this layer has gradients. After the ``step``
+    these gradients are freed. A parameter that several layers share is updated together
+    with the first of these layers. With ``clip_norm``, ``skip_norm`` or skipping on
+    overflow, the sums of all layers are kept until the end, and the optimizer makes a
+    single step. Step hooks, and optimizers that count their steps in their parameter
+    groups, are allowed only in this case.
 
-    If the call raises an error, everything is restored as it was before the call,
+    If the call raises an error, everything is restored to its state before the call,
     except for layers that were already updated. A note on the error names these layers,
     and the optimizer cannot be used until ``load_state_dict`` is called.
 
@@ -101,9 +101,9 @@ def layered_backward(
         reduction: as for `gradaccum_torch.backward`.
         weight: either a function ``weight(inputs, targets)`` that returns a
             micro-batch's weight, or one number per item, shape ``(items,)``.
-        axes: the batch axis of each leaf of ``(inputs, targets)``. Either one number
-            for all leaves, or a nested structure of numbers, in which a number may
-            stand for a whole substructure. None means that a leaf is not split.
+        axes: the batch axis of each leaf of ``(inputs, targets)``. This is either one
+            number for all leaves, or a nested structure of numbers, in which a number
+            may stand for a whole substructure. None means that a leaf is not split.
         has_aux: as for `gradaccum_torch.backward`.
         merge_aux: as for `gradaccum_torch.backward`.
         optimizer: an optimizer wrapped with ``steps=None``. The call opens and closes
@@ -121,9 +121,9 @@ def layered_backward(
     Raises:
         ArgumentTypeError, ArgumentValueError: an argument is wrong, or `loss_fn` or
             `weight` returns an invalid value.
-        UsageError: the input of a layer was modified in place; `optimizer` cannot be
-            used layer by layer; or a step of the inner optimizer changes parameters
-            without a gradient, or state that all parameters share.
+        UsageError: the input of a layer was modified in place; `optimizer` cannot
+            update one layer at a time; or a step of the inner optimizer changes
+            parameters without a gradient, or state that all parameters share.
 
     Examples:
         >>> import torch, gradaccum
@@ -177,8 +177,9 @@ class Border:
     def __init__(self, nest: Any) -> None:
         tensors = tensors_of(nest)
         self.roots = [tensor for tensor in tensors if tensor.requires_grad]
-        """The activations that require a gradient. They are the roots of the graph that
-        computed them, and are dropped when this graph is no longer needed.
+        """The activations that require a gradient. The backward pass of the layer that
+        computed them starts from these tensors. They are dropped when that layer's
+        graph is no longer needed.
         """
         self.gradients: list[Tensor | None] = [None] * len(self.roots)
         """The gradient of each root, or None if the next layer did not use this root.
@@ -266,8 +267,8 @@ class Pass(NamedTuple):
     outputs: Border
     random_state: RandomState
     buffers: Buffers
-    """The values of the module buffers before this pass, which are needed to repeat the
-    forward pass.
+    """The values of the module's buffers before this pass. They are needed to repeat
+    the forward pass.
     """
 
 
@@ -275,8 +276,8 @@ class LayeredRun:
     """The forward and backward passes of one call of `layered_backward`.
 
     In the forward pass, each micro-batch runs through all layers before the next
-    micro-batch starts. It therefore draws the same random numbers, and uses the same
-    module buffers, as in `gradaccum_torch.backward`.
+    micro-batch starts. The random numbers and the module buffers are therefore the same
+    as in `gradaccum_torch.backward`.
     """
 
     def __init__(
@@ -305,8 +306,9 @@ class LayeredRun:
         self._passes: list[list[Pass]] = [[] for _ in layers]
         self._leaf_nodes: list[set[Node]] = [set() for _ in layers]
         self._first_layers: dict[int, int] = {}
-        """Maps the id of each leaf to the first layer that uses the leaf. The leaf's
-        sum is complete after that layer's backward pass.
+        """Maps the id of each leaf of the graph, such as a parameter, to the first
+        layer that uses the leaf. The leaf's gradient sum is complete after that layer's
+        backward pass.
         """
 
     def forward(self, inputs: Any) -> Any:
@@ -388,7 +390,8 @@ class LayeredRun:
 
     def _update(self, index: int) -> None:
         """Update the parameters of a layer, except parameters that an earlier layer
-        also uses. The first layer's parameters are updated at the end.
+        also uses. The parameters of the first layer are updated later, when the window
+        closes.
         """
         is_trained = index in self._first_layers.values()
         if index and is_trained and self._updates_layers:
@@ -420,7 +423,9 @@ def require_plain_layers(layers: object, modules: Sequence[nn.Module]) -> None:
 
 
 def require_layered_optimizer(optimizer: AccumulatingOptimizer) -> None:
-    """Raise unless `optimizer` allows a backward pass that runs layer by layer."""
+    """Raise unless `optimizer` can be used for a backward pass that runs layer by
+    layer.
+    """
     options = optimizer.whole_window().options
     problem = ""
     if options.separate_sums or options.on_overflow == "drop_micro_batch":

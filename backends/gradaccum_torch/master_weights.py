@@ -1,8 +1,8 @@
 """The float32 master weights of a model's half-precision parameters.
 
 The inner optimizer's groups contain the masters only during an update. If other code
-has changed a parameter, its new value is copied to its master before the update. After
-the update, the rounded masters are copied into the model.
+has changed a parameter, its new value is copied into its master weight before the
+update. After the update, the rounded masters are copied into the model.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class MasterWeights:
         return parameters
 
     def groups(self) -> list[Group]:
-        """Return copies of the optimizer's groups in which master weights are replaced
-        with the model's parameters.
+        """Return copies of the optimizer's groups, in which the model's parameters
+        replace their master weights.
         """
         parameters = iter(self.parameters())
         return [
@@ -75,9 +75,9 @@ class MasterWeights:
         }
 
     def groups_changed(self) -> None:
-        """Called after the optimizer's groups have changed. Create the missing master
-        weights, and cast the optimizer state of their parameters from half precision to
-        float32. Delete the masters of parameters that were replaced or cast.
+        """Called after the optimizer's groups have changed. Create missing master
+        weights, and cast the optimizer's state for their parameters from half precision
+        to float32. Delete the master weights of parameters that were replaced or cast.
         """
         half_parameters = [
             parameter
@@ -103,8 +103,8 @@ class MasterWeights:
     @torch.no_grad()
     def load(self, masters: Mapping[int, Tensor]) -> None:
         """Load saved master weights. `masters` maps the index of each parameter to its
-        master. Wherever a value in the model differs from its rounded master, the next
-        update starts from the model's value.
+        master weight. If a value in the model differs from the rounded master weight,
+        the next update starts from the model's value.
         """
         for index, parameter in enumerate(self.parameters()):
             if index in masters:
@@ -134,8 +134,8 @@ class MasterWeights:
 
     def _swap(self, replacements: Mapping[Tensor, Tensor]) -> None:
         for group in self.inner.param_groups:
-            # Modify the list in place, because the optimizer may have another reference
-            # to the list.
+            # Modify the list in place, because the optimizer may refer to it elsewhere
+            # too.
             group["params"][:] = [
                 replacements.get(each, each) for each in group["params"]
             ]
@@ -146,8 +146,8 @@ class MasterWeights:
 
     @contextmanager
     def work_on_masters(self) -> Iterator[None]:
-        """Inside the block, the inner optimizer works on the master weights. At the end
-        of the block, the rounded masters are written into the model.
+        """Inside the block, the inner optimizer reads and changes the master weights.
+        At the end of the block, the rounded masters are written into the model.
         """
         if not self.are_in_place:
             self.copy_model_into_masters()
@@ -159,9 +159,7 @@ class MasterWeights:
 
     @contextmanager
     def only(self, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Inside the block, ignore the master weights of all parameters except
-        `parameters`.
-        """
+        """Inside the block, use only the master weights of `parameters`."""
         every_master = dict(self.masters)
         ids = set(map(id, parameters))
         try:
@@ -174,8 +172,8 @@ class MasterWeights:
             self.masters.update(every_master)
 
     def copy_model_into_masters(self) -> None:
-        """Wherever a parameter's value differs from its rounded master, other code has
-        changed the parameter. Copy the new value into the master weight.
+        """If a value of a parameter differs from the rounded master weight, other code
+        has changed the parameter. Copy such values into the master weight.
         """
         if not self.masters:
             return
@@ -200,8 +198,9 @@ class MasterWeights:
 
 
 def through(action: Callable[[], None]) -> None:
-    """Run `action`. If an exception such as KeyboardInterrupt interrupts it, run it
-    again before the exception propagates. `action` must therefore be safe to run twice.
+    """Run `action`. If an exception such as KeyboardInterrupt interrupts `action`, run
+    it again from the start and then let the exception propagate. `action` must
+    therefore be safe to run twice.
     """
     try:
         action()

@@ -1,9 +1,9 @@
 """The wrapped optimizer: a `torch.optim.Optimizer` that runs the inner optimizer once
 per window of micro-batches.
 
-`Window` counts the micro-batches and closes the window. ``param_groups``, ``state`` and
-``defaults`` are the inner optimizer's own objects, but hooks are registered on the
-wrapper.
+`Window` counts the micro-batches and closes the window. The ``param_groups``, ``state``
+and ``defaults`` of the wrapped optimizer are the inner optimizer's own objects. The
+hooks are separate from the inner optimizer's hooks.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         if masters is None:
             for group in inner.param_groups:
                 require_no_gradients(group["params"])
-        # Do not call the constructor of the base class, which would create its own
-        # groups and state. Only the attributes that store hooks are needed here.
+        # Do not call the constructor of the base class, because it would create new
+        # groups and a new state. Only its attributes that store hooks are needed here.
         self.__dict__.update(hook_tables())
         self._inner = inner
         self._options = options
@@ -100,8 +100,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             weight: the number of items in the micro-batch, >= 0. The default is the
                 weight passed to `weigh`, or 1 if `weigh` was not called. A micro-batch
                 with weight 0 is counted, but contributes nothing, not even NaN. Its
-                backward pass does not run, unless other workers wait for this backward
-                pass. In that case the backward pass produces zeros.
+                backward pass runs only if other workers wait for it. In that case the
+                backward pass produces zeros.
             kwargs: the arguments of `torch.Tensor.backward`.
 
         Raises:
@@ -114,12 +114,12 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         self._window.backward(loss, weight, kwargs)
 
     def weigh(self, weight: float) -> None:
-        """Set the weight of the micro-batch that the next ``step`` counts. You need not
-        call this optimizer's ``backward`` for this micro-batch.
+        """Set the weight of the micro-batch that the next ``step`` counts. You can call
+        this method without calling this optimizer's ``backward``.
 
-        With ``reduction="sum_per_item"``, several optimizers can therefore share a
-        single ``loss.backward()`` of a summed loss. Each optimizer then divides by its
-        own number of items.
+        For example, several optimizers with ``reduction="sum_per_item"`` can share a
+        single ``loss.backward()`` of a summed loss. Call ``weigh`` on each of them, and
+        each optimizer divides by its own number of items.
 
         Args:
             weight: the number of items, >= 0.
@@ -186,9 +186,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             else:
                 scaler.prepare_update(window.state, overflow=False)
         except BaseException:
-            # scaler.step deletes these attributes only at its end. Delete them here,
-            # because they would stay if an error was raised, and the user may then call
-            # step() without the scaler.
+            # scaler.step deletes these attributes only at its end. Delete them here
+            # already, because they would remain after an error, and the user might then
+            # call step() without the scaler.
             vars(self).pop("grad_scale", None)
             vars(self).pop("found_inf", None)
             if not window.state.micro_step:
@@ -209,9 +209,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         partial sum.
 
         Raises:
-            UsageError: the call was made in an open window, after ``backward`` and
-                before ``step``, when the micro-batch's gradient is already part of the
-                sum.
+            UsageError: the call was made in the middle of a window, after ``backward``
+                and before ``step``. At that point the micro-batch's gradient is already
+                part of the sum.
         """
         self._window.zero_grad(set_to_none)
 
@@ -253,14 +253,14 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         self._window.discard()
 
     def add_listener(self, listener: Listener) -> Handle:
-        """Call `listener` each time a window closes, no matter whether its update was
-        applied or skipped. Return a handle with ``remove()``.
+        """Call `listener` each time a window closes, whether its update was applied or
+        skipped. Return a handle with ``remove()``.
 
         The listener is called at the end of the ``step`` or ``flush`` that closed the
-        window, or before a ``flush`` closes another window, but not after ``discard``.
-        If the listener raises an error, the ``step`` or ``flush`` raises the same error
-        after all its other work is done. State dicts, pickles and copies of the
-        optimizer contain no listeners.
+        window. If a ``flush`` closes several windows, the listener is called after each
+        of them. ``discard`` does not call the listener. If the listener raises an
+        error, the ``step`` or ``flush`` raises the same error after all its other work
+        is done. State dicts, pickles and copies of the optimizer contain no listeners.
 
         Args:
             listener: a function that takes a `gradaccum.watching.ClosedWindow`.
@@ -273,11 +273,11 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     def on_update(self, function: Callable[[], object]) -> Handle:
         """Call `function`, without arguments, after each update.
 
-        Use it for anything that must change once per update, such as an average of the
-        weights, a codebook or your own schedule. A window may also close inside
-        ``flush``, and a single ``flush`` may close several windows if the workers have
-        different numbers of micro-batches. `function` is not called for a skipped
-        window.
+        Use this for anything that must happen once per update, such as updating an
+        average of the weights, a codebook or your own schedule. A window may also close
+        inside ``flush``, and a single ``flush`` may close several windows if the
+        workers have different numbers of micro-batches. `function` is not called for a
+        skipped window.
 
         Args:
             function: for example ``lambda: ema.update_parameters(model)``.
@@ -313,8 +313,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         return epoch(loader, self.flush, carry=carry, progress=progress, see=see)
 
     def updates_in(self, loader: Sized | int, epochs: int = 1) -> int:
-        """Return the number of updates in the next `epochs` passes over a loader, if
-        each pass is made with `epoch`. You can use this number as the length of a
+        """Return the number of updates that the next `epochs` passes over a loader will
+        make if each pass uses `epoch`. You can use this number as the length of a
         learning-rate schedule.
 
         Args:
@@ -322,8 +322,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             epochs: the number of passes, an int >= 0.
 
         Raises:
-            ArgumentTypeError: `loader` has no length; or windows end by weight, or only
-                when you call ``flush``.
+            ArgumentTypeError: `loader` has no length; or ``steps`` defines windows by
+                total weight or is None.
             ArgumentValueError: a number is below 0.
         """
         return updates_in(
@@ -350,7 +350,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     @property
     def master_weights(self) -> dict[int, Tensor]:
         """With ``master_weights=True``, the float32 master weight of each
-        half-precision parameter, by the parameter's index. The tensors are not copied.
+        half-precision parameter, keyed by the parameter's index. The tensors are not
+        copied.
         """
         return self._window.masters.by_index()
 
@@ -372,7 +373,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """The inner optimizer's ``state``, by parameter: the same mapping, not a copy.
+        """The inner optimizer's ``state``, keyed by parameter: the same mapping, not a
+        copy.
 
         Raises:
             UsageError: the caller is `torch.distributed.checkpoint.state_dict`, which
@@ -413,8 +415,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         may call this method in the middle of a window.
 
         Raises:
-            ArgumentValueError: several workers share the window, and the group has a
-                parameter that not all workers train.
+            ArgumentValueError: several workers share the window, and not all of them
+                train every parameter of the group.
             UsageError: ``.grad`` of a parameter of the group already contains a
                 gradient.
         """
@@ -453,8 +455,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         comes from an optimizer that is not wrapped, no window is open afterwards.
 
         If no window was open when the state was saved, the saved loss scale is used
-        only if both the optimizer that saved it and this optimizer have a dynamic loss
-        scale.
+        only if the loss scale is dynamic both in the optimizer that saved the state and
+        in this optimizer.
 
         Raises:
             CheckpointError: the saved state belongs to different parameters, or has an
@@ -502,10 +504,10 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
 
 def on_masters(method: Callable[..., Any], masters: MasterWeights) -> Any:
-    """Return a function that calls the inner optimizer's `method` with the float32
-    master weights in its groups, and then writes the rounded masters into the model.
-    schedulefree's ``eval`` and ``train``, for example, need this because they change
-    the weights.
+    """Return a function that calls the inner optimizer's `method` while its groups
+    contain the float32 master weights, and then writes the rounded master weights into
+    the model. Methods that change the weights, such as ``eval`` and ``train`` of
+    schedulefree's optimizers, need this.
     """
     if not masters.masters:
         return method

@@ -1,26 +1,26 @@
 """Saving and loading, even while a window is open. A resumed run gives the same bits as
 a run without interruption.
 
-The ``state_dict`` contains the inner optimizer's entries and one entry of the wrapped
-optimizer. torch ignores the wrapped optimizer's entry when an optimizer that is not
-wrapped loads the state. This entry contains only plain numbers, lists and tensors, so
+The ``state_dict`` contains the inner optimizer's entries and one additional entry of
+the wrapped optimizer. An optimizer that is not wrapped ignores the additional entry
+when it loads the state. The entry contains only plain numbers, lists and tensors, so
 that ``torch.load(weights_only=True)`` can read it:
 
 - ``format``: `gradaccum.kit.FORMAT`, the version of this format;
 - the seven fields of `gradaccum.kit.State`, and ``grad_norm``;
 - ``terms``: the options that an open window depends on. They are the fields of
-  `gradaccum.kit.Terms`, as a mapping. If a window ends by weight, ``steps`` is the
-  negative of that weight;
+  `gradaccum.kit.Terms`, as a mapping. A weight at which the window ends is stored in
+  ``steps`` with a negative sign;
 - ``worker``: the rank that saved the entry, and the number of workers. They are saved
   because each worker's sum is only a part of the sum over all workers;
 - ``parameters``: the shape and dtype of each parameter, so that the state of a
   different model is detected;
-- ``sums``: the open window's partial sums by the index of their parameter; it is empty
-  if no window is open;
+- ``sums``: the open window's partial sums, keyed by the index of the parameter; it is
+  empty if no window is open;
 - ``loss`` and ``window_loss``: the sum of the open window's losses, and the loss of the
   last closed window;
-- ``masters``: the float32 master weight of each half-precision parameter, by the index
-  of the parameter.
+- ``masters``: the float32 master weight of each half-precision parameter, keyed by the
+  index of the parameter.
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ from gradaccum_torch.torch_private.names import is_sharded
 from gradaccum_torch.window import Window
 
 StateDict = dict[str, Any]
-"""A saved state in torch's format. It contains ``"state"`` (by the index of the
+"""A saved state in torch's format. It contains ``"state"`` (keyed by the index of the
 parameter), ``"param_groups"``, and any other entries that an optimizer adds.
 """
 Entry = dict[str, Any]
-"""The wrapped optimizer's own part of a ``state_dict``, which is stored under `KEY`."""
+"""The entry that the wrapped optimizer adds to a ``state_dict``. It is stored under
+`KEY`.
+"""
 
 KEY = "gradaccum"
 FIX = (
@@ -123,8 +125,8 @@ def state_in(entry: Entry) -> State:
 
 
 def resumed_state(entry: Entry, window: Window) -> State:
-    """Return the counts and the loss scale to resume with. Raise if the saved entry has
-    an open window, and this window has different options or belongs to another worker.
+    """Return the state to resume with. Raise if the saved entry contains an open window
+    that has different options or belongs to another worker.
     """
     state = state_in(entry)
     place = window.workers.place
@@ -145,8 +147,8 @@ def resumed_state(entry: Entry, window: Window) -> State:
 
 def encode_size(steps: Any) -> int | None:
     """Return a window's size as a single number for a checkpoint. A number of
-    micro-batches is returned unchanged. If the window ends by weight, the negative of
-    that weight is returned.
+    micro-batches is returned unchanged. A weight at which the window ends is returned
+    with a negative sign.
     """
     size: Any = kit.code_of(steps) if isinstance(steps, UntilWeight) else steps
     return None if size is None else int(size)
@@ -199,15 +201,15 @@ def require_same_model(entry: Entry, window: Window) -> None:
         )
 
 
-# At the end of a window, the sums of all workers are added up. Therefore it does not
-# matter how this total is split among the workers that resume, and here the first
-# worker simply gets all of it.
+# At the end of a window, the sums of all workers are added up. It therefore does not
+# matter how the total is split among the workers that resume. Here, the first worker
+# gets all of it.
 
 
 def redistributed(state_dicts: Sequence[StateDict], workers: int) -> list[StateDict]:
-    """Return state dicts with which `workers` workers resume a run that was saved with
-    a different number of workers, even in the middle of a window. The tensors are not
-    copied.
+    """Return state dicts from which `workers` workers can resume a run that was saved
+    with a different number of workers, even in the middle of a window. The tensors are
+    not copied.
 
     The first worker gets the total of all workers' gradient sums, in their dtype, and
     the total weight. The other workers start with an empty sum. All workers get the
@@ -239,8 +241,8 @@ def redistributed(state_dicts: Sequence[StateDict], workers: int) -> list[StateD
                 " reshards the state.",
             )
     states = kit.redistributed([state_in(entry) for entry in entries], workers)
-    # Use the settings of an open window if there is one, because the size of an empty
-    # window is not saved.
+    # Use the settings that were saved with an open window, if any worker has one,
+    # because the size of an empty window is not saved.
     open_entries = [entry for entry in entries if entry["micro_step"]]
     terms = (open_entries or entries)[0]["terms"]
     if open_entries:

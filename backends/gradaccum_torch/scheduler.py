@@ -2,9 +2,9 @@
 micro-batch, and the scheduler steps once per update.
 
 If a ``flush()`` closes several windows, the wrapper also steps the scheduler between
-these windows. A timm scheduler receives the number of updates through its
-``step_update``. The scheduler's ``step`` method, whose argument is an epoch, is not
-changed.
+these windows. The wrapper passes the number of updates to the ``step_update`` method of
+a timm scheduler. The ``step`` method of a timm scheduler, whose argument is an epoch,
+is not changed.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
     """
     _has_loaded: bool
     """Whether the scheduler has loaded a state and has not stepped since then. If the
-    optimizer's state is loaded next, the two states belong together.
+    optimizer then loads a state, the two states belong together.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:

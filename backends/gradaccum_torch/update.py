@@ -19,7 +19,7 @@ from gradaccum_torch.gradient_sum import Gradients
 from gradaccum_torch.master_weights import MasterWeights, through
 
 Hooks = OrderedDict[int, Callable[..., Any]]
-"""The hooks of an optimizer, by the id that torch has assigned to each hook."""
+"""The hooks of an optimizer, keyed by the id that torch has assigned to each hook."""
 
 
 class Update:
@@ -31,8 +31,8 @@ class Update:
         self.masters = masters
         self.is_running = False
         self.is_broken = False
-        """Whether an exception has interrupted an update, or an addition to the
-        gradient sum. If so, the update or the sum may be incomplete.
+        """Whether an exception has interrupted an update or an addition to the gradient
+        sum, so that the update or the sum may be incomplete.
         """
         self.is_made = False
         """Whether the inner optimizer has made the update. This is True even if a hook
@@ -75,16 +75,16 @@ class Update:
         that the inner optimizer reads.
         """
         same_dtype: list[Tensor] = []
-        # Do not use list(sums.items()), because it would keep every sum in memory until
-        # the loop ends.
+        # Do not iterate over list(sums.items()), because the list would keep every sum
+        # in memory until the loop ends.
         for parameter in list(sums):
             total = sums[parameter]
             target = self.masters.worked_on(parameter)
             dtype = gradient_dtype(target)
             if total.requires_grad and divisor != 1:
-                # If an optimizer differentiates this gradient again, it will raise an
-                # error. This is intended, because the graph belongs to the sum before
-                # its division.
+                # An optimizer that differentiates this gradient again will raise an
+                # error. This is intended, because the gradient's graph belongs to the
+                # undivided sum.
                 total = total.detach()
                 sums[parameter] = total
             if total.dtype == dtype:
@@ -109,7 +109,7 @@ def hooks_of(wrapper: torch.optim.Optimizer, kind: str) -> list[Callable[..., An
 
 def hook_tables() -> dict[str, Hooks]:
     """Return the attributes in which a new torch optimizer stores its hooks, as a
-    mapping from their names to their empty tables.
+    mapping from the attributes' names to empty tables.
     """
     optimizer = torch.optim.SGD([torch.empty(0, device="cpu")])
     return {
@@ -151,7 +151,7 @@ def guard(update: Update, inner: torch.optim.Optimizer) -> None:
 
 
 def require_unwrapped(inner: torch.optim.Optimizer) -> None:
-    """Raise if `inner` already has a wrapper, and this wrapper is still alive."""
+    """Raise if `inner` already has a wrapper that is still alive."""
     reference = UPDATES.get(inner)
     if reference is None or reference() is None:
         return

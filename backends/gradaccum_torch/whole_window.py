@@ -34,8 +34,8 @@ class WholeWindow:
         self.options = window.options
         self._gradients_before: dict[Tensor, Tensor] = {}
         self._updated_parts: list[int] = []
-        """The indices of the layers that were already updated. Their updates cannot be
-        undone.
+        """The indices of the layers that have already been updated. These updates
+        cannot be undone.
         """
 
     def __enter__(self) -> WholeWindow:
@@ -51,9 +51,9 @@ class WholeWindow:
             for parameter in self._parameters()
             if parameter.grad is not None
         }
-        # Allow zeros, which are left by zero_grad(set_to_none=False). Autograd adds to
-        # the values in ``.grad``, so any other value would become part of the window's
-        # sum.
+        # Allow zeros, because zero_grad(set_to_none=False) leaves zeros. Autograd adds
+        # to the values in ``.grad``, so any other value would become part of the
+        # window's sum.
         if not all(map(is_zero, self._gradients_before.values())):
             raise UsageError(
                 ".grad: expected no gradients before the call, because the window"
@@ -121,9 +121,8 @@ class WholeWindow:
         return self._window.masters.parameters()
 
     def begin_weightless(self) -> None:
-        """Prepare for a backward pass whose micro-batches were already counted. This
-        pass adds no weight, and its gradients are not multiplied by the loss scale
-        again.
+        """Prepare for a backward pass of micro-batches that were already counted. The
+        pass adds no weight, and its gradients already include the loss scale.
         """
         micro_batch = self._window.micro_batch
         micro_batch.set_weight(0.0)
@@ -134,7 +133,7 @@ class WholeWindow:
     @contextmanager
     def adding(self) -> Iterator[None]:
         """Add the gradients of all backward passes inside the block to the window's
-        sum. The micro-batches of these passes must already be counted.
+        sum. The micro-batches of these passes must have been counted before.
         """
         gradient_sum = self._window.gradient_sum
         if isinstance(gradient_sum, SumOnArrival):

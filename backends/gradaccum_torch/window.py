@@ -114,8 +114,8 @@ class Window:
         """
         self.micro_batch = MicroBatch()
         self.passes_before = PASSES[0]
-        """The total number of backward passes (`PASSES`) at the time when this
-        optimizer last counted a micro-batch.
+        """The value of the counter `PASSES` when this optimizer last counted a
+        micro-batch.
         """
         self.expects_one_pass = False
         """Whether the previous micro-batch had a single backward pass."""
@@ -128,7 +128,7 @@ class Window:
         not been made yet.
         """
         self.has_just_loaded = False
-        """Whether a state has been loaded, and no micro-batch has been counted since
+        """Whether a state has been loaded and no micro-batch has been counted since
         then.
         """
         self.gradient_sum = GradientSum(masters.parameters, self.watch)
@@ -152,7 +152,9 @@ class Window:
         return int(self.state.optimizer_step)
 
     def is_under_way(self) -> bool:
-        """True if a window is open, or the first micro-batch of a window has begun."""
+        """True if a window is open, or if the first micro-batch of the next window has
+        begun.
+        """
         return bool(self.state.micro_step or self.micro_batch.has_loss) or (
             self.has_new_gradient and not self.options.separate_sums
         )
@@ -250,8 +252,8 @@ class Window:
         self, loss: Tensor, weight: float | None, arguments: Mapping[str, Any]
     ) -> None:
         """Run the backward pass of `loss`, shape ``()``, multiplied by the weight and
-        the loss scale. If the weight is 0, run the backward pass only if other workers
-        wait for it.
+        the loss scale. With weight 0, run the backward pass only if other workers wait
+        for it.
         """
         self._require_usable("backward()")
         if self.workers.is_reducing:
@@ -282,8 +284,9 @@ class Window:
         micro_batch.is_weighed = micro_batch.is_weighed or is_weighed
 
     def _last_pass(self) -> AbstractContextManager[object]:
-        """Return a context for a backward pass. If it is known that this pass ends the
-        window, the workers may begin to reduce gradients during the pass.
+        """Return a context for a backward pass. If the current micro-batch is known to
+        be the last one of its window, the workers may begin to reduce gradients during
+        this pass.
         """
         if not self.workers.is_shared:
             return nullcontext()
@@ -305,8 +308,8 @@ class Window:
                 # computed before the error.
                 self.update.is_broken = True
             elif self.has_new_gradient:
-                # Set the flag again. The inner pass of a reentrant checkpoint may have
-                # cleared it before the outer pass raised the error.
+                # Set the flag again, because the inner pass of a reentrant checkpoint
+                # may have cleared it before the outer pass raised the error.
                 self.watch.is_running = True
             raise
         finally:
@@ -334,13 +337,13 @@ class Window:
         factor = self.factor(weight)
         if factor == 1:
             return loss
-        # Enable gradients, because loss.backward() also works inside torch.no_grad(),
-        # and so must this method.
+        # Enable gradients, so that this method works inside torch.no_grad(), as
+        # loss.backward() does.
         with torch.enable_grad():
             return loss * factor
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
-        """Run the `closure` that was passed to ``step``. Record the loss that it
+        """Run the `closure` that was passed to ``step``. Record the loss that `closure`
         returns, unless the micro-batch already had a loss or a gradient.
         """
         had_gradient = self.has_new_gradient
@@ -375,8 +378,8 @@ class Window:
         weight = self.weight()
         self._require_right_gradient(weight)
         if not state.micro_step:
-            # Compare the parameters with an earlier record, because this object is not
-            # notified when a parameter is cast, frozen or replaced.
+            # Compare the parameters with an earlier record, because nothing notifies
+            # this object when a parameter is cast, frozen or replaced.
             marks = parameter_marks(self.masters.parameters())
             if marks != self.parameter_marks:
                 self.parameters_changed()
@@ -418,8 +421,9 @@ class Window:
             raise checks.interrupted_error()
         factors = watch.factors
         if self.options.separate_sums:
-            # Ignore factors other than 1. They may come from another wrapped
-            # optimizer's backward pass, whose gradients the user may have cleared.
+            # Ignore factors other than 1. They may come from a backward pass of another
+            # wrapped optimizer, and the user may have cleared the gradients of that
+            # pass.
             factors = factors & {1.0}
         if not (factors or self._has_begun()):
             raise checks.no_backward_error()
@@ -437,7 +441,7 @@ class Window:
             watch.reset()
 
     def _has_begun(self) -> bool:
-        """True if a micro-batch has begun, even if it has no gradient."""
+        """True if a micro-batch has begun, even if it has no gradient yet."""
         return (
             self.micro_batch.has_loss
             or self.micro_batch.is_weighed
@@ -447,7 +451,7 @@ class Window:
         )
 
     def _holds_users(self) -> bool:
-        """True if ``.grad`` contains a gradient that the user has put there."""
+        """True if the user has put a gradient into ``.grad``."""
         return self.watch.holds_other_gradients(
             self.masters.parameters(), is_separate=not self.holds_sum_in_grad
         )
@@ -472,8 +476,8 @@ class Window:
         if weight is not None and micro_batch.is_weighed and not micro_batch.has_loss:
             self.weigh(weight)
         if not set_to_none:
-            # Leave zeros in ``.grad`` so that momentum and weight decay still change
-            # the parameters.
+            # Leave zeros in ``.grad``, so that the next update still applies momentum
+            # and weight decay.
             ids = set(map(id, [*had_gradient, *self.update.updated_parameters]))
             for parameter in parameters:
                 if id(parameter) in ids:
@@ -517,8 +521,9 @@ class Window:
         return sums
 
     def _reduce(self, parameters: list[Tensor] | None = None) -> bool:
-        """Add up the windows of all workers, or only the gradient sums of `parameters`
-        if these are passed. Return False if no worker has an open window.
+        """Add up the gradient sums and weights of all workers, or only the gradient
+        sums of `parameters` if `parameters` is passed. Return False if no worker has an
+        open window.
         """
         numbers = self._numbers()
         window = self.workers.all_reduce(
@@ -656,9 +661,9 @@ class Window:
             raise checks.changed_gradients_error()
 
     def _between_windows(self) -> None:
-        """If a single ``flush`` closes several windows, call the listeners and step the
-        schedulers between these windows, because on the other workers the user's loop
-        does so.
+        """Called between two windows that a single ``flush`` closes. Call the listeners
+        and step the schedulers, as the user's loop does between these windows on the
+        other workers.
         """
         self.listeners.tell()
         for scheduler in list(self.schedulers):
@@ -690,8 +695,9 @@ class Window:
         parameters the window stays open. All workers must update the same parameters in
         the same order.
 
-        The options must be such that no gradient norm is needed, because the update
-        must be made either for all parameters of the window or for none.
+        Allowed only if no option needs the gradient norm. Clipping, and the decision to
+        skip the update, need the norm over all parameters, and the gradients of the
+        other parameters may still be incomplete.
         """
         state = self.state
         sums = self.gradient_sum.gradients()
@@ -723,8 +729,8 @@ class Window:
             self._require_counted("state_dict()")
 
     def saved_sums(self) -> dict[int, Tensor]:
-        """Return the open window's gradient sums by parameter index. The tensors are
-        not copied.
+        """Return the open window's gradient sums, keyed by parameter index. The tensors
+        are not copied.
         """
         if not self.state.micro_step:
             return {}
@@ -738,7 +744,7 @@ class Window:
     def restore(
         self, state: State, sums: Mapping[int, Tensor], entries: dict[str, Any]
     ) -> None:
-        """Restore a saved window, with copies of the gradient sums."""
+        """Restore a saved window. The gradient sums are copied."""
         self.gradient_sum.clear()
         parameters = self.masters.parameters()
         copies = {

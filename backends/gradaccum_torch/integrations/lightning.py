@@ -1,9 +1,10 @@
-"""A callback for Lightning's ``Trainer``. It closes the last window of each epoch, and
-rejects settings that would clip, accumulate or step a scheduler in each micro-batch.
+"""A callback for Lightning's ``Trainer``. It closes the last window of each epoch. It
+raises an error if the Trainer is configured to clip or accumulate gradients itself, or
+to step a scheduler after every micro-batch.
 
 Without this callback, Lightning clips the gradient and steps a scheduler after each
 micro-batch, and ends an epoch in the middle of a window. With ``separate_sums=True``,
-no other check detects the clipping.
+only this callback detects the clipping.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
     callback.
 
     Raises:
-        UsageError: the ``Trainer`` would clip, accumulate or step a scheduler in each
-            micro-batch, or no optimizer is wrapped. The error is raised when training
-            begins, or at the first batch after such a setting has changed.
+        UsageError: the ``Trainer`` is configured to clip or accumulate gradients
+            itself, or to step a scheduler after every micro-batch; or no optimizer is
+            wrapped. The error is raised when training begins, or at the first batch
+            after the configuration has changed.
     """
 
     def __init__(self) -> None:
@@ -46,14 +48,14 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Keep the optimizers' states until training starts, when they are loaded
-        again. This is necessary because Lightning clears the model's gradients after it
-        has loaded the states.
+        """Keep the optimizers' states, which `on_train_start` loads again. This is
+        necessary because Lightning clears the model's gradients after it has loaded the
+        states.
         """
         self._saved_states[:] = checkpoint.get("optimizer_states", ())
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reject settings with which every window would be wrong. If the checkpoint
+        """Reject settings that would make every window wrong. If the checkpoint
         contains an open window, restore the window's gradient sum.
         """
         saved_states = list(self._saved_states)
@@ -81,7 +83,7 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
         batch: Output,
         batch_idx: int,
     ) -> None:
-        """Reject gradient clipping and accumulation by the ``Trainer``. Both settings
+        """Raise if the ``Trainer`` clips or accumulates gradients itself. Both settings
         are checked for every batch, because a ``GradientAccumulationScheduler`` may
         enable accumulation between two epochs.
         """

@@ -32,8 +32,8 @@ Argument = Any
 
 
 class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
-    """Makes each update of a Trainer equal to the update of the large batch:
-    ``trainer.add_callback(AccumulationCallback(trainer))``.
+    """Makes each update of a Trainer equal to the update with the large batch. Add it
+    with ``trainer.add_callback(AccumulationCallback(trainer))``.
 
     The Trainer's arguments, optimizer and scheduler stay as they are:
     ``gradient_accumulation_steps`` is the length of a window, and ``max_grad_norm``
@@ -51,9 +51,9 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
             begun.
 
     Raises:
-        UsageError: raised in ``trainer.train()`` if it is not known by which number TRL
-            divides the loss, or if a subclass of the Trainer calls ``loss.backward()``
-            itself although the micro-batch has a weight.
+        UsageError: raised in ``trainer.train()`` if gradaccum does not know by which
+            number TRL divides the loss, or if a subclass of the Trainer calls
+            ``loss.backward()`` itself although the micro-batch has a weight.
     """
 
     optimizer: AccumulatingOptimizer
@@ -88,8 +88,8 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self._replace(trainer.optimizer, "scaler", None)
         self._replace(accelerator, "backward", self.optimizer.backward)
         self._replace(accelerator, "clip_grad_norm_", lambda *_: self._grad_norm)
-        # Let each process count only its own items, because the window adds up the
-        # counts of all processes.
+        # Have each process count only its own items, because the counts of all
+        # processes are added up when the window ends.
         self._replace(args, "average_tokens_across_devices", False)
         training_step = partial(self._training_step, trainer.training_step)
         self._replace(trainer, "training_step", training_step)
@@ -104,7 +104,7 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     def on_optimizer_step(
         self, args: Argument, state: Argument, control: Argument, **kwargs: Argument
     ) -> None:
-        """Close the window, after the Trainer has called ``step`` for its last
+        """Close the window, after ``step`` was called for the window's last
         micro-batch.
         """
         self.optimizer.flush()
@@ -129,15 +129,15 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         *_: Argument,
     ) -> Tensor:
         """Run the Trainer's ``training_step`` as if the micro-batch were the whole
-        batch, so that its loss is a mean. Return 0, because the window's loss is logged
-        instead.
+        batch, so that its loss is a mean over the micro-batch. Return 0 as the loss to
+        log, because the window's loss is logged later.
         """
         trainer = self._trainer
         trainer.current_gradient_accumulation_steps = 1
         count = trainer._get_num_items_in_batch([inputs], trainer.args.device)
         if count is not None and trainer.loss_is_scaled_for_ga is not False:
             self.optimizer.weigh(float(count.flatten()[0]))
-        elif isinstance(inputs, Mapping):  # GRPO's inputs are a list, which it splits.
+        elif isinstance(inputs, Mapping):  # GRPO's inputs are a list that GRPO splits.
             self.optimizer.weigh(batch_size(inputs))
         loss: Tensor = training_step(model, inputs, count)
         return torch.zeros_like(loss)
@@ -169,9 +169,9 @@ def batch_size(inputs: Mapping[str, Any]) -> float:
 
 _BY_TOKENS = {"dapo", "cispo", "vespo"}
 _MEANS = {"grpo", "bnpo", "dr_grpo", "sapo", "luspo"}
-"""The names of the TRL losses that are means over a micro-batch. With such a loss, the
-weight of a micro-batch is not its number of tokens. The losses in `_BY_TOKENS` are sums
-divided by ``num_items_in_batch``.
+"""The names of TRL's losses. The losses in `_BY_TOKENS` are sums divided by
+``num_items_in_batch``. The losses in `_MEANS` are means over a micro-batch, and the
+weight of the micro-batch is then not its number of tokens.
 """
 
 
@@ -180,7 +180,7 @@ def divides_by_tokens(trainer: Trainer) -> bool:
     of tokens that TRL adds to the inputs.
 
     Raises:
-        UsageError: it is not known by which number TRL divides the loss.
+        UsageError: gradaccum does not know by which number TRL divides the loss.
     """
     kind = getattr(trainer, "loss_type", None)
     if kind in _MEANS:

@@ -81,8 +81,8 @@ class Unit:
             drop(parameter)
 
     def fill(self, parameter: Private) -> None:
-        """Set the unreduced gradient of `parameter` to zeros, because another worker
-        has a gradient for this parameter and this worker does not.
+        """Set the unreduced gradient of `parameter` to zeros. This is needed if another
+        worker has a gradient for this parameter and this worker does not.
         """
         zeros = torch.zeros_like(parameter._unsharded_param, dtype=self.sum_dtype)
         if has_separate_sum(parameter):
@@ -171,16 +171,15 @@ def reduce(units: Sequence[Unit]) -> None:
     """Reduce the unreduced gradients of `units` into ``.grad``, as FSDP2 does for a
     module that a backward pass did not reach.
 
-    This function calls ``post_backward`` itself. Otherwise FSDP2 could reduce the
-    gradients only during the last backward pass, and it is not known which pass is the
-    last.
+    This function calls ``post_backward`` itself, because FSDP2 would otherwise have to
+    know in advance which backward pass is the last.
     """
     roots: dict[int, Private] = {}
     for unit in reversed(units):
         unit.group.post_backward()
-        # If the module has run, the first of these states belongs to the outermost
-        # module. Ending the outermost module's backward pass also ends the passes of
-        # all inner modules.
+        # If the module has run, the first entry of `all_states` is the state of the
+        # outermost module. Ending the outermost module's backward pass also ends the
+        # passes of all inner modules.
         states = unit.modules[0]._get_fsdp_state()._state_ctx.all_states
         for root in states[:1]:
             roots[id(root)] = root

@@ -26,31 +26,33 @@ Node = Any
 """A node of autograd's graph. torch has no common type for all nodes."""
 
 version: Callable[[Tensor], int] = attrgetter("_version")
-"""Returns how often a tensor has been modified in place. Only this number shows whether
-other code has modified ``.grad``.
+"""Returns how often a tensor has been modified in place. There is no other way to see
+that other code has modified ``.grad``.
 """
 flattened: Callable[[Sequence[Tensor]], Tensor] = _flatten_dense_tensors
 """Copies several dense tensors of one dtype into one flat tensor."""
 unflattened: Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor]] = (
     _unflatten_dense_tensors
 )
-"""Splits a flat tensor into parts that have the shapes of the tensors in the second
+"""Splits a flat tensor into tensors with the same shapes as the tensors in the second
 argument.
 """
 
 
 def buffers_of(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the module's own buffers by name, without the buffers of its children."""
+    """Return the module's own buffers, keyed by name, without the buffers of its
+    children.
+    """
     return module._buffers
 
 
 def call_at_the_end_of_backward(function: Callable[[], None]) -> bool:
     """Make autograd call `function` at the end of the running backward pass, unless the
-    pass raises an error. Return False if autograd's engine is not running, because it
-    would then never call `function`.
+    pass raises an error. Return False if autograd's engine is not running, in which
+    case `function` is never called.
 
-    The engine is not running when FSDP2 calls hooks after the pass, or in a compiled
-    backward pass.
+    The engine is not running in hooks that FSDP2 calls after the pass, nor in a
+    compiled backward pass.
     """
     compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
     if compiled_autograd is not None and compiled_autograd.in_compiled_autograd_region:
@@ -68,7 +70,7 @@ _SUMS = ("Sum", "Dot", "Trace")
 _OF_ONE = ("Neg", "ToCopy", "Squeeze", "View", "Mul")
 _OF_SEVERAL = ("Add", "Sub")
 _REDUCED_BY_SUM = 2
-"""The number with which torch encodes ``reduction="sum"``."""
+"""The number that torch uses for ``reduction="sum"``."""
 
 
 class Division(NamedTuple):
@@ -78,12 +80,14 @@ class Division(NamedTuple):
     terms: int
     """How many terms were added up to form the dividend."""
     of_sums: bool
-    """Whether each term is itself a sum. If so, the division may compute a mean."""
+    """Whether each term is itself a sum over items. In that case, the division may
+    compute a mean over these items.
+    """
 
 
 def last_division(loss: Tensor) -> Division | None:
-    """Return the division if the last operation that computed `loss` was a division by
-    a number. Otherwise return None.
+    """If the last operation in the computation of `loss` was a division by a number,
+    return this division. Otherwise return None.
     """
     node: Node = loss.grad_fn
     divisor = None if node is None else _divisor_of(node)
@@ -98,8 +102,8 @@ def _divisor_of(node: Node) -> float | None:
     if kind not in ("Div", "Mul"):
         return None
     try:
-        # Reading a tensor that a node saved for its backward pass raises an error if
-        # the tensor has already been freed.
+        # If a node's saved tensors have already been freed, reading them raises an
+        # error.
         other = node._saved_other
     except (AttributeError, RuntimeError):
         return None
@@ -144,22 +148,23 @@ def _kind_of(node: Node) -> str:
 def owns_memory(gradient: Tensor) -> bool:
     """True if `gradient` has its own memory, to which no other code can write.
 
-    Autograd does not copy the gradient of the first backward pass, so this gradient may
-    share memory with other tensors. For example, a CUDA graph writes its gradients to
-    the same memory in every replay.
+    A gradient may share its memory with other tensors, because autograd does not copy
+    the first gradient that it puts into ``.grad``. For example, a CUDA graph writes its
+    gradients to the same memory in every replay.
     """
     if gradient.is_cuda and "torch._inductor.cudagraph_trees" in sys.modules:
-        # While a CUDA graph is being captured, its memory cannot be distinguished from
-        # other memory.
+        # The gradient may be in the memory of a CUDA graph, which cannot be
+        # distinguished from other memory.
         return False
     if type(gradient) is not Tensor:
-        # The gradients that FSDP2 shards are parts of one large tensor, to which no
+        # Gradients that FSDP2 has sharded are parts of one large tensor, to which no
         # other code writes.
         return not is_sharded(gradient) or local(gradient).untyped_storage().resizable()
     if gradient.is_sparse:
         return False
     storage = gradient.untyped_storage()
-    # The variables `gradient` and `storage` account for two uses of the storage.
+    # Two of the references to the storage are held by the variables `gradient` and
+    # `storage`.
     users = torch._C._storage_Use_Count(storage._cdata)
     return users <= 2 and storage.resizable()
 
@@ -211,7 +216,7 @@ def local(tensor: Tensor) -> Tensor:
     if not is_sharded(tensor):
         return tensor
     sharded_tensor: Any = tensor
-    # If gradients are enabled, ``to_local`` returns a view instead of the local part
+    # While gradients are enabled, ``to_local`` returns a view instead of the local part
     # itself.
     with torch.no_grad():
         part: Tensor = sharded_tensor.to_local()
@@ -246,9 +251,9 @@ def untraced(function: Callable[..., object]) -> None:
 
 
 def untraced_within(function: _F) -> _F:
-    """Return a function that does the same as `function`, but Dynamo compiles neither
-    this function nor anything that it calls. This is needed because, before torch 2.8,
-    `untraced` does not apply to the functions that `function` calls.
+    """Return a function that behaves like `function`, but neither it nor anything that
+    it calls is compiled by Dynamo. This is needed before torch 2.8, where `untraced`
+    does not apply to the functions that `function` calls.
     """
     if hasattr(_frames(), "_FrameExecStrategy"):
         untraced(function)
@@ -283,15 +288,15 @@ def note_step_called(optimizer: torch.optim.Optimizer) -> None:
 def unscaling_caller(frames: int) -> Mapping[str, Any] | None:
     """If the function `frames` levels up the call stack is
     ``GradScaler._unscale_grads_``, return the local variables of that function.
-    Otherwise return None. A scaler cannot be detected in any other way, because
-    unscaling does not change a gradient's version.
+    Otherwise return None. There is no other way to detect that a scaler unscales the
+    gradients, because unscaling does not change a gradient's version.
     """
     frame = sys._getframe(frames)
     return frame.f_locals if frame.f_code.co_name == "_unscale_grads_" else None
 
 
 def is_called_by_model_state() -> bool:
-    """True if the caller of this function was called by
+    """True if the function that calls this one was called by
     `torch.distributed.checkpoint.state_dict`.
     """
     module = sys._getframe(2).f_globals.get("__name__")
@@ -357,7 +362,7 @@ def waiting_modules() -> list[DistributedDataParallel]:
 
 
 def _wait(module: torch.nn.Module, *_: object) -> None:
-    # Bypass `Module.__setattr__`, which takes longer than everything else in this
+    # Bypass `Module.__setattr__`, because it takes longer than the rest of this
     # function.
     vars(module)["require_backward_grad_sync"] = False
 

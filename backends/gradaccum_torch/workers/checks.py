@@ -41,15 +41,15 @@ UNEQUAL_PARAMETERS = (
     " torch.distributed.broadcast, or load the same checkpoint on all workers."
 )
 CLOSE = 1e-3
-"""The sums of a parameter's elements on two workers count as equal if their relative
-difference is at most this number, because the sums may be rounded differently.
+"""The largest relative difference at which the sums of a parameter's elements on two
+workers count as equal. The sums may be rounded differently.
 """
 
 
 def parallel_module(module: torch.nn.Module) -> DistributedDataParallel:
     """Return `module` if it is a `DistributedDataParallel`. Otherwise return the
-    `DistributedDataParallel` inside `module`, because Lightning Fabric wraps it once
-    more.
+    `DistributedDataParallel` inside `module`, because Lightning Fabric adds another
+    wrapper around it.
     """
     for inner_module in module.modules():
         if isinstance(inner_module, DistributedDataParallel):
@@ -70,7 +70,7 @@ CHECKED_OPTIMIZERS: WeakSet[torch.optim.Optimizer] = WeakSet()
 """The optimizers that have already passed the check in `require_reduced`."""
 STEP_HOOKS: list[RemovableHandle] = []
 """Contains the handle of a hook that runs before each step of any optimizer. The list
-is empty until the reduction of a module is suppressed for the first time.
+stays empty until the gradient reduction of a module is suppressed for the first time.
 """
 
 
@@ -104,8 +104,8 @@ names.untraced(require_reduced)
 
 def refuse_bare_steps(optimizer: torch.optim.Optimizer) -> None:
     """Called when the wrapper of `optimizer` suppresses the gradient reduction of a
-    module. From now on, reject the steps of other optimizers whose gradients are
-    therefore no longer reduced.
+    module. From now on, raise an error when another optimizer makes a step with
+    gradients that are therefore not reduced.
     """
     REDUCING_OPTIMIZERS.add(optimizer)
     CHECKED_OPTIMIZERS.clear()
@@ -166,8 +166,8 @@ def require_meshes_within(parameters: Iterable[Tensor], workers: Iterable[int]) 
 def describe_options(
     options: kit.Options, gradient_sync: str = "micro_batch"
 ) -> list[str]:
-    """Return a line of text that describes the options. It is used to compare the
-    options of different workers.
+    """Return a line of text that describes the options, so that the options of
+    different workers can be compared.
     """
     settings = options._asdict()
     # Functions and scalers cannot be compared, because each worker has its own objects.
@@ -181,7 +181,8 @@ def describe_parameters(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module | None
 ) -> list[str]:
     """Return a line of text for each parameter, with the parameter's name (if known),
-    shape and dtype. The lines are used to compare the parameters of different workers.
+    shape and dtype. With these lines, the parameters of different workers can be
+    compared.
     """
     module_names: dict[int, str] = {}
     if module is not None:
@@ -251,7 +252,7 @@ def require_reduced_units(units: Sequence[Unit]) -> None:
 
 
 def require_deferrable(units: Sequence[Unit], options: kit.Options) -> None:
-    """Raise unless FSDP2 can reduce gradients once per window instead of in each
+    """Raise unless FSDP2 can reduce the gradients once per window instead of once per
     micro-batch.
     """
     found = ""

@@ -1,7 +1,7 @@
 """FSDP2 with deferred reduction: the gradients stay unreduced until the window ends.
 
-If it is known that a call of `opt.backward` ends the window, and every worker has a
-gradient for every parameter, FSDP2 reduces the gradients during that backward pass.
+If a call of `opt.backward` is known to be the last of its window, and every worker has
+a gradient for every parameter, FSDP2 reduces the gradients during that backward pass.
 Otherwise the gradients are reduced after the last backward pass, and a worker that
 lacks a gradient contributes zeros.
 """
@@ -41,8 +41,8 @@ GradientSync = Literal["micro_batch", "window"]
 
 
 class DeferredReduction:
-    """A set of FSDP2 modules. While this object is alive, their gradient reduction is
-    deferred.
+    """A set of FSDP2 modules. The reduction of their gradients is deferred while this
+    object is alive.
     """
 
     def __init__(self, units: Sequence[Unit], mesh: DeviceMesh) -> None:
@@ -62,10 +62,9 @@ class DeferredReduction:
 
     @contextmanager
     def last_pass(self) -> Iterator[None]:
-        """If every worker has a gradient for every parameter, let FSDP2 reduce
-        gradients during the backward pass inside the block. This condition is needed
-        because all workers must reduce the gradients of the same parameters.
-        Collective.
+        """Make FSDP2 reduce gradients during the backward pass inside the block, but
+        only if every worker has a gradient for every parameter, because all workers
+        must reduce the gradients of the same parameters. Collective.
         """
         has_gradients = [has_gradient(parameter) for _, parameter in self.trainable()]
         if all(self.compare_flags(has_gradients, dist.ReduceOp.MIN)):
@@ -127,8 +126,8 @@ class DeferredReduction:
         return [bool(number) for number in numbers.tolist()]
 
     def look_after_forward(self) -> list[RemovableHandle]:
-        """Register forward hooks. After a forward pass has gathered parameters for the
-        first time, these hooks begin to watch the gradients of the gathered parameters.
+        """Register forward hooks. When a forward pass has gathered parameters for the
+        first time, the hooks begin to watch the gradients of these parameters.
         """
         # Use a weak reference, because a hook that refers to this object would keep it
         # alive.
@@ -172,8 +171,8 @@ def reduce_again(
 
 
 class SumInFSDP(GradientSum):
-    """The sum of the open window's gradients. FSDP2 stores the sum unreduced until it
-    is needed. Then the sum is reduced, and each worker's shard is put into ``.grad``.
+    """The sum of the open window's gradients. FSDP2 keeps the sum unreduced until it is
+    needed. Then FSDP2 reduces the sum and puts each worker's shard into ``.grad``.
     """
 
     def __init__(
@@ -186,7 +185,9 @@ class SumInFSDP(GradientSum):
         super().__init__(parameters, watch)
         self.deferred_reduction = deferred_reduction
         self.is_reduced = False
-        """Whether the sum has been reduced. If so, the whole sum is in ``.grad``."""
+        """Whether the sum has been reduced, so that all of this worker's shard is in
+        ``.grad``.
+        """
         deferred_reduction.watch = watch
 
     def add_micro_batch(self, guard: UpdateGuard) -> bool:

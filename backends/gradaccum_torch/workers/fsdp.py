@@ -1,6 +1,6 @@
 """Workers with different shards of the same parameters (FSDP2, tensor parallelism). The
-parallel module reduces the gradients, and the code here reduces the weights of the
-windows.
+parallel module reduces the gradients. The code in this file reduces the windows'
+weights.
 
 FSDP2 averages gradients over its workers, so the weight is averaged too. In tensor
 parallelism, all workers process the same items.
@@ -104,9 +104,8 @@ class ShardGroup(Workers):
         overflow on any worker, and the average of each of `numbers` over the workers.
         """
         rates = learning_rates(self.optimizer)
-        # Include the number of micro-batches in the bits. If only one worker has called
-        # discard(), its number, and therefore its bits, differ from the other workers'
-        # bits.
+        # Include the number of micro-batches in the bits. If only some workers have
+        # called discard(), their bits then differ from the other workers' bits.
         bits = rate_bits(state.micro_step, *rates)
         size = self.mesh.size()
         has_smaller_mesh = any(

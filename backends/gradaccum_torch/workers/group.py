@@ -1,10 +1,10 @@
 """The workers of one process group, each with a copy of the model. The workers'
 gradient sums are added up when the window ends.
 
-First the gradient sums are added up in buckets, and then a few numbers. These numbers
-also show which parameters had a sum on at least one worker. A worker that has no more
-data calls ``flush``. It then takes part in the other workers' windows until all workers
-have called ``flush``.
+First the gradient sums are added up in buckets, and then a few numbers such as the
+weight. These numbers also show which parameters had a gradient sum on at least one
+worker. A worker that has no more data calls ``flush``. It then takes part in the other
+workers' windows until all workers have called ``flush``.
 
 If a parameter is sharded over the same workers, each worker's gradient of its shard
 already covers the items of all workers. Such a gradient is not added up, and the norm
@@ -67,7 +67,7 @@ class WorkerGroup(Workers):
         self.all_flush = False
         """Whether all workers have run out of micro-batches."""
         self.number = OPTIMIZERS.get(group, 0)
-        """How many optimizers were wrapped for this process group before this
+        """How many optimizers had been wrapped for this process group before this
         optimizer.
         """
         OPTIMIZERS[group] = self.number + 1
@@ -125,8 +125,8 @@ class WorkerGroup(Workers):
         has_shards = any(map(names.is_sharded, self.parameters()))
         if self.size > 1 and is_only_pass and not has_shards:
             reduction = self.begin(gradient_sum)
-            # A single bucket is complete only at the end of the backward pass, so it
-            # would not help to begin the reduction during the pass.
+            # If there is only one bucket, it is complete only at the end of the
+            # backward pass, so the reduction cannot begin earlier.
             if len(reduction.buckets) > 1 and gradient_sum.follow_additions(
                 reduction.gradient_added
             ):

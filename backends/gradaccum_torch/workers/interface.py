@@ -18,7 +18,7 @@ from gradaccum_torch.torch_private.names import is_sharded, mesh_of
 
 Measure = Callable[[Gradients], tuple[float, bool]]
 """A function that returns the norm of gradient sums, and whether they are finite. All
-sums that are passed to it must be distributed over the same workers.
+sums that are passed in one call must be distributed over the same workers.
 """
 MakeGradientSum = Callable[
     [Callable[[], list[Tensor]], GradientWatch, Options], GradientSum
@@ -26,9 +26,9 @@ MakeGradientSum = Callable[
 
 
 class ReducedWindow(NamedTuple):
-    """A window whose gradients and numbers have been added up over all workers. FSDP2
-    averages gradients instead. Therefore, with FSDP2, the weight and the numbers are
-    also averages over the workers.
+    """A window whose gradients, weight and other numbers have been added up over all
+    workers. FSDP2 averages the gradients instead, so with FSDP2 the weight and the
+    numbers are averages too.
     """
 
     gradients: Gradients
@@ -37,8 +37,8 @@ class ReducedWindow(NamedTuple):
     is_open: bool
     """Whether any worker has a micro-batch in the window."""
     numbers: Sequence[float]
-    """The numbers that the window's observers returned. They have been added up or
-    averaged over the workers, in the same way as the gradients.
+    """The numbers that the window's observers returned, added up or averaged over the
+    workers in the same way as the gradients.
     """
 
 
@@ -61,8 +61,8 @@ class Workers:
     """Whether the reduction of the open window's gradients has begun."""
     stages: dist.ProcessGroup | None = None
     """The process group of the stages of a pipeline, each of which has its own
-    optimizer. All stages have the same gradient norm, clip their gradients together,
-    and make the same decision on overflow.
+    optimizer. All stages use the same gradient norm for clipping, and make the same
+    decision on overflow.
     """
     norm_groups: Sequence[dist.ProcessGroup] = ()
     """The process groups over which the workers' parts of the squared gradient norm are
@@ -143,9 +143,9 @@ class Workers:
         return square, is_finite
 
     def weightless_pass(self) -> AbstractContextManager[object] | None:
-        """If other workers wait for this worker's backward pass although its loss has
-        weight 0, return a context in which that pass produces zeros. Otherwise return
-        None.
+        """If other workers wait for a backward pass of this worker although the weight
+        of its loss is 0, return a context in which that pass produces zeros. Otherwise
+        return None.
         """
         return None
 
@@ -186,7 +186,7 @@ def root_of_sum(
     device: torch.device | str,
     state: State,
 ) -> tuple[float, bool]:
-    """Add up `square` over all workers. Return the square root of the sum, and whether
+    """Return the square root of the sum of `square` over all workers, and whether
     `is_finite` is true on all workers. Collective.
     """
     numbers = [square, 0.0] if is_finite else [0.0, 1.0]
@@ -202,8 +202,8 @@ def add_numbers(
     device: torch.device | str,
     state: State,
 ) -> list[float]:
-    """Return the sum of each of `numbers` over the workers of all `groups`. Several
-    groups must be the dimensions of one mesh. Collective.
+    """Return the sum of each of `numbers` over the workers of all `groups`. If there
+    are several groups, they must be the dimensions of one mesh. Collective.
 
     Raises:
         UsageError: the reduction over the workers failed or timed out.

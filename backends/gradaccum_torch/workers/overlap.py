@@ -4,7 +4,7 @@ during the window's last backward pass.
 All workers reduce the same buckets in the same order. The buckets contain the trainable
 parameters from the last to the first, because autograd computes their gradients in
 about this order. A worker without a sum contributes zeros. Each worker can therefore
-begin the reduction early. It begins during the backward pass that ends its window, as
+begin the reduction early: during the backward pass that ends its window, as
 `DistributedDataParallel` does for a single batch (Li et al., "PyTorch Distributed:
 Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.3), or at
 the latest when its window ends.
@@ -29,8 +29,8 @@ Bucket = list[Tensor]
 BUCKET_BYTES = 25 * 2**20
 """The maximum size of a bucket, equal to the default of `DistributedDataParallel`."""
 LARGE_BYTES = 4 * 2**20
-"""A tensor of at least this size is reduced by itself, because copying it into a bucket
-and back takes longer than a separate all-reduce (measured with gloo and two processes).
+"""A tensor of at least this size is reduced in a separate all-reduce, because copying
+it into a bucket and back would take longer (measured with gloo and two processes).
 """
 
 
@@ -66,7 +66,7 @@ class BucketReduction:
 
     def gradient_added(self, parameter: Tensor) -> None:
         """Record that the gradient sum of `parameter` is complete. Begin to reduce the
-        next buckets in order, as long as they are complete.
+        next buckets in order, up to the first bucket that is not complete.
         """
         number = self.bucket_numbers[id(parameter)]
         if number < self.launch_count:
@@ -121,16 +121,16 @@ def buckets(
     dtype_of: Callable[[Tensor], torch.dtype],
 ) -> list[Bucket]:
     """Return lists of tensors that are reduced together: each large tensor by itself,
-    and small tensors together if they have the same dtype and device. The lists are in
-    the order of their last tensors, because a bucket is complete when its last tensor
-    is.
+    and small tensors together if they have the same dtype and device. The lists are
+    ordered by their last tensors, because a bucket is complete when its last tensor is
+    complete.
     """
     complete_buckets: list[Bucket] = []
     bucket: Bucket = []
     size = 0
     for tensor in tensors:
-        # Decide only by the size, which is the same on every worker. The memory layout
-        # may differ between workers.
+        # Decide only according to the size, which is the same on every worker. The
+        # memory layout may differ between workers.
         nbytes = tensor.numel() * dtype_of(tensor).itemsize
         if nbytes >= LARGE_BYTES:
             complete_buckets.append([tensor])

@@ -75,8 +75,9 @@ def workers_of(
     elif not (workers.is_shared or is_alone) and processes() > 1:
         text = UNNAMED_WORKERS.format(processes())
         warnings.warn(text, GradAccumWarning, stacklevel=5)
-    # Make this check only after the workers' options have been compared. If only one
-    # worker has this option, the comparison has already raised an error on all workers.
+    # Check this only after the workers' options have been compared. If only some
+    # workers pass until_weight, the comparison has already raised an error on all
+    # workers.
     if workers.place[1] > 1 and isinstance(options.steps, UntilWeight):
         raise shared_until_weight_error(options.steps)
     return workers
