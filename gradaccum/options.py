@@ -113,7 +113,7 @@ def require_steps(
     return require_int(f"steps({optimizer_step})", size, at_least=1, fix=_RETURN)
 
 
-_RETURN = "Return that window's number of micro-batches, or its weight."
+_RETURN = "Return the window's number of micro-batches or its weight."
 _FIXES = {
     "steps": "For example, write steps=4 or steps=[(0, 4), (1000, 8)].",
     "weight": "Write steps=until_weight(524_288) or"
@@ -365,9 +365,9 @@ def given_weight(weight: Scalar | None, use: str | None) -> Scalar:
     """
     if weight is None and use is not None:
         raise ArgumentTypeError(
-            "weight: expected the number of items (tokens) in the micro-batch, which"
-            f" {use} needs; got {weight!r} ({type(weight).__name__}). Pass weight=n"
-            f" with each micro-batch, or leave {use} out."
+            "weight: expected the number of items (tokens) in the micro-batch, because"
+            f" {use} needs this number; got {weight!r} ({type(weight).__name__}). Pass"
+            f" weight=n with each micro-batch, or leave {use} out."
         )
     return 1.0 if weight is None else weight
 

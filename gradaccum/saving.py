@@ -64,7 +64,7 @@ def require_format(number: object) -> None:
     if number != FORMAT:
         raise CheckpointError(
             f"format: expected a window's state in format {FORMAT}; got format"
-            f" {number}. Load it with the release of gradaccum that saved it."
+            f" {number}. Load the state with the release of gradaccum that saved it."
         )
 
 

@@ -199,8 +199,8 @@ def smallest_vote(size: int, workers: dist.ProcessGroup | None) -> int:
     smallest = min(sizes)
     if smallest == RAISED != size:
         raise UsageError(
-            "micro_batch_size: expected every worker to complete its window; got"
-            " another worker that raised an error other than an out-of-memory error."
-            " See that worker's traceback. No worker's .grad was changed."
+            "micro_batch_size: expected every worker to complete its window; got a"
+            " worker that raised an error other than out-of-memory. See that worker's"
+            " traceback. No worker's .grad was changed."
         )
     return smallest

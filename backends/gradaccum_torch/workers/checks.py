@@ -278,8 +278,8 @@ def require_deferrable(units: Sequence[Unit], options: kit.Options) -> None:
 
 def discarded_error() -> UsageError:
     return UsageError(
-        "the end of a window: expected every worker to close the window, because its"
-        " gradients are already being reduced; got a worker that called discard()"
-        " instead. Call opt.discard() on every worker. To leave out a micro-batch on"
-        " one worker, pass its loss with weight=0."
+        "the end of a window: expected every worker to close the window, because the"
+        " window's gradients are already being reduced; got a worker that called"
+        " discard() instead. Call opt.discard() on every worker. To leave out a"
+        " micro-batch on one worker, pass its loss with weight=0."
     )
