@@ -108,8 +108,8 @@ def spread(prefix: Nest, nest: Nest, argument: str) -> list[object]:
     if below is None or [step for step, _ in given] != [step for step, _ in below]:
         steps = ", ".join(step for step, _ in below or ())
         raise ArgumentValueError(
-            f"{argument}: expected one value, or the beginning of a structure like"
-            f" {type(nest).__name__}({steps}); got {prefix!r}"
+            f"{argument}: expected one value, or a structure with the same outer levels"
+            f" as {type(nest).__name__}({steps}); got {prefix!r}"
             f" ({type(prefix).__name__}). Pass one value for all arrays, or a structure"
             " with the same keys and lengths as the batch."
         )

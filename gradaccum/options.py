@@ -113,7 +113,7 @@ def require_steps(
     return require_int(f"steps({optimizer_step})", size, at_least=1, fix=_RETURN)
 
 
-_RETURN = "Return that window's number of micro-batches, or its weight."
+_RETURN = "Return the window's number of micro-batches or its weight."
 _FIXES = {
     "steps": "For example, write steps=4 or steps=[(0, 4), (1000, 8)].",
     "weight": "Write steps=until_weight(524_288) or"
@@ -137,7 +137,7 @@ def _make_sizes(name: str, sizes: object) -> Sizes:
     starts = [first for first, _ in pairs]
     if starts != sorted({0, *starts}):
         raise ArgumentValueError(
-            f"{name}: expected pairs in ascending order, beginning at optimizer_step 0;"
+            f"{name}: expected pairs in ascending order, starting at optimizer_step 0;"
             f" got {pairs!r} ({type(pairs).__name__}). {fix}"
         )
     return pairs
@@ -196,9 +196,9 @@ class DynamicLossScale:
             and self.growth_interval >= 1
         ):
             raise ArgumentValueError(
-                "loss_scale: expected numbers in the ranges that DynamicLossScale"
-                f" documents; got {self!r} ({type(self).__name__}). For example, write"
-                " DynamicLossScale(init_scale=2.0**16)."
+                "loss_scale: expected values in the ranges documented for"
+                f" DynamicLossScale; got {self!r} ({type(self).__name__}). For example,"
+                " write DynamicLossScale(init_scale=2.0**16)."
             )
 
     def rule(self) -> ScaleRule:
@@ -318,7 +318,7 @@ def make_options(
     if on_overflow == "ignore" and rule.backoff_factor != 1:
         raise ArgumentValueError(
             'loss_scale: expected a static scale, because with on_overflow="ignore"'
-            " overflows are not detected and a dynamic scale would never be reduced;"
+            " overflows are not detected, so a dynamic scale would never be reduced;"
             f" got {loss_scale!r} ({type(loss_scale).__name__}). Pass a number, or"
             " leave on_overflow out."
         )
@@ -365,9 +365,9 @@ def given_weight(weight: Scalar | None, use: str | None) -> Scalar:
     """
     if weight is None and use is not None:
         raise ArgumentTypeError(
-            "weight: expected the number of items (tokens) in the micro-batch, which"
-            f" {use} needs; got {weight!r} ({type(weight).__name__}). Pass weight=n"
-            f" with each micro-batch, or leave {use} out."
+            "weight: expected the number of items (tokens) in the micro-batch, because"
+            f" {use} needs this number; got {weight!r} ({type(weight).__name__}). Pass"
+            f" weight=n with each micro-batch, or leave {use} out."
         )
     return 1.0 if weight is None else weight
 
@@ -378,10 +378,11 @@ def require_denominator_allowed(options: Options, *, several: bool = False) -> N
     """
     if several or options.steps is not None:
         raise UsageError(
-            "denominator: expected no denominator if steps= closes the windows or"
-            " several workers share them; got a denominator. Write steps=None, and call"
-            " flush(denominator=n) at the end of each window. With several workers,"
-            " pass the weight of each micro-batch instead."
+            "denominator: expected no denominator when steps= determines where windows"
+            " end, or when there are several workers; got a denominator. To pass a"
+            " denominator, write steps=None and call flush(denominator=n) at the end of"
+            " each window. With several workers, pass the weight of each micro-batch"
+            " instead."
         )
 
 

@@ -39,8 +39,8 @@ def accumulate_dtype_error(got: object) -> GradAccumError:
     """Return the error for an ``accumulate_dtype`` that is not a floating dtype."""
     kind = ArgumentValueError if isinstance(got, str) else ArgumentTypeError
     return kind(
-        "accumulate_dtype: expected a floating-point dtype of the framework or its"
-        f" name; got {got!r} ({type(got).__name__}). Write accumulate_dtype='float32'."
+        "accumulate_dtype: expected a floating-point dtype or the name of such a dtype;"
+        f" got {got!r} ({type(got).__name__}). Write accumulate_dtype='float32'."
     )
 
 
@@ -49,10 +49,10 @@ def half_made_error() -> UsageError:
     or the addition of a gradient to the sum.
     """
     return UsageError(
-        "optimizer: expected the last update to be complete or not started; got an"
-        " update that an exception interrupted, so the parameters, the optimizer's"
-        " state or the gradient sum may be partially changed. Load the last checkpoint."
-        " To continue with the partial update, call discard()."
+        "optimizer: expected the last update to have completed, or not to have started;"
+        " got an update that was interrupted by an exception, so the parameters, the"
+        " optimizer's state or the gradient sum may be only partly updated. Load the"
+        " last checkpoint, or call discard() to continue with the partial update."
     )
 
 
@@ -61,8 +61,8 @@ def missing_worker_error(state: State, rank: int, more_time: str = "") -> UsageE
     advice on how to give slow workers more time.
     """
     fix = (
-        "When a worker has no more data, call flush() on it. flush() takes part in the"
-        " other workers' windows until all workers have called flush()."
+        "When a worker has no more data, call flush() on that worker. flush() takes"
+        " part in the other workers' windows until all workers have called flush()."
     )
     if more_time:
         fix = f"{fix} {more_time}"
@@ -81,10 +81,9 @@ def update_due_error(call: str) -> UsageError:
     up.
     """
     return UsageError(
-        f"{call}: expected a call before the window's end; got a call after the"
-        " workers' sums had been added up and the update had raised an error. Call"
-        " flush() on every worker to make the update, or discard() on every worker to"
-        " drop it."
+        f"{call}: expected a call before the window's reduction; got a call after the"
+        " workers' sums were added up and the update then raised an error. Call flush()"
+        " on every worker to retry the update, or discard() on every worker to drop it."
     )
 
 
@@ -94,7 +93,7 @@ def shared_until_weight_error(steps: object) -> UsageError:
     """
     return UsageError(
         "steps: expected a number of micro-batches or None, because several workers"
-        f" share the window and have to end it together; got {steps!r}"
+        f" share each window and must end it together; got {steps!r}"
         f" ({type(steps).__name__}). Write steps=None, iterate over"
         " gradaccum.windows(loader, until_weight(...), reduce=...), and call flush()"
         " after each window."
@@ -147,8 +146,8 @@ def require_same_rates(
             f"learning rates on rank {rank}: expected the same rates, parameters and"
             f" optimizer on every worker; got {list(rates)} on this worker, and"
             " different rates or a different window on another worker. Step the"
-            " scheduler in a listener, because one flush() may close several windows."
-            " If two optimizers share a process group, run the same number of"
+            " scheduler in a listener, because a single flush() may close several"
+            " windows. If two optimizers share a process group, run the same number of"
             " micro-batches on every worker, or give each optimizer its own group. Add"
             " parameters in the same order on every worker."
         )

@@ -226,9 +226,9 @@ def wrap_with(
     if isinstance(backend, GatingBackend) and backend.is_scheduler(optimizer):
         if steps is not NOT_GIVEN or options:
             raise ArgumentTypeError(
-                "optimizer: expected no options when wrapping a scheduler, because it"
-                f" follows its optimizer; got {options or steps}. Write"
-                " gradaccum.wrap(scheduler)."
+                "optimizer: expected no options when wrapping a scheduler, because the"
+                " scheduler steps when its optimizer makes an update; got"
+                f" {options or steps}. Write gradaccum.wrap(scheduler)."
             )
         return backend.gate(optimizer)
     shared = {name: options.pop(name) for name in _SHARED if name in options}

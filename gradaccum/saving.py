@@ -64,7 +64,7 @@ def require_format(number: object) -> None:
     if number != FORMAT:
         raise CheckpointError(
             f"format: expected a window's state in format {FORMAT}; got format"
-            f" {number}. Load it with the release of gradaccum that saved it."
+            f" {number}. Load the state with the release of gradaccum that saved it."
         )
 
 
@@ -152,8 +152,8 @@ def redistributed(states: Sequence[State], workers: int) -> list[State]:
         if any(value != values[0] for value in values):
             raise CheckpointError(
                 f"{name}: expected the same value on every worker; got {values!r}"
-                f" ({type(values).__name__}). Load states that the workers saved"
-                " between the same two updates."
+                f" ({type(values).__name__}). Load states that all workers saved after"
+                " the same update."
             )
     nothing = states[0]._replace(
         micro_step=max(state.micro_step for state in states), weight=0.0, overflow=False

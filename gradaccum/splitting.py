@@ -110,9 +110,9 @@ def too_small_error(limit: int | None) -> UsageError:
     """Return the error for a micro-batch of one item that does not fit in memory."""
     known = "" if limit is None else f" into {limit} bytes"
     return UsageError(
-        "micro_batch_size: expected a micro-batch of one item to fit; got an item that"
-        f" does not fit{known}. Recompute activations, shorten the item, or use a"
-        " smaller model."
+        "micro_batch_size: expected a micro-batch of one item to fit in memory; got an"
+        f" item that does not fit{known}. Recompute activations, shorten the item, or"
+        " use a smaller model."
     )
 
 
@@ -273,9 +273,9 @@ def batch_axis(leaf: Leaf, shape: tuple[int, ...], axis: int) -> int:
     """
     if not -len(shape) <= axis < len(shape):
         raise ArgumentValueError(
-            f"{leaf.path}: expected an array with a batch axis {axis}; got a"
+            f"{leaf.path}: expected an array with axis {axis} as its batch axis; got a"
             f" {type(leaf.value).__name__} of shape {shape}. In axes=, write the batch"
-            " axis of this array, or None to pass the array whole."
+            " axis of this array, or None to pass the array unsplit."
         )
     return axis % len(shape)
 
@@ -346,25 +346,25 @@ def require_one_size(
     if not sizes:
         raise ArgumentValueError(
             "batch: expected an array to split; got a batch in which every leaf is"
-            " passed whole. Pass at least one array with a batch axis."
+            " passed unsplit. Pass at least one array with a batch axis."
         )
     first_path, items = sizes[0]
     for path, length in lists:
         if length == items:
             raise ArgumentValueError(
-                f"{path}: expected a list in which each element contains all items; got"
-                f" {length} elements of one kind, which may be the items. Stack the"
-                " elements into one array if they are the items. Otherwise write an"
-                " axis for each element in axes=, such as [0, 0], or None to pass the"
-                " list whole."
+                f"{path}: expected a list in which each element contains the whole"
+                f" batch; got {length} similar elements, which look like individual"
+                " items. If they are items, stack them into one array. Otherwise, pass"
+                " an axis for each element in axes=, such as [0, 0], or None to pass"
+                " the list unsplit."
             )
     for path, size in sizes:
         if size != items:
             raise ArgumentValueError(
-                f"{path}: expected {items} items, as in {first_path}; got {size}"
-                " items. In axes= write the batch axis of this leaf, or None to pass"
-                " the leaf whole. If a list has one element per item, stack the"
-                " elements into one array."
+                f"{path}: expected {items} items, as in {first_path}; got {size} items."
+                " In axes=, write the batch axis of this array, or None to pass the"
+                " array unsplit. If a list has one element per item, stack the elements"
+                " into one array."
             )
     return items
 
@@ -373,8 +373,8 @@ def require_items(items: int) -> None:
     """Raise `ArgumentValueError` if the batch has no items."""
     if items == 0:
         raise ArgumentValueError(
-            "batch: expected at least one item; got 0 items. Skip an empty batch,"
-            " because it has no gradient and no mean."
+            "batch: expected at least one item; got 0 items. Skip empty batches,"
+            " because they have no gradient and no mean."
         )
 
 
@@ -392,8 +392,8 @@ def item_weights_error(expected: int, found: str) -> GradAccumError:
     """Return the error for weights that are not one finite number >= 0 per item."""
     return ArgumentValueError(
         f"weight: expected {expected} finite numbers >= 0, one per item; got {found}."
-        " Pass one number per item, or a callable of the micro-batch that returns its"
-        " weight."
+        " Pass one number per item, or a function that takes a micro-batch and returns"
+        " its weight."
     )
 
 
@@ -411,7 +411,7 @@ def missing_aux_error(got: object) -> GradAccumError:
     ``has_aux`` is set. An array of two losses could otherwise be unpacked as a pair.
     """
     return ArgumentTypeError(
-        "loss_fn: expected a function that returns (loss, aux), because of"
-        f" has_aux=True; got an object of type {type(got).__name__}. Return both, or"
-        " leave has_aux out."
+        "loss_fn: expected a function that returns (loss, aux), because has_aux=True;"
+        f" got a function that returns an object of type {type(got).__name__}. Return"
+        " both, or leave has_aux out."
     )

@@ -271,8 +271,9 @@ class Window(Generic[M]):
         if self._micro_batches is None:
             raise UsageError(
                 f"window {self.number}: expected to be iterated over before the next"
-                " window begins; got a window whose micro-batches are no longer in"
-                " memory. Use each window only in the body of the loop over windows."
+                " window begins; got a window whose micro-batches were already"
+                " released. Use each window only in the body of the loop over the"
+                " windows."
             )
         return self._micro_batches[index]
 
@@ -352,9 +353,9 @@ class Windows(Generic[M]):
         if len(totals) != len(values) or any(is_below) or math.inf in totals:
             raise ArgumentValueError(
                 f"reduce: expected a function that returns {len(values)} finite"
-                f" numbers, each at least as large as this worker's own value {values};"
-                f" got {totals!r} ({type(totals).__name__}). Return the sums over all"
-                " workers, in the same order, as floats."
+                " numbers, each at least as large as the corresponding number on this"
+                f" worker ({values}); got {totals!r} ({type(totals).__name__}). Return"
+                " the sums over all workers, in the same order, as floats."
             )
         return totals
 

@@ -243,8 +243,8 @@ def spread_over(prefix: Tree, tree: Tree, argument: str) -> list[Any]:
         jax.tree.map(add_values, prefix, tree, is_leaf=is_none)
     except ValueError as error:
         raise ArgumentValueError(
-            f"{argument}: expected one value, or the beginning of"
-            f" {jax.tree.structure(tree)}; got {prefix!r} ({type(prefix).__name__})."
+            f"{argument}: expected one value, or a structure with the same outer levels"
+            f" as {jax.tree.structure(tree)}; got {prefix!r} ({type(prefix).__name__})."
             " Pass one value for all leaves, or a tree with the same keys and lengths."
         ) from error
     return values

@@ -139,7 +139,8 @@ def _require_no_state_around(before: Tree, after: Tree) -> None:
         if not is_state(leaf) and new_leaf is not leaf:
             raise UsageError(
                 "tx: expected no stateful transformation after the wrapped optimizer,"
-                " because flush cannot update its state; got"
+                " because flush cannot update the state of such a transformation; got a"
+                " stateful transformation, which changed"
                 f" state{jax.tree_util.keystr(path)}. Wrap the whole chain:"
                 " gradaccum.wrap(optax.chain(...))."
             )
@@ -150,6 +151,6 @@ def not_wrapped_error(tx: object) -> ArgumentTypeError:
         f"tx: expected a wrapped optimizer; got a {type(tx).__name__} that is not"
         " wrapped. Pass the optimizer that gradaccum.wrap returned. flush, discard and"
         " check_state also accept an optax.chain that contains this optimizer."
-        " value_and_update does not accept a chain: to freeze parameters there, pass"
-        " them in the batch, with axes=None."
+        " value_and_update does not accept a chain. To freeze parameters in"
+        " value_and_update, pass them in the batch, with axes=None."
     )

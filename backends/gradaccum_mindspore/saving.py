@@ -125,9 +125,9 @@ def require_place(place: tuple[int, int], storage: Storage) -> None:
         saved_rank, saved_workers = place
         rank, workers = storage.place
         raise CheckpointError(
-            f"{storage.prefix}.{WORKERS}: expected a checkpoint saved by rank {rank}"
-            f" of {workers} workers; got a checkpoint saved by rank {saved_rank} of"
-            f" {saved_workers}. Let each worker load its own file. If the number of"
+            f"{storage.prefix}.{WORKERS}: expected a checkpoint saved by rank {rank} of"
+            f" {workers} workers; got a checkpoint saved by rank {saved_rank} of"
+            f" {saved_workers}. Have each worker load its own file. If the number of"
             " workers has changed, use gradaccum_mindspore.redistributed(states,"
             " workers), or save between two windows."
         )

@@ -80,8 +80,8 @@ class Update(nn.Cell):  # type: ignore[misc]
             raise UsageError(
                 "optimizer: expected an optimizer that changes parameters in PyNative"
                 f" mode on a CPU; got mint.optim.{kind.__name__}, which changes nothing"
-                " there. Compile the training step with @mindspore.jit, or use an"
-                " optimizer from mindspore.nn."
+                " in this mode. Compile the training step with @mindspore.jit, or use"
+                " an optimizer from mindspore.nn."
             )
 
 

@@ -59,10 +59,10 @@ CUDA_GRAPH = (
 
 def changed_gradients_error() -> UsageError:
     return UsageError(
-        ".grad: expected the gradients that backward() has accumulated since the"
-        " window began; got gradients that something overwrote, reassigned or cleared,"
-        " most likely clip_grad_norm_ or model.zero_grad(). This window cannot be"
-        " recovered, so call opt.discard(). To clip, pass clip_norm= to"
+        ".grad: expected the gradients that backward() has accumulated since the window"
+        " began; got gradients that were overwritten, reassigned or cleared inside the"
+        " window, most likely by clip_grad_norm_ or model.zero_grad(). This window"
+        " cannot be recovered, so call opt.discard(). To clip, pass clip_norm= to"
         " gradaccum.wrap (opt.result.grad_norm is the norm). To clear the gradients,"
         " call opt.zero_grad(). With DistributedDataParallel, pass module=parallel. In"
         " a pipeline schedule, set scale_grads=False. If your own loop has to change"
@@ -82,33 +82,34 @@ def no_backward_error() -> UsageError:
 def unfinished_error(call: str) -> UsageError:
     return UsageError(
         f"{call}: expected a call after step(); got a call between backward() and"
-        " step() of a micro-batch in an open window. Call opt.step() first, or"
-        " opt.discard() to drop the whole window. If the loss should not train these"
-        " parameters, write loss.backward(inputs=list(generator.parameters())), or wrap"
-        " with separate_sums=True. If several workers share the window, call backward()"
-        " once per micro-batch, on the sum of its losses, and write"
-        " checkpoint(..., use_reentrant=False)."
+        " step() while a window was open. Call opt.step() first, or call opt.discard()"
+        " to drop the whole window. If the loss should not train these parameters,"
+        " write loss.backward(inputs=list(generator.parameters())), or wrap with"
+        " separate_sums=True. If several workers share the window, call backward() once"
+        " per micro-batch, on the sum of the micro-batch's losses, and pass"
+        " use_reentrant=False to checkpoint()."
     )
 
 
 def interrupted_error() -> UsageError:
     return UsageError(
-        "backward(): expected all gradients of a micro-batch, or none; got a backward"
-        " pass that raised after accumulating some of the gradients. Call"
-        " opt.discard(). In the first micro-batch of a window, or with"
+        "backward(): expected a backward pass that accumulates all of its gradients;"
+        " got a backward pass that raised an error after accumulating only some of"
+        " them. Call opt.discard(). In the first micro-batch of a window, or with"
         " separate_sums=True, opt.zero_grad() is enough."
     )
 
 
 def not_scaled_error() -> UsageError:
     return UsageError(
-        "loss: expected a loss that this optimizer scaled before its backward pass; got"
-        " a plain loss.backward(), or the backward(loss) of another wrapped optimizer."
-        " Call opt.discard(), and then use opt.backward(loss). If several optimizers"
-        ' share a loss, wrap each with reduction="sum_per_item", call loss.backward()'
-        " once on the summed loss, and call opt.weigh(n) on each optimizer. If the loss"
-        " should train only some of the parameters, list them:"
-        " opt.backward(loss, inputs=list(generator.parameters()))."
+        "loss: expected a loss that this optimizer had scaled before the backward pass;"
+        " got an unscaled loss, from a plain loss.backward() or from the backward(loss)"
+        " of another wrapped optimizer. Call opt.discard(), and use opt.backward(loss)"
+        " from then on. If several optimizers share a loss, wrap each with"
+        ' reduction="sum_per_item", call loss.backward() once on the summed loss, and'
+        " call opt.weigh(n) on each optimizer. If the loss should train only some of"
+        " the parameters, list them: opt.backward(loss,"
+        " inputs=list(generator.parameters()))."
     )
 
 
@@ -142,7 +143,7 @@ def new_parameters_error() -> UsageError:
     ``.grad`` contains gradients.
     """
     return UsageError(
-        ".grad: expected no gradients in parameters that are new to a wrapped"
+        ".grad: expected parameters without gradients when they are added to a wrapped"
         " optimizer; got gradients from earlier backward passes or from another"
         " optimizer's window. Call model.zero_grad() first."
     )
@@ -151,8 +152,8 @@ def new_parameters_error() -> UsageError:
 def model_state_error() -> UsageError:
     return UsageError(
         "torch.distributed.checkpoint.state_dict: expected an optimizer with only"
-        " per-parameter state; got a wrapped optimizer, whose window and master"
-        " weights would not be saved. Call get_state_dict(model, opt.optimizer)"
-        ' between two windows, and save opt.state_dict()["gradaccum"] next to the'
-        " result (see DISTRIBUTED.md of gradaccum_torch)."
+        " per-parameter state; got a wrapped optimizer, whose window and master weights"
+        " would not be saved. Call get_state_dict(model, opt.optimizer) between two"
+        ' windows, and save opt.state_dict()["gradaccum"] together with the result (see'
+        " DISTRIBUTED.md of gradaccum_torch)."
     )

@@ -32,8 +32,8 @@ LEFTOVER_LOOP = (
     " set its gradient_accumulation_steps to 1."
 )
 NON_FINITE_LOSS = (
-    "gradaccum: a loss was not finite on rank {} of {}. Check the data and the loss"
-    " there. opt.result.overflow shows whether all workers skipped the window."
+    "gradaccum: a loss was not finite on rank {} of {}. Check the data and the loss on"
+    " that rank. opt.result.overflow shows whether all workers skipped the window."
 )
 WEIGHED_TWICE = (
     "gradaccum: a second loss with a weight was passed before step(), so both losses"

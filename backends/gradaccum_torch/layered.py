@@ -227,12 +227,12 @@ class Border:
         versions = [version(tensor) for tensor in tensors_of(self.nest)]
         if versions != self._versions:
             raise UsageError(
-                f"layers[{index}]: expected an input that is not modified; got an input"
-                " that was modified in place. Set inplace=False in the layer's first"
-                " operation, or combine the layer with the previous layer:"
+                f"layers[{index}]: expected the layer's input to remain unmodified; got"
+                " an input that was modified in place. Set inplace=False in the layer's"
+                " first operation, or combine the layer with the previous layer:"
                 " nn.Sequential(nn.Conv2d(...), nn.ReLU(inplace=True)). If another"
                 " layer or loss_fn modifies the same memory, for example a buffer that"
-                " a layer returned, let that layer return buffer.clone()."
+                " a layer returned, have that layer return buffer.clone() instead."
             )
 
 
@@ -435,7 +435,7 @@ def require_layered_optimizer(optimizer: AccumulatingOptimizer) -> None:
         problem = "a step hook"
     if problem:
         raise UsageError(
-            "optimizer: expected an optimizer that can be used when each layer"
-            f" processes all micro-batches at once; got an optimizer with {problem}."
-            " Leave this out, or call gradaccum_torch.backward."
+            "optimizer: expected an optimizer that allows a backward pass layer by"
+            f" layer; got an optimizer with {problem}. Remove this option or hook, or"
+            " call gradaccum_torch.backward."
         )

@@ -205,7 +205,7 @@ def _gathered(
     if len(set(lengths)) > 1:
         raise UsageError(
             "micro_batches: expected the same number of micro-batches on each worker;"
-            f" got {lengths}. Check a loop in which all workers have equally many"
+            f" got {lengths}. Check a loop in which every worker has the same number of"
             " micro-batches."
         )
     all_gradients = [gradient for part, _ in parts for gradient in part]

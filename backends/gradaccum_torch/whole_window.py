@@ -43,7 +43,7 @@ class WholeWindow:
         if self._window.is_under_way():
             raise UsageError(
                 "optimizer: expected an optimizer with no open window, because this"
-                " call opens its own; got an optimizer with an open window. Call"
+                " call opens its own window; got an optimizer with an open window. Call"
                 " opt.flush() or opt.discard() first."
             )
         self._gradients_before = {
@@ -57,8 +57,8 @@ class WholeWindow:
         if not all(map(is_zero, self._gradients_before.values())):
             raise UsageError(
                 ".grad: expected no gradients before the call, because the window"
-                " contains only this call's batch; got gradients. Call"
-                " opt.zero_grad() first."
+                " contains only this call's batch; got parameters that already have"
+                " gradients. Call opt.zero_grad() first."
             )
         self._window.watch.reset()
         return self
@@ -161,9 +161,9 @@ class WholeWindow:
             raise UsageError(
                 "optimizer: expected an inner optimizer that changes only parameters"
                 " that have a gradient; got an inner optimizer that changes other"
-                " parameters, or counts steps in its param groups. Load the last"
-                ' checkpoint, and wrap without on_overflow="ignore", so that the inner'
-                " optimizer makes one step per window."
+                " parameters, or counts its steps in its parameter groups. Load the"
+                ' last checkpoint, and wrap without on_overflow="ignore", so that the'
+                " inner optimizer makes one step per window."
             )
 
     def _group_numbers(self) -> list[object]:

@@ -132,7 +132,7 @@ def test_denominator_is_for_windows_that_one_worker_closes() -> None:
     kit.require_denominator_allowed(kit.make_options(None))
     for steps, several in ((4, False), (None, True)):
         with pytest.raises(
-            gradaccum.UsageError, match=r"^denominator: .* steps= closes the windows"
+            gradaccum.UsageError, match=r"^denominator: .* steps= determines where"
         ):
             kit.require_denominator(3.0, kit.make_options(steps), several=several)
 

@@ -103,8 +103,8 @@ def test_prefix_reaches_every_leaf_below() -> None:
     with pytest.raises(
         ArgumentValueError,
         match=(
-            r"axes\[1\]: expected one value, or the beginning of a structure like"
-            r" dict\(\['ids'\], \['grid'\]\)"
+            r"axes\[1\]: expected one value, or a structure with the same outer levels"
+            r" as dict\(\['ids'\], \['grid'\]\)"
         ),
     ):
         kit.spread((1, {"ids": 0}), nest, "axes")
@@ -201,8 +201,8 @@ def test_automatic_size_halves_and_remembers() -> None:
     with pytest.raises(
         UsageError,
         match=(
-            "micro-batch of one item to fit; got an item that does not fit into 100"
-            " bytes"
+            "micro-batch of one item to fit in memory; got an item that does not fit"
+            " into 100 bytes"
         ),
     ):
         sizes.after_failure(1)

@@ -109,7 +109,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
             )
         ),
         USAGE,
-        r"tx: expected no stateful transformation after.*got state\[1\]\.count.*Wrap the whole",
+        r"tx: expected no stateful transformation after.*changed state\[1\]\.count.*Wrap the whole",
     ),
     "seed in place of a random key": (
         lambda: gradaccum_jax.value_and_grad(loss, steps=2, axes=(0, "key"))(ONE, X, 3),

@@ -140,7 +140,7 @@ def test_half_made_update_is_refused(writes):
             optimizer.flush,
         ):
             with pytest.raises(
-                gradaccum.UsageError, match="expected the last update to be comp"
+                gradaccum.UsageError, match="expected the last update to have"
             ):
                 call()
         assert values(optimizer) == left

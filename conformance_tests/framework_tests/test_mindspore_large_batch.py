@@ -59,7 +59,7 @@ def test_arrays_by_keyword_are_cut():
 
     with pytest.raises(
         gradaccum.ArgumentTypeError,
-        match="y: expected a parameter that the function also",
+        match="y: expected a parameter that can also be passed",
     ):
         value_and_grad(forward, None, trained(net), steps=3)(x, y=y)
 

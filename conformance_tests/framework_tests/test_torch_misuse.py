@@ -76,7 +76,7 @@ def test_unscaled_backward_is_refused() -> None:
         if before:
             opt.backward(loss_of(model))
         loss_of(model).backward()
-        with pytest.raises(UsageError, match="that this optimizer scaled"):
+        with pytest.raises(UsageError, match="that this optimizer had scaled"):
             opt.step()
         assert opt.result.micro_step == 0
         opt.discard()

@@ -226,7 +226,7 @@ def test_gradients_in_a_new_group_are_refused() -> None:
     opt = wrapped(model.left)
     model("left", "right").backward()
     opt.step()
-    with pytest.raises(UsageError, match=r"^\.grad: .* new to a wrapped"):
+    with pytest.raises(UsageError, match=r"^\.grad: .* added to a wrapped"):
         opt.add_param_group({"params": model.right.parameters()})
     assert len(opt.param_groups) == 1
     model.right.zero_grad()

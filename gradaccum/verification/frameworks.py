@@ -90,9 +90,9 @@ def verify(
             )
             return examine(subject, steps, reduction)
     raise ArgumentTypeError(
-        "model_or_params: expected a torch.nn.Module, a mindspore.nn.Cell or a nest of"
-        " JAX arrays, with its framework installed; got an object of type"
-        f" {type(model_or_params).__name__}. The installed frameworks are:"
+        "model_or_params: expected a torch.nn.Module, a mindspore.nn.Cell or a pytree"
+        f" of JAX arrays; got an object of type {type(model_or_params).__name__}. The"
+        " corresponding framework must be installed. Installed frameworks:"
         f" {', '.join(available_backends()) or 'none'}."
     )
 

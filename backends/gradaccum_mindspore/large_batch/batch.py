@@ -55,9 +55,9 @@ def positional(fn: Callable[..., Any], batch: Batch, keywords: dict[str, Any]) -
     if call.kwargs:
         name = next(iter(call.kwargs))
         raise ArgumentTypeError(
-            f"{name}: expected a parameter that the function also accepts by position;"
-            f" got a keyword-only parameter. Wrap the function: lambda x, {name}:"
-            f" forward(x, {name}={name})."
+            f"{name}: expected a parameter that can also be passed by position; got a"
+            f" keyword-only parameter. Wrap the function: lambda x, {name}: forward(x,"
+            f" {name}={name})."
         )
     return call.args
 

@@ -63,7 +63,8 @@ class PyNativeWindow:
             raise UsageError(
                 "gradients: expected a call to flush() or discard() first, because the"
                 " open window is full and its update raised an error; got another"
-                " micro-batch. Call optimizer.flush() to make the update."
+                " micro-batch. Call optimizer.flush() to retry the update, or"
+                " optimizer.discard() to drop the window."
             )
         factor = kit.contribution(weight, self.options)
         is_finite = self.is_finite(gradients, weight, factor)

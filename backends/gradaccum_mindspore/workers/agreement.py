@@ -57,8 +57,9 @@ def shares_windows(data_parallel: object) -> bool:
         # Until communication is initialised, MindSpore treats this process as the only
         # worker.
         raise UsageError(
-            "data_parallel: expected a process with initialised communication; got a"
-            " process without communication. Call mindspore.communication.init() first."
+            "data_parallel: expected MindSpore's communication to be initialised in"
+            " this process; got a process in which it is not initialised. Call"
+            " mindspore.communication.init() first."
         )
     if mode not in PLAIN_MODES:
         raise UsageError(
@@ -127,9 +128,9 @@ def places_of_shards(
         )
     if places and options.on_overflow == "drop_micro_batch":
         raise ArgumentValueError(
-            "on_overflow: expected a different policy for parameters marked as"
-            " layerwise_parallel, because one worker could drop its part of a"
-            " micro-batch while the other workers keep their parts; got"
+            "on_overflow: expected a policy other than 'drop_micro_batch' for"
+            " parameters marked as layerwise_parallel, because one worker could drop"
+            " its part of a micro-batch while the other workers keep their parts; got"
             " 'drop_micro_batch'. Leave on_overflow out."
         )
     return tuple(places)

@@ -358,6 +358,6 @@ def refuse_compiled_flush() -> None:
     """
     raise UsageError(
         "flush(): expected a call from Python if workers share their windows, because"
-        " it keeps closing windows until every worker has called it; got a call in"
-        " compiled code. Call optimizer.flush() after the compiled step."
+        " flush() keeps closing windows until every worker has called flush(); got a"
+        " call in compiled code. Call optimizer.flush() after the compiled step."
     )

@@ -70,8 +70,8 @@ def require_all_workers(states: Sequence[Checkpoint], prefix: str) -> None:
     if places != [(rank, len(states)) for rank in range(len(states))]:
         raise CheckpointError(
             "states: expected one state per worker, in rank order; got states whose"
-            f" (rank, number of workers) are {places}. Pass the states that the workers"
-            " saved, in rank order."
+            f" pairs (rank, number of workers) are {places}. Pass the states that the"
+            " workers saved, in rank order."
         )
 
 
@@ -125,8 +125,8 @@ def require_one_value(states: Sequence[Checkpoint], name: str) -> None:
         raise CheckpointError(
             f"{name}: expected the same value in the files of all workers; got"
             " different values. If the parameter is sharded, resume on the same number"
-            " of workers, and let each worker load its own file. Otherwise, let all"
-            " workers save between the same two updates."
+            " of workers, and have each worker load its own file. Otherwise, make sure"
+            " that all workers save after the same update."
         )
 
 

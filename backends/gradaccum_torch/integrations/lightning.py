@@ -161,9 +161,10 @@ def _require_untouched_micro_batches(trainer: Trainer) -> None:
         if value and value != usual:
             raise UsageError(
                 f"{name}: expected the Trainer's default, because the wrapped optimizer"
-                f" clips and accumulates; got {value!r} ({type(value).__name__}). Leave"
-                f" {name} out of the Trainer. In configure_optimizers, return"
-                f" gradaccum.wrap(optimizer, {option.format(value)}"
+                f" does the clipping and the accumulation; got {value!r}"
+                f" ({type(value).__name__}). Leave {name} out of the Trainer. In"
+                " configure_optimizers, return gradaccum.wrap(optimizer,"
+                f" {option.format(value)}"
             )
 
 
@@ -173,9 +174,9 @@ def _require_gates(trainer: Trainer) -> None:
         if config.interval == "step" and not (is_gated and config.frequency == 1):
             raise UsageError(
                 'lr_scheduler: expected a wrapped scheduler with "frequency": 1 if'
-                ' "interval" is "step", because Lightning steps it for each'
-                f" micro-batch; got {type(config.scheduler).__name__} with frequency"
-                f" {config.frequency}. Write"
-                f' {{"scheduler": gradaccum.wrap(scheduler), "interval": "step"}},'
-                " which steps once per update."
+                ' "interval" is "step", because Lightning steps such a scheduler after'
+                f" each micro-batch; got {type(config.scheduler).__name__} with"
+                f' frequency {config.frequency}. Write {{"scheduler":'
+                ' gradaccum.wrap(scheduler), "interval": "step"}, so that the scheduler'
+                " steps once per update."
             )

@@ -120,10 +120,10 @@ def run_divided(
 def written_error() -> UsageError:
     return UsageError(
         "micro_batch_size: expected a function that does not modify its batch, because"
-        " the call starts over when memory runs out; got a batch that the function wrote"
-        " into. Write x = x * 2 instead of x.mul_(2), or set micro_batch_size to a"
-        " number of items. Create the batch again before the next call, because it was"
-        " changed."
+        " the call starts over when memory runs out; got a function that modified its"
+        " batch in place. Write x = x * 2 instead of x.mul_(2), or set micro_batch_size"
+        " to a number of items. Create the batch again before the next call, because"
+        " its values have changed."
     )
 
 
@@ -200,7 +200,7 @@ def smallest_vote(size: int, workers: dist.ProcessGroup | None) -> int:
     if smallest == RAISED != size:
         raise UsageError(
             "micro_batch_size: expected every worker to complete its window; got a"
-            " worker that raised an error other than out of memory. See that worker's"
-            " error. No worker's .grad was changed."
+            " worker that raised an error other than out-of-memory. See that worker's"
+            " traceback. No worker's .grad was changed."
         )
     return smallest

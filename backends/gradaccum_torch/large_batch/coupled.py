@@ -102,7 +102,7 @@ def coupled_backward(
     if options.on_overflow == "drop_micro_batch":
         raise UsageError(
             "optimizer: expected an optimizer that applies or skips all micro-batches"
-            ' together; got on_overflow="drop_micro_batch". Write'
+            ' together; got an optimizer with on_overflow="drop_micro_batch". Write'
             ' on_overflow="skip_window".'
         )
     # The loss is a single loss of all items, so its gradient is not divided.
@@ -209,10 +209,10 @@ class Outputs:
         if any(self._differences):
             raise UsageError(
                 "outputs_fn: expected a function that returns the same outputs when it"
-                " is called again; got outputs of a second pass that differ by more"
-                " than rounding error. Draw random numbers from the global generators"
-                " of torch, NumPy or Python, and keep any state that changes between"
-                " calls in module buffers."
+                " is called again; got outputs that differed by more than rounding"
+                " error in the second pass. Draw random numbers from the global"
+                " generators of torch, NumPy or Python, and keep any state that changes"
+                " between calls in module buffers."
             )
 
 

@@ -327,9 +327,9 @@ def leaves_of_graph(
 
 def watched_error(leaf: Tensor) -> UsageError:
     return UsageError(
-        "optimizer: expected parameters whose gradients no other wrapped optimizer"
-        f" collects; got a parameter of shape {tuple(leaf.shape)} whose gradients"
-        " another wrapped optimizer collects. Pass optimizer=opt, the optimizer that was"
+        "optimizer: expected parameters that belong to no other wrapped optimizer; got"
+        f" a parameter of shape {tuple(leaf.shape)} whose gradients another wrapped"
+        " optimizer is already accumulating. Pass optimizer=opt, the optimizer that was"
         " wrapped with steps=None. If the parameter belongs to another optimizer, call"
         " requires_grad_(False) on the parameter for the duration of this call."
     )
@@ -352,10 +352,10 @@ def require_alone(modules: Iterable[nn.Module]) -> None:
             is_sharded(parameter) for parameter in module.parameters(recurse=False)
         ):
             raise UsageError(
-                "optimizer: expected a wrapped optimizer for a module that several"
-                f" workers train; got a {type(module).__name__} and no wrapped"
+                "optimizer: expected a wrapped optimizer, because several workers train"
+                f" the module; got a {type(module).__name__} without a wrapped"
                 " optimizer. Write optimizer=gradaccum.wrap(optimizer, steps=None,"
-                " module=module), which reduces the sum once."
+                " module=module), which reduces the gradient sum only once."
             )
 
 
@@ -367,7 +367,7 @@ def hidden_error(node_name: str) -> UsageError:
         fix = "Write modules=(model,), so that the buffers of this model are restored."
     return UsageError(
         "loss_fn: expected a function whose modules and tensors can be found by"
-        f" inspection; got {found}. {fix}"
+        f" inspection; got a function that contains {found}. {fix}"
     )
 
 

@@ -87,10 +87,11 @@ def require_reduced(optimizer: torch.optim.Optimizer, *_: object) -> None:
     if unreduced:
         kind = type(optimizer).__name__
         raise UsageError(
-            "module: expected module= for every optimizer that updates parameters of"
-            f" the DistributedDataParallel; got a {kind} without module=, which updates"
-            f" {len(unreduced)} of these parameters. Write"
-            f" gradaccum.wrap({kind}(...), steps=..., module=parallel)."
+            "module: expected every optimizer that updates parameters of the"
+            f" DistributedDataParallel model to be wrapped with module=; got a {kind}"
+            f" that was not wrapped with module=, but updates {len(unreduced)} of these"
+            f" parameters. Write gradaccum.wrap({kind}(...), steps=...,"
+            " module=parallel)."
         )
     CHECKED_OPTIMIZERS.add(optimizer)
 
@@ -122,7 +123,7 @@ def require_parameters(
     if missing:
         raise ArgumentValueError(
             "module: expected the module that contains the optimizer's parameters; got"
-            f" a {type(module).__name__} without {len(missing)} of these parameters."
+            f" a {type(module).__name__} that lacks {len(missing)} of these parameters."
             f" {FIX}"
         )
 
@@ -140,9 +141,10 @@ def require_all_sharded(parameters: Iterable[Tensor], units: Sequence[Unit]) -> 
     if unreduced and any(unit.workers > 1 for unit in units):
         raise ArgumentValueError(
             "optimizer: expected only parameters that fully_shard manages; got"
-            f" {len(unreduced)} trainable parameters outside it, whose gradients would"
-            " not be reduced. Call fully_shard(model) on the whole model too, freeze"
-            " these parameters, or give them their own optimizer."
+            f" {len(unreduced)} trainable parameters that fully_shard does not manage,"
+            " so their gradients would not be reduced. Call fully_shard(model) on the"
+            " whole model too, freeze these parameters, or pass them to a separate"
+            " optimizer."
         )
 
 
@@ -155,11 +157,11 @@ def require_meshes_within(parameters: Iterable[Tensor], workers: Iterable[int]) 
         parameter_ranks = names.mesh_of(parameter).mesh.flatten().tolist()
         if not ranks.issuperset(parameter_ranks):
             raise ArgumentValueError(
-                "optimizer: expected parameters that are sharded over ranks that share"
-                f" the gradient norm; got a parameter on ranks {parameter_ranks},"
-                f" although only ranks {sorted(ranks)} share the norm. Shard the"
-                " parameter over these ranks or some of them, or give it its own"
-                " optimizer."
+                "optimizer: expected parameters that are sharded only over ranks that"
+                " compute the gradient norm together; got a parameter on ranks"
+                f" {parameter_ranks}, although only ranks {sorted(ranks)} compute the"
+                " norm together. Shard the parameter over these ranks or a subset of"
+                " them, or pass it to a separate optimizer."
             )
 
 
@@ -214,9 +216,9 @@ def require_same_lines(lines: Sequence[str], *groups: dist.ProcessGroup) -> None
                 raise ArgumentValueError(
                     f"options, optimizer: expected {first} on every worker; got {line}"
                     f" on rank {rank}. Call gradaccum.wrap in the same way on every"
-                    " worker, with parameters in the same order. Build the parameter"
-                    " groups from lists, because a set has a different order in each"
-                    " process."
+                    " worker, with the parameters in the same order. Build the"
+                    " parameter groups from lists, because the order of a set differs"
+                    " between processes."
                 )
 
 
@@ -243,8 +245,8 @@ def warn_of_unequal_parameters(
 def require_reduced_units(units: Sequence[Unit]) -> None:
     if any(unit.has_unreduced() for unit in units):
         raise UsageError(
-            "set_requires_gradient_sync: expected gradients that are reduced when the"
-            " window ends; got gradients that FSDP2 has not reduced. Call"
+            "set_requires_gradient_sync: expected FSDP2 to have reduced the gradients"
+            " by the end of the window; got gradients that were not reduced. Call"
             " opt.discard() on every worker, remove the call to"
             " set_requires_gradient_sync, and use gradaccum.wrap(optimizer, ...,"
             ' module=fsdp_model, gradient_sync="window").'
@@ -277,8 +279,8 @@ def require_deferrable(units: Sequence[Unit], options: kit.Options) -> None:
 
 def discarded_error() -> UsageError:
     return UsageError(
-        "the end of a window: expected every worker to close the window, because its"
-        " gradients are already being reduced; got a worker that called discard()"
-        " instead. Call opt.discard() on every worker. To leave out a micro-batch on"
-        " one worker, pass its loss with weight=0."
+        "the end of a window: expected every worker to close the window, because the"
+        " window's gradients are already being reduced; got a worker that called"
+        " discard() instead. Call opt.discard() on every worker. To leave out a"
+        " micro-batch on one worker, pass its loss with weight=0."
     )

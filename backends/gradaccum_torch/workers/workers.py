@@ -37,11 +37,11 @@ from gradaccum_torch.workers.interface import Workers
 ALONE = "alone"
 """The value of ``process_group=`` for a process that does not share its windows."""
 UNNAMED_WORKERS = (
-    "gradaccum: {} processes are running, but it is not known which of them share"
-    " this optimizer's windows, so each process divides by its own weights. Write"
+    "gradaccum: {} processes are running, but it is not known which of them share this"
+    " optimizer's windows, so each process divides by its own weights. Write"
     " module=DistributedDataParallel(model), or process_group= with the workers that"
     ' share the windows. Write process_group="alone" if this process trains by itself,'
-    " or if something else averages the gradients of each micro-batch; such an average"
+    " or if something else averages the gradients of each micro-batch. Such an average"
     " is correct only if all processes have the same weights."
 )
 
@@ -59,7 +59,7 @@ def workers_of(
         raise ArgumentValueError(
             "optimizer: expected parameters that FSDP1 has not flattened; got"
             " parameters of FullyShardedDataParallel (FSDP1). Shard the model with"
-            " torch.distributed.fsdp.fully_shard (FSDP2)."
+            " torch.distributed.fsdp.fully_shard (FSDP2) instead."
         )
     sync = require_choice("gradient_sync", gradient_sync, get_args(GradientSync))
     is_alone = isinstance(process_group, str) and process_group == ALONE

@@ -138,7 +138,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     "bare optimizer": (
         lambda: run(step_of(optax.adam(0.1)), state=optax.adam(0.1).init(W)),
-        "state: expected (params, state)",
+        "state: expected step to return (params, state)",
     ),
     "init of one device": (
         lambda: over(ALONE.init)(W),

@@ -109,7 +109,9 @@ def second_pass_after_the_reduction_is_refused(rank: int) -> None:
             opt.backward(loss_of(parallel, batches[3]))
             loss = loss_of(parallel, batches[3])
             with refused(
-                gradaccum.UsageError, "the sum of its losses", "opt.discard()"
+                gradaccum.UsageError,
+                "on the sum of the micro-batch's losses",
+                "opt.discard()",
             ):
                 if is_plain:
                     loss.backward()

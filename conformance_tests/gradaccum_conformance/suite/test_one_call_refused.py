@@ -37,7 +37,7 @@ BAD_FOR_THE_BATCH: list[tuple[dict[str, Option], type[Exception], str]] = [
     ({"weight": np.r_[np.ones(11), -1.0]}, VALUE, WORDS),
     ({"weight": np.r_[np.nan, np.ones(11)]}, VALUE, WORDS),
     ({"axes": None}, VALUE, "batch: expected an array to split"),
-    ({"axes": (0, 0, 0)}, VALUE, "axes: expected one value, or the beginning of"),
+    ({"axes": (0, 0, 0)}, VALUE, "axes: expected one value, or a structure with"),
 ]
 """What shows when the batch is there, beside ``steps=2``."""
 BAD_WEIGHTS: dict[str, Callable[..., Any]] = {
@@ -137,7 +137,7 @@ def test_aux_that_is_missing(backend: LargeBatchHarness, axis: int | None) -> No
 
 def test_leaf_without_the_axis(backend: LargeBatchHarness) -> None:
     call = CALL._replace(extra=np.float32(0.5))
-    words = r"^batch\[2\]: expected an array with a batch axis 0; got a"
+    words = r"^batch\[2\]: expected an array with axis 0 as its batch axis; got a"
     with pytest.raises(VALUE, match=words):
         backend.value_and_grad(call, BATCH)
 
