@@ -1,5 +1,6 @@
 """Define `wrap` and `backend`. The gradaccum core uses JAX only through the object
-`backend`, which it imports by name. `gradaccum.wrap` uses it for optax optimizers.
+`backend`, which it imports by name. `gradaccum.wrap` uses this object to wrap optax
+optimizers.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class JaxBackend:
                 parameters are sharded inside `jax.shard_map`. The gradient norm is then
                 computed over all shards, and all devices make the same decision about
                 whether to apply the update. Pass ``()`` if each device has its own
-                model. Omit this option if you use only `jax.jit`.
+                model. If you use only `jax.jit`, omit this option.
             mesh: the `jax.sharding.Mesh` that contains `axis_name`. Outside
                 `gradaccum_jax.data_parallel`, ``tx.init(params)`` uses this mesh. The
                 default is the mesh of the surrounding context.

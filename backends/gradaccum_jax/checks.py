@@ -38,7 +38,7 @@ from gradaccum_jax.gradient_sum import has_sum
 from gradaccum_jax.state import AccumulationState
 
 ACCUMULATING = (AccumulationState, optax.MultiStepsState, optax.ApplyEvery)
-"""The state types of optimizers that accumulate gradients themselves."""
+"""The classes of the states of optimizers that accumulate gradients themselves."""
 
 
 def require_dtype(accumulate_dtype: DType) -> DType:
@@ -150,7 +150,7 @@ def align(gradients: Tree, accumulator: Tree) -> Gradients:
     in the order of the accumulator's leaves, with None for each leaf to which nothing
     is added.
 
-    NumPy arrays are copied. Otherwise the caller might overwrite their memory with the
+    NumPy arrays are copied, because the caller might overwrite an array with the
     gradients of the next micro-batch before JAX has read it.
     """
     totals, structure = _named_leaves(accumulator)

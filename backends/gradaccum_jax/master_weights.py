@@ -129,7 +129,8 @@ def round_master(master: Array, dtype: DType) -> Array:
     """
     if dtype == jnp.bfloat16:
         return lax.reduce_precision(master, exponent_bits=8, mantissa_bits=7)
-    # `lax.reduce_precision` flushes subnormals to 0, so they are rounded separately.
+    # Subnormals are rounded separately, because `lax.reduce_precision` flushes them to
+    # 0.
     normal = lax.reduce_precision(master, exponent_bits=5, mantissa_bits=10)
     subnormal = (
         lax.round(master * FLOAT16_SUBNORMALS, lax.RoundingMethod.TO_NEAREST_EVEN)

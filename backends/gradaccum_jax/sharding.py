@@ -46,8 +46,8 @@ def axes_of(value: Array) -> Axes:
 
 
 def manual_axes() -> Axes:
-    """Return the mesh axes of the surrounding `jax.shard_map`, or no axes outside of
-    it.
+    """Return the mesh axes of the surrounding `jax.shard_map`, or an empty set if there
+    is no surrounding `jax.shard_map`.
     """
     mesh: Any = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -141,7 +141,8 @@ ONE_SHARD = AxisShards(1, 1)
 
 def axis_shards(leaf: Array, axis: int, others: Tree) -> AxisShards:
     """Return the number of shards of one axis of `leaf`. If the type of `leaf` contains
-    no mesh, `leaf` may be sharded over the largest mesh of the arrays in `others`.
+    no mesh, assume that `leaf` may be sharded over the largest mesh of the arrays in
+    `others`.
     """
     if manual_axes() or not isinstance(leaf, jax.Array):
         return ONE_SHARD
@@ -168,8 +169,8 @@ def _shards_by_type(sharding: Any, axis: int, others: Tree) -> AxisShards:
 
 
 def _most_devices(tree: Tree) -> int:
-    """Among the surrounding mesh and the meshes of the arrays in `tree`, find the
-    largest mesh with automatic axes. Return its number of devices, or 1 if there is no
+    """Return the number of devices of the largest mesh with automatic axes, among the
+    surrounding mesh and the meshes of the arrays in `tree`. Return 1 if there is no
     such mesh.
     """
     arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]

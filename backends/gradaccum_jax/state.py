@@ -46,7 +46,8 @@ class AccumulationState(NamedTuple):
     loss_scale: Scalar
     """float32: the factor by which the loss is multiplied before differentiation."""
     growth_tracker: Scalar
-    """int32: the number of windows without overflow since the loss scale last changed.
+    """int32: the number of windows that did not overflow since the loss scale last
+    changed.
     """
     accumulator: Tree
     """The sum of the open window's gradients, still multiplied by the loss scale and
@@ -62,8 +63,8 @@ class AccumulationState(NamedTuple):
     last_skipped: Scalar
     """bool: True if the last call closed a window without an update."""
     last_overflow: Scalar
-    """bool: True if the last call closed a window that had overflowed, or dropped its
-    micro-batch.
+    """bool: True if the last call closed a window that had overflowed, or dropped the
+    micro-batch that was passed to it.
     """
     last_grad_norm: Scalar
     """The global 2-norm of the last closed window's gradient before clipping, in the
@@ -259,9 +260,9 @@ def scale_loss(loss: Scalar, state: Tree) -> Scalar:
 # is unknown if it was not computed.
 #
 # Computations treat an unknown number as NaN. But with ``jax_debug_nans``, JAX raises
-# an error when a jitted function returns a NaN, and in every micro-batch a jitted
-# function returns the state. So the state stores the lowest finite float32 instead of
-# NaN. No sum of losses has this value.
+# an error when a jitted function returns a NaN, and each micro-batch's state is
+# returned by a jitted function. So the state stores the lowest finite float32 instead
+# of NaN. No sum of losses has this value.
 
 
 UNKNOWN = float(jnp.finfo(jnp.float32).min)

@@ -1,7 +1,8 @@
 """Add a micro-batch to the open window, close the window, or discard it.
 
-Whether a window ends is known only on the device. So every micro-batch runs the same
-compiled program: `add`, then `close`, which closes the window only if `at_end` is true.
+Only the device knows whether a window ends with a micro-batch. So every micro-batch
+runs the same compiled program: `add`, then `close`, which closes the window only if
+`at_end` is true.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ from gradaccum_jax.workers.group import ReducedWindow, all_reduce, require_known
 from gradaccum_jax.xla import in_one_kernel, run_if
 
 Event = tuple[Scalar, Scalar, Scalar]
-"""The outcome of the last call as the state stores it: the flags (applied, skipped,
-overflow).
+"""The outcome of the last call, in the form in which the state stores it: the flags
+(applied, skipped, overflow).
 """
 
 
@@ -214,8 +215,8 @@ def close(
         total, inner_state, divisor, ending.apply
     )
     if is_shared:
-        # Clear the sum with a select, which XLA computes in place. Otherwise XLA would
-        # copy the sum, because `data_parallel` adds a leading axis to it.
+        # Clear the sum with a select, which XLA computes in place. Without this select
+        # XLA would copy the sum, because `data_parallel` adds a leading axis to it.
         total = gradient_sum.emptied(total, at_end)
     return updates, ending.state._replace(
         accumulator=total, inner_state=inner_state, masters=masters, terms=state.terms
@@ -267,10 +268,10 @@ def number_of(size: Scalar) -> Scalar:
 
 
 def check_known(schedule: kit.Schedule, optimizer_step: Scalar = 0) -> None:
-    """Check the size that a callable ``steps`` returns for the window after
-    `optimizer_step` updates; the default is the first window. Nothing is checked under
-    `jax.jit`, where the size is unknown. In a loop outside `jax.jit`, the check waits
-    until the previous update has been computed.
+    """Check the size that a callable ``steps`` returns for the window that begins after
+    `optimizer_step` updates. By default, this is the first window. Nothing is checked
+    under `jax.jit`, where the size is unknown. In a loop outside `jax.jit`, the check
+    waits until the previous update has been computed.
     """
     if kit.is_known(schedule) or isinstance(optimizer_step, jax.core.Tracer):
         return

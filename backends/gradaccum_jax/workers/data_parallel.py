@@ -64,14 +64,14 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
         axis_name: the mesh axis, or a tuple of several axes.
 
     Returns:
-        A jitted function of the same arguments, which can also be used under `jax.jit`.
-        Every array of the batch is split along its first axis, whose length must be a
-        multiple of the number of devices. A single bool, such as `last`, is passed to
-        all devices. The gradient sums, the loss, the weight and the overflow flag of
-        the open window are returned with a leading axis that has one entry per device.
-        Each array in ``rest`` that differs between devices gets this axis too. For
-        example, a loss has shape (devices,), or () if the step averages it with
-        `jax.lax.pmean`.
+        A jitted function that accepts the same arguments as `step`. It can also be
+        called under `jax.jit`. Every array of the batch is split along its first axis,
+        whose length must be a multiple of the number of devices. A single bool, such as
+        `last`, is passed to all devices. The gradient sums, the loss, the weight and
+        the overflow flag of the open window are returned with a leading axis that has
+        one entry per device. Each array in ``rest`` that differs between devices gets
+        this axis too. For example, a loss has shape (devices,), or () if the step
+        averages it with `jax.lax.pmean`.
 
     Raises:
         UsageError: `step` does not return the state of an optimizer with this
@@ -122,9 +122,8 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
             results.append(results_of(step_results, args, axes))
             return results[-1].leaves
 
-        # This trace only determines the types of the results, from which the
-        # `PartitionSpec` for each result is derived. `jax.shard_map` needs these in
-        # advance.
+        # This trace only determines the types of the results. The `PartitionSpec` of
+        # each result, which `jax.shard_map` needs in advance, is derived from its type.
         jax.eval_shape(
             on_each_device(lambda *args: step_with_copies(*args)[:0], []), *leaves
         )
@@ -152,7 +151,7 @@ def _trace(check: Step, leaves: list[Array]) -> None:
 
 def start_on(init: Step, mesh: Mesh | None, axes: tuple[str, ...]) -> Step:
     """Return a version of `init` that also works outside `jax.shard_map`. It uses
-    `mesh`, or else the mesh of the surrounding context.
+    `mesh`, or the mesh of the surrounding context if `mesh` is None.
     """
 
     def start(params: Tree) -> Tree:

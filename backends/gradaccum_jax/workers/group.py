@@ -2,9 +2,9 @@
 model.
 
 Each device has the gradient sum, the weight, the loss and the overflow flag of its own
-micro-batches. Everything else must be the same on all devices. Otherwise, some devices
-might take a branch that contains an all-reduce while other devices do not, and would
-wait for them forever. So the types inside `jax.shard_map` are checked.
+micro-batches. Everything else must be the same on all devices. If it differed, some
+devices might take a branch that contains an all-reduce and wait forever for devices
+that do not take it. So the types inside `jax.shard_map` are checked.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ devices.
 
 
 class ParamsType(Enum):
-    """How `data_parallel` types the parameters while it traces a step: as the same on
-    all devices, or as per-device copies. Each step is traced in both ways.
+    """Which types `data_parallel` gives the parameters while it traces a step: the
+    types of values that are the same on all devices, or the types of per-device copies.
+    Each step is traced once with either kind.
     """
 
     SAME = "same on all devices"
@@ -106,8 +107,8 @@ def require_axes(axes: tuple[str, ...]) -> None:
 def same(name: str, tree: T, axes: tuple[str, ...]) -> T:
     """Return `tree`, in which every array must be the same on all devices. Raise if the
     type of an array says that the array may differ between devices. While
-    `data_parallel` traces the step with per-device copies of the parameters, correct
-    such types instead.
+    `data_parallel` traces the step with per-device copies of the parameters, do not
+    raise, but mark each array as the same on all devices.
     """
     if _params_type.get() is ParamsType.COPY:
         return replicated(tree, axes)
@@ -129,8 +130,8 @@ def require_same(name: str, tree: Tree, axes: tuple[str, ...]) -> None:
 
 
 def require_shared(name: str, tree: Tree, axes: tuple[str, ...]) -> None:
-    """Raise unless everything in `tree` is the same on all devices, except the fields
-    in `OWN`, in which each device has its own values.
+    """Raise unless everything in `tree` is the same on all devices. The fields in `OWN`
+    are exempt, because each device has its own values in them.
     """
     require_same(name, map_by_kind(tree, own=lambda _: None), axes)
 
