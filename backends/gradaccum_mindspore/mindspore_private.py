@@ -33,7 +33,7 @@ def forget_recorded() -> None:
 
 @contextmanager
 def context(**settings: Any) -> Iterator[None]:
-    """Change settings of `mindspore.set_context` while a ``with`` block runs."""
+    """Change settings of `mindspore.set_context` for the duration of a ``with`` block."""
     before = {name: ms.get_context(name) for name in settings}
     ms.set_context(**settings)
     try:
@@ -44,7 +44,7 @@ def context(**settings: Any) -> Iterator[None]:
 
 _mode = getattr(ms.context, "_get_mode", partial(ms.get_context, "mode"))
 """A function that returns MindSpore's execution mode. `mindspore.nn.Cell` itself calls
-this function. It is used because `mindspore.get_context` takes as long as ten
+this function. It is used instead of `mindspore.get_context`, which takes as long as ten
 operators.
 """
 

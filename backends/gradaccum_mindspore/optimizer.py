@@ -410,8 +410,9 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
             epochs: the number of epochs, an int >= 0.
 
         Raises:
-            ArgumentTypeError: `loader` has no length, or windows are closed by weight
-                or by ``flush``, so their number is not known in advance.
+            ArgumentTypeError: `loader` has no length, or ``steps`` does not define
+                windows by the number of micro-batches, so that the number of updates is
+                not known in advance.
             ArgumentValueError: `epochs` or the number of micro-batches is below 0.
         """
         return updates_in(
@@ -501,5 +502,6 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
 
 class AccumulatingExperimentalOptimizer(AccumulatingOptimizer, optim.Optimizer):  # type: ignore[misc]
     """The wrapper of a `mindspore.experimental.optim.Optimizer`. The wrapper is also an
-    instance of this class, so that MindSpore's schedulers accept it.
+    instance of `mindspore.experimental.optim.Optimizer`, so that MindSpore's schedulers
+    accept it.
     """

@@ -4,7 +4,7 @@ state, and one Parameter with the gradient sum for each parameter of the model.
 The state consists of Parameters, because PyNative code, compiled functions and
 checkpoints can all use them. The names of these Parameters depend only on the names of
 the model's parameters and on the ``name=`` option, so a run that resumes in another
-process finds them again. ``grad_sum`` comes last in a name. Otherwise
+process finds them again. ``grad_sum`` comes last in a name. If it came first,
 `mindspore.load_param_into_net` would load a saved ``grad_sum.weight`` into a ``weight``
 that is missing from the checkpoint. A gradient sum is zero while no window is open.
 """
@@ -163,7 +163,9 @@ class Storage(nn.Cell):  # type: ignore[misc]
         """The pair (this worker's rank, number of workers)."""
         if self.has_workers:
             self.saved_place = self.entry(WORKERS, self.place, ms.int32)
-            """A Parameter with a copy of `place`, so that checkpoints contain it."""
+            """A Parameter that contains a copy of `place`, so that `place` is saved in
+            checkpoints.
+            """
         self.window_loss = WindowLoss(self.prefix, options, self.float_dtype)
         self.sizes = kit.Sizes(options.reduction, WEIGHT_FIX)
         self.listener_calls = ListenerCalls(self)
@@ -243,9 +245,9 @@ class Storage(nn.Cell):  # type: ignore[misc]
         """
         self.last_event = self.entry("last_event", [0.0] * 4, self.float_dtype)
         """The outcome of the last call, with the same meaning as in a `StepResult`:
-        (applied, skipped, overflow, grad_norm). A flag counts as true only while it
-        equals ``micro_step + 1``. So the next micro-batch makes it false without having
-        to write it.
+        (applied, skipped, overflow, grad_norm). Each flag stores a number and is true
+        only while this number equals ``micro_step + 1``, so it expires at the next
+        micro-batch without being reset.
         """
 
     def entry(self, name: str, value: object, dtype: DType) -> Parameter:
@@ -256,7 +258,7 @@ class Storage(nn.Cell):  # type: ignore[misc]
         return kit.terms_of(options, optimizer_step)
 
     def note_loaded(self) -> None:
-        """Notify the objects that observe the windows, and the schedulers, that a
+        """Notify the schedulers and the objects that observe the windows that a
         checkpoint has been loaded.
         """
         for observer in (*self.extensions, *self.schedulers):
@@ -264,8 +266,8 @@ class Storage(nn.Cell):  # type: ignore[misc]
 
     def between_windows(self) -> None:
         """Call the listeners and step the schedulers between two windows that the same
-        ``flush`` closes. Other workers do this in their training loops after each
-        window.
+        ``flush`` closes. The other workers do the same in their training loops, after
+        each window.
         """
         self.listener_calls.between_windows()
         for scheduler in self.schedulers:

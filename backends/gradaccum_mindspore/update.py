@@ -44,8 +44,8 @@ class Update(nn.Cell):  # type: ignore[misc]
         self.inner_attributes = vars(inner)
         self.guard = MethodType(guarded_construct, inner)
         self.inner_attributes["construct"] = self.guard
-        # In graph mode, Python would otherwise call the program that was compiled
-        # earlier.
+        # Without this line, a call in graph mode would run the program that was
+        # compiled before the optimizer was wrapped.
         inner.compile_cache.clear()
         finalize(self, self.inner_attributes.pop, "construct", None)
 

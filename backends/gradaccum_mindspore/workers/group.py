@@ -1,4 +1,4 @@
-"""A window that several workers share and end together.
+"""A window that several workers share, and that all of them end at the same time.
 
 The code that ends a window is compiled, even in PyNative mode, so that rounding is the
 same on all workers. This code adds up a few numbers over the workers, and then
@@ -13,7 +13,7 @@ had overflowed, and the error is raised later, from Python.
 
 The gradient sum of a sharded parameter is not sent. After the all-reduce, each worker
 sends the gradient norm of its own shards, or inf if the gradients are not finite. So
-all workers get the same global norm and make the same decision.
+all workers get the same global norm and make the same decision about the update.
 """
 
 from __future__ import annotations
