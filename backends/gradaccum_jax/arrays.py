@@ -111,10 +111,11 @@ def gradient_types(
 ) -> GradientTypes:
     """Return the dtypes of the gradients that the inner optimizer receives: for each
     leaf, the wider of the parameter's dtype and the gradient's dtype. So if the
-    gradients are wider than the parameters, the update is the same as in plain optax.
+    gradients have a wider dtype than the parameters, the update is the same as in plain
+    optax.
 
-    In a flush the dtypes of the gradients are unknown, so the sum is passed to the
-    inner optimizer without rounding.
+    In a flush the dtypes of the gradients are unknown, so the inner optimizer gets the
+    sum without rounding.
     """
     totals = jax.tree.leaves(accumulator, is_leaf=is_none)
     parameters: Leaves = [None] * len(totals)

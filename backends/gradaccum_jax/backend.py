@@ -57,8 +57,8 @@ class JaxBackend:
             axis_name: the mesh axis, or a tuple of several axes, over which the large
                 batch is split. The option works inside `jax.shard_map`; the easiest way
                 to use it is `gradaccum_jax.data_parallel`. All devices must make the
-                same calls. Their gradient sums are reduced once, at the end of the
-                window. A device without items must pass weight 0.
+                same calls. The gradient sums of the devices are reduced once, at the
+                end of the window. A device without items must pass weight 0.
             shard_axes: the mesh axis, or a tuple of several axes, along which
                 parameters are sharded inside `jax.shard_map`. The gradient norm is then
                 computed over all shards, and all devices make the same decision about
@@ -72,7 +72,7 @@ class JaxBackend:
             ArgumentTypeError: `optimizer` is already wrapped. `init` also raises this
                 error if the inner optimizer itself accumulates gradients.
             ArgumentValueError: ``steps`` is a callable that does not return an int >= 1
-                for update 0, or a window's size does not fit into an int32.
+                for the first window, or a window's size does not fit into an int32.
             UsageError: ``steps=until_weight(...)`` is combined with `axis_name`. This
                 is not supported, because each device would end the window according to
                 its own weight.

@@ -100,7 +100,7 @@ def as_weight(weight: Scalar, dtype: DType) -> Scalar:
     """Return a micro-batch's weight as a scalar array of `dtype`, or None if `weight`
     is None.
 
-    The value of a traced weight is unknown during tracing. If it turns out to be
+    The value of a traced weight is unknown during tracing. If the value turns out to be
     negative or not finite, the micro-batch is treated as if its gradient were not
     finite.
     """
@@ -122,8 +122,8 @@ def as_denominator(denominator: Scalar, options: Options, dtype: DType) -> Scala
     """Return the denominator of a window as a scalar array of `dtype`, or None if
     `denominator` is None.
 
-    The value of a traced denominator is unknown during tracing. If it turns out not to
-    be a finite number > 0, the window ends without an update.
+    The value of a traced denominator is unknown during tracing. If the value turns out
+    not to be a finite number > 0, the window ends without an update.
     """
     if isinstance(denominator, jax.core.Tracer):
         kit.require_denominator_allowed(options)
@@ -184,7 +184,7 @@ def align(gradients: Tree, accumulator: Tree) -> Gradients:
 
 def _named_leaves(tree: Tree) -> tuple[NamedLeaves, Tree]:
     """Return the leaves of `tree` with their paths, and the tree's structure. A leaf of
-    dtype float0, which is JAX's gradient of an integer, is replaced with None.
+    dtype float0, JAX's dtype for the gradients of integers, is replaced with None.
     """
     flat, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)
     leaves: NamedLeaves = []

@@ -35,7 +35,7 @@ def sum_dtype(leaf: Array, accumulate_dtype: DType) -> DType:
     precision, otherwise the leaf's own dtype.
 
     If `accumulate_dtype` is not None, it is used for every floating-point leaf instead.
-    The sum of a complex leaf is always complex.
+    The gradients of a complex leaf are always summed in a complex dtype.
     """
     leaf_dtype = jnp.result_type(leaf)
     if not takes_part(leaf):
@@ -62,9 +62,9 @@ def zeros(params: Params, accumulate_dtype: DType) -> Tree:
     return jax.tree.map(empty_sum, params)
 
 
-# The gradients of a frozen parameter are not added up. Instead of their sum, the
-# accumulator contains an empty array of shape (0, 0, *parameter.shape), a shape that no
-# parameter of an ordinary model has.
+# The gradients of a frozen parameter are not added up. Where their sum would be, the
+# accumulator contains an empty array of shape (0, 0, *parameter.shape). No parameter of
+# an ordinary model has such a shape.
 
 
 def without_sum(total: Array) -> Array:

@@ -303,9 +303,9 @@ class LayeredPasses:
 
     def head(self, activations: Stacks, numbers: Array) -> Any:
         """Apply the loss function to the last layer's activations. Return the window's
-        state (without its trees), the sums of the outer parameters' gradients, the
+        state (without its pytrees), the sums of the outer parameters' gradients, the
         gradients with respect to the activations, the weights of the micro-batches, and
-        the loss (and aux, if the loss function returns it).
+        the loss (together with aux, if the loss function returns it).
         """
         spec = self.function.spec
         dtype = jnp.result_type(self.state.weight)
@@ -418,8 +418,8 @@ def require_separable(
     inner: optax.GradientTransformationExtraArgs, outer: Tree, layers: Tree
 ) -> None:
     """Raise if the inner optimizer draws random numbers, or if its update of one layer
-    (or of the outer parameters) depends on another layer. The check traces two
-    successive updates.
+    (or of the outer parameters) depends on another layer. To check this, two successive
+    updates are traced.
     """
 
     def second_updates(params: Tree, first: Tree, second: Tree) -> Tree:

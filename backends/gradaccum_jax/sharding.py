@@ -3,9 +3,9 @@ and the differences between JAX versions.
 
 Inside `jax.shard_map`, the type of a value contains the mesh axes along which the value
 may differ between devices. The results of a loop or a conditional must have the same
-types as its inputs. If the types of the results would contain additional axes, for
-example because the predicate varies along them, these axes are first added to the types
-of the inputs.
+types as its inputs. The types of the results may contain additional axes, for example
+because the predicate varies along these axes. In this case, the axes are first added to
+the types of the inputs.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ def vary(tree: T, axes: Axes) -> T:
 def with_axes_of_results(
     predicate: Scalar, function: Callable[[T], T], operand: T
 ) -> tuple[Callable[[T], T], T]:
-    """Make the types of the inputs and results of a conditional agree. In the returned
-    `function` and `operand`, each array is marked as varying along every mesh axis
-    along which the array itself, the corresponding result or `predicate` varies.
+    """Make the types of the inputs and results of a conditional agree. Return
+    `function` and `operand` so that each array is marked as varying along a mesh axis
+    if the array itself, the corresponding result or `predicate` varies along this axis.
     """
     leaves, structure = jax.tree.flatten(operand)
     while True:
@@ -131,7 +131,7 @@ class AxisShards(NamedTuple):
     """The number of equal shards into which one axis of an array is divided."""
 
     known: int
-    """The number of shards according to the array or its type."""
+    """The number of shards that is known from the array or its type."""
     possible: int
     """The largest possible number of shards, a multiple of `known`."""
 

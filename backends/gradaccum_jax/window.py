@@ -259,8 +259,8 @@ def decide_on(
 # If ``steps`` is a callable, it determines the size of each window.
 #
 # A concrete size is checked as in every backend, but the value of a traced size is
-# unknown. If a traced size turns out to be below 1, the gradient of each micro-batch is
-# treated as if it were not finite. Then no update is made, and `result` shows this.
+# unknown. If a traced size turns out to be below 1, every micro-batch is treated as if
+# its gradient were not finite. So no update is made, which `result` shows.
 
 
 def number_of(size: Scalar) -> Scalar:

@@ -333,7 +333,7 @@ def norm_of(sums: Sums, dtype: DType) -> float:
 
 
 CHUNK = 2**20
-"""The number of elements of a sum that are copied to float64 at once."""
+"""The number of elements of a sum that are converted to float64 at a time."""
 
 
 # Compiled code computes the norm in two passes, because the squares of float32 numbers

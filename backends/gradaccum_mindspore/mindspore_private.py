@@ -88,12 +88,11 @@ def call_when_saved(parameter: Parameter, function: Callable[[], None]) -> None:
 
 
 class CellOfOnePhase(nn.Cell):  # type: ignore[misc]
-    """A Cell that does not pass the name of the called program on to the Cells below
-    it.
+    """A Cell that does not pass the name of the called program on to its child Cells.
 
     When a compiled program is called, MindSpore 2.10 writes the program's name into
-    every Cell below the called Cell, once for every path that leads to the Cell. For
-    the Cells of a window, this would take as long as a few operators.
+    every descendant of the called Cell, once for every path that leads to the
+    descendant. For the Cells of a window, this would take as long as a few operators.
     """
 
     @property

@@ -4,9 +4,9 @@ per window.
 MindSpore compiles ``construct`` but never ``__call__``, so ``__call__`` contains the
 code for PyNative mode. `Flush` and `Discard` need both methods, so they are Cells too.
 The wrapped optimizer calls the constructor of `mindspore.nn.Cell` instead of the
-constructor of `mindspore.nn.Optimizer`, and looks up all other attributes on the inner
-optimizer. So both optimizers share one learning rate and one ``global_step``, which
-counts updates.
+constructor of `mindspore.nn.Optimizer`, and looks up every attribute that it does not
+have itself on the inner optimizer. So both optimizers share one learning rate and one
+``global_step``, which counts updates.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ from gradaccum_mindspore.workers.group import (
 M = TypeVar("M")
 
 FIXED_NAMES = {*Options._fields, "options", "inner", "loss_scale"}
-"""The names of attributes that must not change after wrapping, because compiled code
-has already read them.
+"""The names of attributes that must not be changed after wrapping, because compiled
+code has already read them.
 """
 
 
@@ -355,7 +355,8 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
 
         Raises:
             UsageError: compiled code skipped a window, because the workers had
-                different learning rates or closed windows of different optimizers.
+                different learning rates or were closing windows of different
+                optimizers.
         """
         if self.compiled_window.workers is not None:
             self.compiled_window.workers.require_same_rates()

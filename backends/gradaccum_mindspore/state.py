@@ -75,8 +75,8 @@ def window_size(steps: Schedule, optimizer_step: int) -> Schedule:
     try:
         number = function(optimizer_step)
     except Exception:
-        # The function may be written for compiled code, so its operators may accept
-        # only Tensors.
+        # The function may be written for compiled code, in which case its operators may
+        # accept only Tensors.
         number = function(Tensor(optimizer_step, ms.int32))
     if isinstance(number, Tensor):
         number = number.item()
@@ -240,7 +240,7 @@ class Storage(nn.Cell):  # type: ignore[misc]
             setattr(self, field, self.entry(field, value, dtype))
         codes = kit.encode_terms(self.terms_after(0))
         self.terms = self.entry("terms", codes, ms.int32)
-        """The options that the open window depends on, encoded as integers by
+        """The options on which the open window depends, encoded as integers by
         `gradaccum.kit.encode_terms` so that a checkpoint can store them.
         """
         self.last_event = self.entry("last_event", [0.0] * 4, self.float_dtype)
@@ -273,8 +273,9 @@ class Storage(nn.Cell):  # type: ignore[misc]
         for scheduler in self.schedulers:
             scheduler.follow()
 
-    # The methods below read and write the state from Python. In Python, an operator
-    # costs more than reading a scalar, so values that have not changed are not written.
+    # The methods below read and write the state from Python. In Python, running an
+    # operator takes longer than reading a scalar, so values that have not changed are
+    # not written.
 
     @contextmanager
     def writing(self) -> Iterator[None]:

@@ -5,9 +5,9 @@ The user's step gets the parameters as per-device copies, so that `jax.grad` ret
 each device's own gradient without a reduction. Outside `jax.shard_map`, the gradient
 sums of the devices have a leading axis with one entry per device. All other results
 must be the same on all devices, but if they are computed from per-device copies, their
-types do not show this. So the step is first traced with parameters whose types say that
-they are the same on all devices. In this trace, JAX's types show which results differ
-between devices.
+types do not show this. So the step is first traced with parameters that are typed as
+the same on all devices. In this trace, JAX's types show which results differ between
+devices.
 """
 
 from __future__ import annotations
@@ -240,8 +240,8 @@ def results_of(results: Any, args: tuple[Tree, ...], axes: tuple[str, ...]) -> R
 
 
 def split_results(results: Any, args: tuple[Tree, ...]) -> tuple[Tree, Tree]:
-    """Split the results of a step into ``(params, state)`` and the rest. If the step
-    has only one argument, like ``tx.init``, its result is a state, and the rest is
+    """Split the results of a step into ``(params, state)`` and the rest. A step with
+    only one argument, like ``tx.init``, returns a state. In this case, the rest is
     empty.
     """
     if len(args) == 1:

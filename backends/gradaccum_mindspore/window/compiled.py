@@ -377,7 +377,7 @@ class CompiledWindow(CellOfOnePhase):
         """Write the values that `add` returned."""
         storage = self.storage
         if event is None:
-            # These writes produce the numbers in `state`. Each number takes one
+            # These writes produce the numbers in `state`. Each write takes one
             # operator, whereas an addition followed by an assignment would take two.
             ops.assign_add(storage.micro_step, self.one_step)
             ops.assign_add(storage.weight, self.weight_number(weight))

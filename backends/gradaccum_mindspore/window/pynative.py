@@ -1,8 +1,8 @@
 """The open window in PyNative mode, where functions of `gradaccum.kit` compute the
 state as Python numbers.
 
-In PyNative mode an operator takes longer than reading a scalar, so wherever possible
-the code reads scalars and skips operators with a Python ``if``.
+In PyNative mode, running an operator takes longer than reading a scalar, so wherever
+possible the code reads scalars and skips operators with a Python ``if``.
 """
 
 from __future__ import annotations

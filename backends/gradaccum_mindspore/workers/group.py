@@ -59,12 +59,12 @@ OVERFLOWS = 1
 MICRO_BATCHES = 2
 FLUSHES = 3
 COMPILED_ENDS = 4
-"""The index of the number of workers that end the window in compiled code."""
+"""The index of the entry that counts the workers that end the window in compiled code.
+"""
 OPTIMIZER = 5
 OPTIMIZER_SQUARED = 6
 """The index of the square of the optimizer's number. The sum of all workers' numbers
-and the sum of their squares show whether all workers end a window of the same
-optimizer.
+and the sum of the squares show whether all workers end a window of the same optimizer.
 """
 LOSS = 7
 RATES = 8
@@ -166,8 +166,8 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
 
     def add_up_sums(self, totals: Tensor) -> bool:
         """Add up the gradient sums over all workers, and write the result. Also write
-        the weight, the overflow flag and the loss. Their totals over all workers are in
-        `totals`.
+        the weight, the overflow flag and the loss, which are taken from `totals`, the
+        totals over all workers.
         """
         storage = self.storage
         differ = self.workers_differ(totals)
@@ -289,8 +289,8 @@ class SharedWindow(PyNativeWindow):
         self.end(state, flushes=False)
 
     def end(self, state: State, flushes: bool) -> list[float]:
-        """End the window together with all other workers. Return the numbers after they
-        were added up over the workers.
+        """End the window together with all other workers. Return the workers' numbers,
+        added up over all workers.
         """
         self.workers.write_rates()
         self.make_programs()
