@@ -46,7 +46,7 @@ def check_state(tx: optax.GradientTransformation, state: Tree, params: Params) -
     of loss scale (if the scale is constant, also its value). If no window is open, all
     of these options may change. The saved loss scale is kept only if the scale is
     dynamic both in the saved run and in this run. Do not call this function under
-    `jax.jit`, because it reads values.
+    `jax.jit`, because it reads the values of arrays.
 
     With ``axis_name``, the returned state fits only the number of devices on which it
     was saved. `gradaccum_jax.redistributed` converts it to a different number of

@@ -269,9 +269,9 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
             gradients: a tuple or list in the order of ``self.parameters``, with None
                 for a parameter without a gradient. If there is a loss scale, the
                 gradients must be multiplied by the scale.
-            positional_weight: `weight`, passed by position. If you pass no loss, pass a
-                floating-point Tensor or array as ``weight=``, because it could be
-                mistaken for the loss if you pass it by position.
+            positional_weight: `weight`, passed by position. If the weight is a
+                floating-point Tensor or array and you pass no loss, use ``weight=``
+                instead, because the weight could be mistaken for the loss.
             positional_loss: `loss`, passed by position after the weight.
             weight: the number of items in the micro-batch: a number or a one-element
                 Tensor, >= 0. The default is 1.

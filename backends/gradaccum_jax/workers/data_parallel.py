@@ -76,8 +76,8 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
     Raises:
         UsageError: `step` does not return the state of an optimizer with this
             `axis_name`; or the parameters, the state or values that the optimizer reads
-            depend on a device's own batch, such as running averages that the step has
-            not reduced.
+            depend on a device's own batch, for example because the step has not
+            averaged running statistics over the devices.
     """
     axes = names_of(axis_name)
 
@@ -134,7 +134,7 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
 
 
 def _trace(check: Step, leaves: list[Array]) -> None:
-    """Trace `check`, which raises if JAX's types show that the parameters or the state
+    """Trace `check`. It raises if JAX's types show that the parameters or the state
     that the step returns may differ between devices.
     """
     try:

@@ -26,8 +26,8 @@ def redistributed(state: Tree, workers: int) -> Tree:
 
     The first device gets the totals of the gradient sums and of the weights, and the
     other devices get zeros. If the number of devices does not change, the state does
-    not change either. Do not call this function under `jax.jit`, because it reads
-    values.
+    not change either. Do not call this function under `jax.jit`, because it reads the
+    values of arrays.
 
     Args:
         state: the state of a wrapped optimizer with ``axis_name``, or a tree that

@@ -59,8 +59,7 @@ OVERFLOWS = 1
 MICRO_BATCHES = 2
 FLUSHES = 3
 COMPILED_ENDS = 4
-"""The index of the entry that counts the workers that end the window in compiled code.
-"""
+"""The index of the count of workers that end the window in compiled code."""
 OPTIMIZER = 5
 OPTIMIZER_SQUARED = 6
 """The index of the square of the optimizer's number. The sum of all workers' numbers
