@@ -93,8 +93,8 @@ class AccumulationState(NamedTuple):
 
 
 def fresh(start: State, weight_dtype: DType, **trees: Tree) -> AccumulationState:
-    """Return the state before the first micro-batch. Each scalar has its own array,
-    because JAX cannot donate the same buffer twice.
+    """Return the state before the first micro-batch. Each scalar gets an array of its
+    own, because JAX cannot donate the same buffer twice.
     """
     dtypes = {**kit.FIELD_DTYPES, "weight": weight_dtype}
     fields: dict[str, Any] = {
@@ -120,8 +120,8 @@ def first_terms(options: Options) -> Array:
 
 
 def current_terms(options: Options, steps: Scalar) -> Array:
-    """Return the encoded settings of the open window, whose size is `steps`. Every
-    micro-batch writes them to the state.
+    """Return the encoded settings of the open window, whose size is `steps`. The
+    settings are written to the state with every micro-batch.
     """
     codes = kit.encode_terms(kit.terms_of(options._replace(steps=None), 0))
     terms = jnp.asarray(codes, jnp.int32)
@@ -199,8 +199,8 @@ def result(state: Tree) -> StepResult:
 
     Returns:
         A `StepResult` whose fields are `jax.Array` scalars of shape ``()``. The flags
-        are bools and the counters int32. `loss_scale` is a float32. `grad_norm` and
-        `loss` are float32, or float64 if the accumulator contains float64.
+        are bools, and the counters are int32. `loss_scale` is a float32. `grad_norm`
+        and `loss` are float32, or float64 if the accumulator contains float64.
 
     Raises:
         ArgumentTypeError: `state` does not contain exactly one such state.

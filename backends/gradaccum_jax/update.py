@@ -62,7 +62,7 @@ class Update(NamedTuple):
 
     def with_loss(self, loss: Scalar) -> Update:
         """Return a copy that also passes `loss`, the window's loss, to the inner
-        optimizer. optax's optimizers call this argument ``value``.
+        optimizer. In optax's optimizers, this argument is called ``value``.
         """
         return self._replace(extra={**self.extra, "value": loss})
 

@@ -100,7 +100,7 @@ def add(
     # 0.7).
     adds = usable(fields, weight, finite)
     # Between two windows the accumulator contains leftover values from the last window,
-    # so the first micro-batch of a window starts from zeros.
+    # so the first micro-batch of a window is added to zeros instead.
     total = gradient_sum.emptied(state.accumulator, fields[0] == 0)
     total = gradient_sum.add(total, gradients, factor, adds)
     state = with_fields(state, accumulate(fields, weight, finite, jnp.where))
@@ -233,8 +233,7 @@ def discard(state: AccumulationState) -> AccumulationState:
 # Whether the update at the end of a window is applied depends on the norm of the
 # window's gradient.
 #
-# The norm is not computed with ``on_overflow="ignore"``, unless another option needs
-# it.
+# With ``on_overflow="ignore"``, the norm is computed only if another option needs it.
 
 
 def decide_on(

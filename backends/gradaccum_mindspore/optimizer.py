@@ -130,8 +130,8 @@ class Discard(WindowCall):
 
 class MicroBatch(nn.Cell):  # type: ignore[misc]
     """Adds one micro-batch in compiled code: ``optimizer(gradients, weight, loss)``. In
-    graph mode, this Cell is also called from Python, but without keyword arguments,
-    because a Cell does not accept them in graph mode.
+    graph mode, this Cell is also called from Python. These calls pass no keyword
+    arguments, because a Cell does not accept keyword arguments in graph mode.
     """
 
     def __init__(self, window: CompiledWindow) -> None:

@@ -122,7 +122,7 @@ def require_unwrapped(inner: Optimizer) -> None:
 
 
 def require_no_scale(inner: Optimizer) -> None:
-    """Raise if `inner` has a loss scale of its own, because it would divide the
+    """Raise if `inner` has a loss scale of its own, because `inner` would divide the
     gradients by this scale, which gradaccum does not know.
     """
     scale = float(getattr(inner, "loss_scale", 1.0))

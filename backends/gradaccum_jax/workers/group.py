@@ -62,8 +62,8 @@ class ParamsType(Enum):
     """
     COPY = "a copy for each device"
     """According to their types, the parameters are per-device copies. `jax.grad` then
-    returns each device's own gradient. However, the type of every value that depends on
-    the parameters then says that the value may differ between devices.
+    returns each device's own gradient. However, every value that depends on the
+    parameters is then typed as a value that may differ between devices.
     """
 
 
@@ -204,11 +204,11 @@ def map_by_kind(
 # Parameters may be sharded by hand inside `jax.shard_map`: each device along
 # ``shard_axes`` stores a part of the model.
 #
-# Then no device has the whole gradient. A device can compute the norm of its own shards
-# only, and cannot detect an inf in another device's shards. So the squares are added up
-# over all shards, and all devices make the same decision at the end of a window. Each
-# element is counted once, because JAX's types show which arrays are sharded and which
-# are replicated.
+# Then no device has the whole gradient. A device can compute only the norm of its own
+# shards, and cannot detect an inf in another device's shards. So the squares are added
+# up over all shards, and all devices make the same decision at the end of a window.
+# Each element is counted once, because JAX's types show which arrays are sharded and
+# which are replicated.
 #
 # In an ensemble, each device has its own model. JAX's types do not distinguish such a
 # model from a shard. So an error is raised unless ``shard_axes`` says which case
@@ -262,10 +262,10 @@ def names_of(axis_name: Any) -> tuple[str, ...]:
     return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
 
 
-# All arrays are reduced by one `jax.lax.psum`. XLA compiles it to one all-reduce, but
-# on a CPU it does so only from JAX 0.10 on. So small arrays of the same type are packed
-# into one array. (Sharded and replicated arrays have different types.) Large arrays are
-# not packed, because packing them would cost memory.
+# All arrays are reduced by one `jax.lax.psum`. XLA compiles this `psum` to a single
+# all-reduce, but on a CPU only from JAX 0.10 on. So small arrays of the same type are
+# packed into one array. (Sharded and replicated arrays have different types.) Large
+# arrays are not packed, because packing them would cost memory.
 
 
 LARGE_BYTES = 2**20

@@ -98,8 +98,8 @@ class PyNativeWindow:
 
     def close(self, state: State, denominator: float | None = None) -> None:
         """Close the window: update the parameters with its gradients, or skip the
-        update. If `denominator` is not None, the gradient sum is divided by it instead
-        of the window's weight.
+        update. If `denominator` is not None, the gradient sum is divided by
+        `denominator` instead of the window's weight.
         """
         ending = state
         options = self.options

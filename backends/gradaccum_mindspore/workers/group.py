@@ -53,7 +53,7 @@ workers exactly.
 
 
 # Before the workers add up the gradient sums, they add up a vector of numbers. The
-# following constants are indices into this vector. The learning rates are at its end.
+# following constants are indices into this vector, which ends with the learning rates.
 WEIGHT = 0
 OVERFLOWS = 1
 MICRO_BATCHES = 2
@@ -109,9 +109,8 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         """Replace the sums, the weight and the overflow flag with the totals over all
         workers.
 
-        This runs in a branch of its own, because MindSpore copies a Parameter, and
-        rounds float64 to float32, if the same graph reads the Parameter again after
-        writing it.
+        This runs in a branch of its own, because if a graph reads a Parameter again
+        after writing it, MindSpore copies the Parameter, and rounds float64 to float32.
         """
         if self.always:
             self.add_up_sums(self.add_up_numbers(self.zero, self.one))
@@ -185,9 +184,9 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
     def global_norm(self, shared_norm: Tensor, sharded_norm: Tensor) -> Tensor:
         """Return the gradient norm over all workers. `shared_norm` is the norm of the
         gradient sums that are equal on all workers, and `sharded_norm` is the norm of
-        this worker's shards. The workers exchange their values of `sharded_norm` only
-        after `shared_norm` has been computed, because all workers must send their
-        messages in the same order.
+        this worker's shards. The workers exchange `sharded_norm` only after
+        `shared_norm` has been computed, because all workers must send their messages in
+        the same order.
         """
         placed_norm = ops.where(self.is_this_worker, sharded_norm, self.zero)
         norms = compiled_sum_over_workers(
