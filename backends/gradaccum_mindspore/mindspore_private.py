@@ -33,7 +33,7 @@ def forget_recorded() -> None:
 
 @contextmanager
 def context(**settings: Any) -> Iterator[None]:
-    """Change settings of `mindspore.set_context` for the duration of a ``with`` block."""
+    """Change settings of `mindspore.set_context` inside a ``with`` block."""
     before = {name: ms.get_context(name) for name in settings}
     ms.set_context(**settings)
     try:
