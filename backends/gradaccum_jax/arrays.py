@@ -46,7 +46,7 @@ Leaves = list[Array]
 
 Gradients = list[Array]
 """A micro-batch's gradients: one entry per leaf of the accumulator, in the same order.
-An entry is None if nothing is added to its leaf (see `checks.align`).
+An entry is None if nothing is added to the corresponding leaf (see `checks.align`).
 """
 
 Axes = frozenset[str]
@@ -73,8 +73,8 @@ def plain(tree: Tree) -> Tree:
 
 is_none = functools.partial(operator.is_, None)
 """True if the argument is None. With ``is_leaf=is_none``, `jax.tree.map` treats each
-None as a leaf. JAX calls this function for every node of a tree, so for speed it is
-built from functions written in C.
+None as a leaf. This function is composed of functions written in C, because JAX calls
+it for every node of a tree.
 """
 
 
@@ -100,9 +100,9 @@ class GradientTypes(NamedTuple):
     """
     update_dtypes: list[DType]
     """The gradient dtypes that determine the dtypes of the updates: each update has the
-    dtype that the inner optimizer would return for a gradient of the dtype in this
-    list. The list equals `dtypes`, except in a flush. Because no gradients are passed
-    to a flush, the list then contains the dtypes of the parameters.
+    dtype that the inner optimizer would return if the gradient had the dtype in this
+    list. The list equals `dtypes`, except in a flush. No gradients are passed to a
+    flush, so the list then contains the dtypes of the parameters.
     """
 
 
@@ -110,11 +110,12 @@ def gradient_types(
     accumulator: Tree, params: Params, gradients: Gradients | None
 ) -> GradientTypes:
     """Return the dtypes of the gradients that the inner optimizer receives: for each
-    leaf, the wider of the parameter's dtype and the gradient's dtype. So if a caller
-    passes gradients in a wider dtype, the update is the same as in plain optax.
+    leaf, the wider of the parameter's dtype and the gradient's dtype. So if the
+    gradients have a wider dtype than the parameters, the update is the same as in plain
+    optax.
 
-    In a flush the dtypes of the gradients are unknown, so the sum is passed to the
-    inner optimizer without rounding.
+    In a flush the dtypes of the gradients are unknown, so the inner optimizer gets the
+    sum without rounding.
     """
     totals = jax.tree.leaves(accumulator, is_leaf=is_none)
     parameters: Leaves = [None] * len(totals)
@@ -184,7 +185,7 @@ def wider(a: DType, b: DType) -> DType:
 
 def cast_like(tree: Tree, like: Tree) -> Tree:
     """Cast each leaf of `tree` to the dtype of the corresponding leaf of `like`, and
-    remove JAX's weak types. Where `tree` has None, return the leaf of `like`.
+    remove JAX's weak types. Where `tree` contains None, use the leaf of `like`.
     """
     return jax.tree.map(_cast, tree, like, is_leaf=is_none)
 
@@ -217,20 +218,21 @@ def is_half(leaf: Array) -> bool:
 
 
 KEY = "key"
-"""A placeholder for the batch axis of a random key, because a key has no batch axis.
-Each micro-batch gets its own key: `jax.random.fold_in` folds the micro-batch's index
-into the given key.
+"""Marks an array as a random key, which has no batch axis. `jax.random.fold_in` folds
+the index of each micro-batch into the key, so that every micro-batch gets a different
+key.
 """
 Axis = int | str | None
-"""How an array is split into micro-batches: the index of its batch axis (>= 0), None if
-every micro-batch gets the whole array, or `KEY` if the array is a random key.
+"""How an array is split into micro-batches: an index >= 0 is the array's batch axis,
+None means that every micro-batch gets the whole array, and `KEY` means that the array
+is a random key.
 """
 
 
 def spread_over(prefix: Tree, tree: Tree, argument: str) -> list[Any]:
-    """Expand `prefix`, a tree prefix of `tree`, to a list with one value for each leaf
-    of `tree`, like `gradaccum.kit.spread`. `argument` is the prefix's name in error
-    messages.
+    """Expand `prefix`, a tree prefix of `tree`, into a list with one value for each
+    leaf of `tree`, like `gradaccum.kit.spread`. `argument` is the prefix's name in
+    error messages.
     """
     if type(prefix) is list and isinstance(tree, tuple):
         prefix = tuple(prefix)
@@ -252,7 +254,7 @@ def spread_over(prefix: Tree, tree: Tree, argument: str) -> list[Any]:
 
 def is_constant(leaf: object) -> bool:
     """True if `leaf` is compiled into the program as a constant. Arrays and floats are
-    not, because their values may change from call to call.
+    arguments of the program instead, because their values may change from call to call.
     """
     may_change: Any = jax.Array | np.ndarray | np.generic | float | complex
     return not (isinstance(leaf, may_change) or hasattr(leaf, "__jax_array__"))

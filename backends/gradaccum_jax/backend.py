@@ -1,5 +1,6 @@
 """Define `wrap` and `backend`. The gradaccum core uses JAX only through the object
-`backend`, which it imports by name. `gradaccum.wrap` uses it for optax optimizers.
+`backend`, which it imports by name. `gradaccum.wrap` uses this object to wrap optax
+optimizers.
 """
 
 from __future__ import annotations
@@ -56,13 +57,13 @@ class JaxBackend:
             axis_name: the mesh axis, or a tuple of several axes, over which the large
                 batch is split. The option works inside `jax.shard_map`; the easiest way
                 to use it is `gradaccum_jax.data_parallel`. All devices must make the
-                same calls. Their gradient sums are reduced once, at the end of the
-                window. A device without items must pass weight 0.
+                same calls. The gradient sums of the devices are reduced once, at the
+                end of the window. A device without items must pass weight 0.
             shard_axes: the mesh axis, or a tuple of several axes, along which
                 parameters are sharded inside `jax.shard_map`. The gradient norm is then
                 computed over all shards, and all devices make the same decision about
                 whether to apply the update. Pass ``()`` if each device has its own
-                model. Omit this option if you use only `jax.jit`.
+                model. If you use only `jax.jit`, omit this option.
             mesh: the `jax.sharding.Mesh` that contains `axis_name`. Outside
                 `gradaccum_jax.data_parallel`, ``tx.init(params)`` uses this mesh. The
                 default is the mesh of the surrounding context.
@@ -71,7 +72,7 @@ class JaxBackend:
             ArgumentTypeError: `optimizer` is already wrapped. `init` also raises this
                 error if the inner optimizer itself accumulates gradients.
             ArgumentValueError: ``steps`` is a callable that does not return an int >= 1
-                for update 0, or a window's size does not fit into an int32.
+                for the first window, or a window's size does not fit into an int32.
             UsageError: ``steps=until_weight(...)`` is combined with `axis_name`. This
                 is not supported, because each device would end the window according to
                 its own weight.

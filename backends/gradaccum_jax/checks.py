@@ -38,7 +38,7 @@ from gradaccum_jax.gradient_sum import has_sum
 from gradaccum_jax.state import AccumulationState
 
 ACCUMULATING = (AccumulationState, optax.MultiStepsState, optax.ApplyEvery)
-"""The state types of optimizers that accumulate gradients themselves."""
+"""The classes of the states of optimizers that accumulate gradients themselves."""
 
 
 def require_dtype(accumulate_dtype: DType) -> DType:
@@ -100,7 +100,7 @@ def as_weight(weight: Scalar, dtype: DType) -> Scalar:
     """Return a micro-batch's weight as a scalar array of `dtype`, or None if `weight`
     is None.
 
-    The value of a traced weight is unknown during tracing. If it turns out to be
+    The value of a traced weight is unknown during tracing. If the value turns out to be
     negative or not finite, the micro-batch is treated as if its gradient were not
     finite.
     """
@@ -122,8 +122,8 @@ def as_denominator(denominator: Scalar, options: Options, dtype: DType) -> Scala
     """Return the denominator of a window as a scalar array of `dtype`, or None if
     `denominator` is None.
 
-    The value of a traced denominator is unknown during tracing. If it turns out not to
-    be a finite number > 0, the window ends without an update.
+    The value of a traced denominator is unknown during tracing. If the value turns out
+    not to be a finite number > 0, the window ends without an update.
     """
     if isinstance(denominator, jax.core.Tracer):
         kit.require_denominator_allowed(options)
@@ -150,7 +150,7 @@ def align(gradients: Tree, accumulator: Tree) -> Gradients:
     in the order of the accumulator's leaves, with None for each leaf to which nothing
     is added.
 
-    NumPy arrays are copied. Otherwise the caller might overwrite their memory with the
+    NumPy arrays are copied, because the caller might overwrite an array with the
     gradients of the next micro-batch before JAX has read it.
     """
     totals, structure = _named_leaves(accumulator)
@@ -184,7 +184,7 @@ def align(gradients: Tree, accumulator: Tree) -> Gradients:
 
 def _named_leaves(tree: Tree) -> tuple[NamedLeaves, Tree]:
     """Return the leaves of `tree` with their paths, and the tree's structure. A leaf of
-    dtype float0, which is JAX's gradient of an integer, is replaced with None.
+    dtype float0, JAX's dtype for the gradients of integers, is replaced with None.
     """
     flat, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)
     leaves: NamedLeaves = []

@@ -1,12 +1,12 @@
 """Check the extra arguments of ``tx.update`` and ``flush``, which are passed on to the
 inner optimizer.
 
-Some of them describe one batch: optax has `grad` and `value_fn` for line searches,
-`grad_fn` for SAM, and `obj_fn` for Sophia. The inner optimizer runs at the end of the
-window. An argument that describes only the last micro-batch would not match the
-gradient of the whole window. So the caller must pass such arguments to `flush`, with
-values that describe the whole window. `value` is an exception: losses can be added up,
-so the inner optimizer gets the window's loss (see `extensions`).
+Some of these arguments describe one batch: optax has `grad` and `value_fn` for line
+searches, `grad_fn` for SAM, and `obj_fn` for Sophia. The inner optimizer runs at the
+end of the window. An argument that describes only the last micro-batch would not match
+the gradient of the whole window. So the caller must pass such arguments to `flush`,
+with values that describe the whole window. `value` is an exception: losses can be added
+up, so the inner optimizer gets the window's loss (see `extensions`).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Arithmetic on the accumulator, which is the sum of a window's gradients. It is a tree
-with the structure of the parameters.
+"""Arithmetic on the accumulator, a tree with the structure of the parameters that
+contains the sums of a window's gradients.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def sum_dtype(leaf: Array, accumulate_dtype: DType) -> DType:
     precision, otherwise the leaf's own dtype.
 
     If `accumulate_dtype` is not None, it is used for every floating-point leaf instead.
-    The sum of a complex leaf is always complex.
+    The gradients of a complex leaf are always summed in a complex dtype.
     """
     leaf_dtype = jnp.result_type(leaf)
     if not takes_part(leaf):
@@ -62,9 +62,9 @@ def zeros(params: Params, accumulate_dtype: DType) -> Tree:
     return jax.tree.map(empty_sum, params)
 
 
-# The gradients of a frozen parameter are not added up. Instead of their sum, the
-# accumulator contains an empty array of shape (0, 0, *parameter.shape), a shape that no
-# parameter of an ordinary model has.
+# The gradients of a frozen parameter are not added up. Where their sum would be, the
+# accumulator contains an empty array of shape (0, 0, *parameter.shape). No parameter of
+# an ordinary model has such a shape.
 
 
 def without_sum(total: Array) -> Array:
@@ -97,8 +97,8 @@ def add(accumulator: Tree, gradients: Gradients, factor: Scalar, adds: Scalar) -
     means 1.
 
     If `adds` is false, for example because the weight is 0, the sum must not change
-    even if the gradient is NaN. So the old sum is selected: adding 0 times the gradient
-    would not work, because 0 times NaN is NaN.
+    even if the gradient is NaN. So a select chooses between the old sum and the new
+    sum. Adding 0 times the gradient would not work, because 0 times NaN is NaN.
     """
 
     def add_leaf(total: Array, gradient: Array) -> Array:
@@ -170,8 +170,8 @@ def select(predicate: Scalar, a: Array, b: Array) -> Array:
 # The global norm of the gradient sum is finite if and only if every element is finite.
 #
 # But the squares of large finite elements may overflow, and the squares of tiny
-# elements may underflow. In these cases the norm is computed again, after the sum has
-# been multiplied by a power of two that brings the squares into range.
+# elements may underflow. In both cases the sum is multiplied by a power of two that
+# brings the squares into range, and the norm is computed again.
 
 
 SMALL_SIZE = 2**14
@@ -179,11 +179,11 @@ SMALL_SIZE = 2**14
 arrays of the same type (see `GROUP_SIZE`).
 """
 GROUP_SIZE = 10
-"""How many small arrays share one sum-of-squares kernel. XLA compiles a kernel for each
-sum of squares, so the squares of small arrays of the same type are first added up
-element by element. A step with 150 arrays of 64 or 64 x 64 elements then compiles in
-1.5 s instead of 12.8 s (JAX 0.7.1 on a CPU). Two smaller kernels compile faster than
-one kernel for more than ten arrays.
+"""The maximum number of small arrays that share one sum-of-squares kernel. XLA compiles
+a kernel for each sum of squares, so the squares of small arrays of the same type are
+first added up element by element. A step with 150 arrays of 64 or 64 x 64 elements then
+compiles in 1.5 s instead of 12.8 s (JAX 0.7.1 on a CPU). For more than ten arrays, two
+smaller kernels compile faster than a single kernel.
 """
 
 
@@ -227,12 +227,12 @@ def _sum_of_squares(arrays: Leaves, factor: Scalar, shard_axes: ShardAxes) -> Sc
         group_factor = factor
         if group[0].size > SMALL_SIZE:
             # Before JAX 0.10, XLA:CPU writes the squares to memory. `total` is never
-            # negative, so this select always returns `factor`, but it makes XLA process
-            # one array after the other. AdamW on four arrays then needs temporary
-            # memory of 0.25 times the size of the parameters instead of 1.0 times (JAX
-            # 0.7.1). Small groups do not need the select. Without it, the same kernel
-            # occurs repeatedly, and XLA compiles a repeated kernel in less than half
-            # the time (JAX 0.7.1).
+            # negative, so this select always returns `factor`. Its only purpose is to
+            # make XLA process one array after the other. AdamW on four arrays then
+            # needs temporary memory of 0.25 times the size of the parameters instead of
+            # 1.0 times (JAX 0.7.1). Groups of small arrays do not need the select.
+            # Without the select, their kernels are identical, and XLA compiles repeated
+            # kernels in less than half the time (JAX 0.7.1).
             group_factor = jnp.where(total < 0, total, factor)
         squares = [jnp.square(array * group_factor) for array in group]
         sums[axes] = total + jnp.sum(functools.reduce(operator.add, squares))
@@ -269,8 +269,8 @@ def _real_parts(accumulator: Tree) -> Leaves:
 
 def fits(accumulator: Tree, divisor: Scalar, dtypes: list[DType]) -> Scalar:
     """Return a bool scalar: True if every finite element of the accumulator is still
-    finite after ``(sum / divisor).astype(dtype)``, where `dtypes` contains a dtype for
-    each leaf.
+    finite after ``(sum / divisor).astype(dtype)``, where `dtype` is the leaf's entry in
+    `dtypes`.
 
     It is enough to check the largest magnitude of each leaf, because division and
     rounding are monotonic.
@@ -284,9 +284,9 @@ def fits(accumulator: Tree, divisor: Scalar, dtypes: list[DType]) -> Scalar:
 
 
 def _is_narrower(dtype: DType, total_dtype: DType) -> bool:
-    """True if `dtype` has a smaller range than the quotient of a sum of dtype
-    `total_dtype` and a float32 divisor. The quotient is a float32 even if the sum is in
-    half precision.
+    """True if `dtype` has a smaller range than the dtype that results when a sum of
+    dtype `total_dtype` is divided by a float32. The result is in float32 even if the
+    sum is in half precision.
     """
     if not jnp.issubdtype(total_dtype, jnp.inexact):
         return False
@@ -298,8 +298,8 @@ def _largest(leaf: Array) -> Scalar:
     """Return the largest magnitude in a real array, in float32 or a wider dtype. It is
     NaN if an element is NaN.
 
-    The array is reduced row by row, because XLA:CPU takes minutes to compile several
-    reductions of whole matrices to scalars in one program.
+    The array is reduced row by row, because XLA:CPU takes minutes to compile a program
+    in which several whole matrices are reduced to scalars.
     """
     rows = jnp.atleast_1d(leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)))
     return jnp.max(jnp.maximum(jnp.max(rows, axis=-1), -jnp.min(rows, axis=-1)))

@@ -75,9 +75,9 @@ def layered_value_and_update(
         step = jax.jit(step, donate_argnums=(0, 1))
         loss, params, state = step(params, state, x, y)
 
-    Only one layer's gradient is in memory at a time. In exchange, the activations
-    between the layers are kept for the whole batch, and each layer runs a second time
-    in the backward pass. The inner optimizer has a separate state for the outer
+    Only one layer's gradient is in memory at a time. The price is that the activations
+    between the layers are kept for the whole batch, and that each layer runs a second
+    time in the backward pass. The inner optimizer has a separate state for the outer
     parameters and for each layer, and is called separately for each of them. The
     parameters of a layer are passed to the inner optimizer without their leading axis.
     So an optimizer whose updates combine several layers, such as
@@ -133,8 +133,8 @@ def layered_value_and_update(
 
 
 class Part(NamedTuple):
-    """The outer parameters or the parameters of one layer, with the inner optimizer's
-    state for these parameters.
+    """Either the outer parameters or the parameters of one layer, together with the
+    inner optimizer's state for these parameters.
     """
 
     params: Tree
@@ -188,8 +188,9 @@ class LayeredValueAndUpdate(LargeBatchFunction):
         ) -> tuple[tuple[Part, Stacks], None]:
             layer_parts, upstream = carry
             number, border = number_and_border
-            # The layers are read from the carry and written back to it. If they were
-            # read from a separate array, XLA would keep a copy of all layers.
+            # The layers are read from the scan's carry and written back to it. If the
+            # layers were read from a separate array, XLA would keep a copy of all of
+            # them.
             layer_part = entry_at(layer_parts, number)
             sums, upstream = passes.pull_back(
                 self.layer,
@@ -302,9 +303,9 @@ class LayeredPasses:
 
     def head(self, activations: Stacks, numbers: Array) -> Any:
         """Apply the loss function to the last layer's activations. Return the window's
-        state (without its trees), the sums of the outer parameters' gradients, the
+        state (without its pytrees), the sums of the outer parameters' gradients, the
         gradients with respect to the activations, the weights of the micro-batches, and
-        the loss (and aux, if the loss function returns it).
+        the loss (together with aux, if the loss function returns it).
         """
         spec = self.function.spec
         dtype = jnp.result_type(self.state.weight)
@@ -417,8 +418,8 @@ def require_separable(
     inner: optax.GradientTransformationExtraArgs, outer: Tree, layers: Tree
 ) -> None:
     """Raise if the inner optimizer draws random numbers, or if its update of one layer
-    (or of the outer parameters) depends on another layer. The check traces two
-    successive updates.
+    (or of the outer parameters) depends on another layer. To check this, two successive
+    updates are traced.
     """
 
     def second_updates(params: Tree, first: Tree, second: Tree) -> Tree:

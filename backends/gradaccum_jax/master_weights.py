@@ -104,8 +104,9 @@ def distance(p: Array, master: Array) -> Array:
     at most 2^-24 (|q - p| + |q|), up to a factor of 1 + 2^-24, and numbers within
     2^-(t+1) |q| of q round to q. So the result is q, bit for bit, as long as |p| <=
     (2^(23 - t) - 4) |q|, which is 4092 |q| in float16 and 32764 |q| in bfloat16. The
-    result is also q if q is 0, or if |q - p| <= 1 in float16, because float32
-    represents such a multiple of 2^-24 exactly.
+    result is also q if q is 0. In float16, the result is also q if |q - p| <= 1,
+    because q - p is a multiple of 2^-24, and float32 represents such a small multiple
+    exactly.
 
     All this holds unless q - p overflows float32 or, in bfloat16, is below 2^-126,
     which XLA flushes to 0. A parameter that shrinks by a larger factor in one update,
@@ -129,7 +130,8 @@ def round_master(master: Array, dtype: DType) -> Array:
     """
     if dtype == jnp.bfloat16:
         return lax.reduce_precision(master, exponent_bits=8, mantissa_bits=7)
-    # `lax.reduce_precision` flushes subnormals to 0, so they are rounded separately.
+    # Subnormals are rounded separately, because `lax.reduce_precision` flushes them to
+    # 0.
     normal = lax.reduce_precision(master, exponent_bits=5, mantissa_bits=10)
     subnormal = (
         lax.round(master * FLOAT16_SUBNORMALS, lax.RoundingMethod.TO_NEAREST_EVEN)

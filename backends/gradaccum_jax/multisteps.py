@@ -52,7 +52,7 @@ class MultiSteps:
     - `gradient_transformation` passes on extra arguments, whereas optax's method of
       this name drops them inside an `optax.chain`.
     - `every_k_schedule` may also be a NumPy int or a list of pairs
-      ``(first gradient_step, steps)``. A size below 1 is rejected.
+      ``(first gradient_step, steps)``. A number of steps below 1 is rejected.
     - In a loop outside `jax.jit`, the mini-step is compiled only once.
 
     The field `acc_grads` of the state contains the running mean of the gradients, or

@@ -2,7 +2,7 @@
 the functions `flush`, `discard` and `epoch`.
 
 `wrap` returns a plain `optax.GradientTransformationExtraArgs`. Its functions `init` and
-`update` are methods of an `Accumulation`, from which `flush` reads the options.
+`update` are methods of an `Accumulation`, which also provides the options to `flush`.
 `update` is jitted, so it is compiled only once in a loop outside `jax.jit`.
 """
 
@@ -403,7 +403,7 @@ def accumulation_of(tx: object) -> Accumulation | None:
 
 def require_open(tx: optax.GradientTransformation) -> Accumulation:
     """Return the `Accumulation` of `tx`. Raise unless `tx` was wrapped with
-    ``steps=None``, because the caller closes the window itself.
+    ``steps=None``. The caller needs this because it closes the window itself.
     """
     accumulation = accumulation_of(tx)
     if accumulation is None:

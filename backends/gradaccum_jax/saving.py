@@ -1,7 +1,7 @@
 """Check whether a state that was restored from a checkpoint fits the optimizer.
 
-A library that restores without a target returns plain dicts and lists. Their leaves
-have the same paths as the leaves of the state, so leaves are matched by path.
+A checkpoint library that restores without a target tree returns plain dicts and lists.
+The leaves keep their paths, so each leaf is matched to a leaf of the state by its path.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def check_state(tx: optax.GradientTransformation, state: Tree, params: Params) -
     of loss scale (if the scale is constant, also its value). If no window is open, all
     of these options may change. The saved loss scale is kept only if the scale is
     dynamic both in the saved run and in this run. Do not call this function under
-    `jax.jit`, because it reads values.
+    `jax.jit`, because it reads the values of arrays.
 
     With ``axis_name``, the returned state fits only the number of devices on which it
     was saved. `gradaccum_jax.redistributed` converts it to a different number of
@@ -92,9 +92,9 @@ def _on_devices(like: AccumulationState, restored_state: Tree) -> AccumulationSt
 
 def _resume(state: AccumulationState, options: Options) -> AccumulationState:
     options = options._replace(steps=_on_the_host(options.steps))
-    # The weight and the overflow flag differ between devices, and other processes may
-    # store some of their values. The values are not needed here, so zeros are used
-    # instead.
+    # The weight and the overflow flag have one value per device, and some of these
+    # values may be stored in other processes. The values are not needed here, so they
+    # are replaced with zeros.
     shared_state = state._replace(weight=np.zeros(()), overflow=np.zeros((), bool))
     saved_fields = State(
         *(np.asarray(field).item() for field in fields_of(shared_state))
@@ -138,8 +138,8 @@ def rebuild(tree: Tree, like: Tree) -> Any:
 
 
 def _copy(leaf: Array) -> Array:
-    """Return `leaf` as a JAX array. A NumPy array is copied. Otherwise JAX would share
-    its memory with the user, who may overwrite it.
+    """Return `leaf` as a JAX array. A NumPy array is copied, because JAX may use the
+    array's own memory, which the user may overwrite.
     """
     return jnp.array(leaf) if isinstance(leaf, np.ndarray) else jnp.asarray(leaf)
 

@@ -3,9 +3,9 @@ and the differences between JAX versions.
 
 Inside `jax.shard_map`, the type of a value contains the mesh axes along which the value
 may differ between devices. The results of a loop or a conditional must have the same
-types as its inputs. If the types of the results would contain additional axes, for
-example because the predicate varies along them, these axes are first added to the types
-of the inputs.
+types as its inputs. The types of the results may contain additional axes, for example
+because the predicate varies along these axes. In this case, the axes are first added to
+the types of the inputs.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def axes_of(value: Array) -> Axes:
 
 
 def manual_axes() -> Axes:
-    """Return the mesh axes of the surrounding `jax.shard_map`, or no axes outside of
-    it.
+    """Return the mesh axes of the surrounding `jax.shard_map`, or an empty set if there
+    is no surrounding `jax.shard_map`.
     """
     mesh: Any = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -79,9 +79,9 @@ def vary(tree: T, axes: Axes) -> T:
 def with_axes_of_results(
     predicate: Scalar, function: Callable[[T], T], operand: T
 ) -> tuple[Callable[[T], T], T]:
-    """Make the types of the inputs and results of a conditional agree. In the returned
-    `function` and `operand`, each array is marked as varying along every mesh axis
-    along which the array itself, the corresponding result or `predicate` varies.
+    """Make the types of the inputs and results of a conditional agree. Return
+    `function` and `operand` so that each array is marked as varying along a mesh axis
+    if the array itself, the corresponding result or `predicate` varies along this axis.
     """
     leaves, structure = jax.tree.flatten(operand)
     while True:
@@ -131,7 +131,7 @@ class AxisShards(NamedTuple):
     """The number of equal shards into which one axis of an array is divided."""
 
     known: int
-    """The number of shards according to the array or its type."""
+    """The number of shards that is known from the array or its type."""
     possible: int
     """The largest possible number of shards, a multiple of `known`."""
 
@@ -141,7 +141,8 @@ ONE_SHARD = AxisShards(1, 1)
 
 def axis_shards(leaf: Array, axis: int, others: Tree) -> AxisShards:
     """Return the number of shards of one axis of `leaf`. If the type of `leaf` contains
-    no mesh, `leaf` may be sharded over the largest mesh of the arrays in `others`.
+    no mesh, assume that `leaf` may be sharded over the largest mesh of the arrays in
+    `others`.
     """
     if manual_axes() or not isinstance(leaf, jax.Array):
         return ONE_SHARD
@@ -168,8 +169,8 @@ def _shards_by_type(sharding: Any, axis: int, others: Tree) -> AxisShards:
 
 
 def _most_devices(tree: Tree) -> int:
-    """Among the surrounding mesh and the meshes of the arrays in `tree`, find the
-    largest mesh with automatic axes. Return its number of devices, or 1 if there is no
+    """Return the number of devices of the largest mesh with automatic axes, among the
+    surrounding mesh and the meshes of the arrays in `tree`. Return 1 if there is no
     such mesh.
     """
     arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]

@@ -46,7 +46,8 @@ class AccumulationState(NamedTuple):
     loss_scale: Scalar
     """float32: the factor by which the loss is multiplied before differentiation."""
     growth_tracker: Scalar
-    """int32: the number of windows without overflow since the loss scale last changed.
+    """int32: the number of windows that did not overflow since the loss scale last
+    changed.
     """
     accumulator: Tree
     """The sum of the open window's gradients, still multiplied by the loss scale and
@@ -62,8 +63,8 @@ class AccumulationState(NamedTuple):
     last_skipped: Scalar
     """bool: True if the last call closed a window without an update."""
     last_overflow: Scalar
-    """bool: True if the last call closed a window that had overflowed, or dropped its
-    micro-batch.
+    """bool: True if the last call closed a window that had overflowed, or dropped the
+    micro-batch that was passed to it.
     """
     last_grad_norm: Scalar
     """The global 2-norm of the last closed window's gradient before clipping, in the
@@ -92,8 +93,8 @@ class AccumulationState(NamedTuple):
 
 
 def fresh(start: State, weight_dtype: DType, **trees: Tree) -> AccumulationState:
-    """Return the state before the first micro-batch. Each scalar has its own array,
-    because JAX cannot donate the same buffer twice.
+    """Return the state before the first micro-batch. Each scalar gets an array of its
+    own, because JAX cannot donate the same buffer twice.
     """
     dtypes = {**kit.FIELD_DTYPES, "weight": weight_dtype}
     fields: dict[str, Any] = {
@@ -119,8 +120,8 @@ def first_terms(options: Options) -> Array:
 
 
 def current_terms(options: Options, steps: Scalar) -> Array:
-    """Return the encoded settings of the open window, whose size is `steps`. Every
-    micro-batch writes them to the state.
+    """Return the encoded settings of the open window, whose size is `steps`. The
+    settings are written to the state with every micro-batch.
     """
     codes = kit.encode_terms(kit.terms_of(options._replace(steps=None), 0))
     terms = jnp.asarray(codes, jnp.int32)
@@ -198,8 +199,8 @@ def result(state: Tree) -> StepResult:
 
     Returns:
         A `StepResult` whose fields are `jax.Array` scalars of shape ``()``. The flags
-        are bools and the counters int32. `loss_scale` is a float32. `grad_norm` and
-        `loss` are float32, or float64 if the accumulator contains float64.
+        are bools, and the counters are int32. `loss_scale` is a float32. `grad_norm`
+        and `loss` are float32, or float64 if the accumulator contains float64.
 
     Raises:
         ArgumentTypeError: `state` does not contain exactly one such state.
@@ -259,9 +260,9 @@ def scale_loss(loss: Scalar, state: Tree) -> Scalar:
 # is unknown if it was not computed.
 #
 # Computations treat an unknown number as NaN. But with ``jax_debug_nans``, JAX raises
-# an error when a jitted function returns a NaN, and in every micro-batch a jitted
-# function returns the state. So the state stores the lowest finite float32 instead of
-# NaN. No sum of losses has this value.
+# an error when a jitted function returns a NaN, and each micro-batch's state is
+# returned by a jitted function. So the state stores the lowest finite float32 instead
+# of NaN. No sum of losses has this value.
 
 
 UNKNOWN = float(jnp.finfo(jnp.float32).min)

@@ -1,5 +1,5 @@
-"""Call the inner optimizer at the end of a window, without a second buffer of the size
-of the parameters.
+"""Call the inner optimizer at the end of a window, without allocating a second buffer
+as large as the parameters.
 
 If the inner optimizer runs, its updates overwrite the sum of the gradients, and the
 first micro-batch of the next window overwrites the updates. The conditional reads the
@@ -62,7 +62,7 @@ class Update(NamedTuple):
 
     def with_loss(self, loss: Scalar) -> Update:
         """Return a copy that also passes `loss`, the window's loss, to the inner
-        optimizer. optax's optimizers call this argument ``value``.
+        optimizer. In optax's optimizers, this argument is called ``value``.
         """
         return self._replace(extra={**self.extra, "value": loss})
 
@@ -183,8 +183,8 @@ def without_frozen(
     try:
         program = jax.make_jaxpr(results)(totals, params).jaxpr
     except Exception:
-        # The optimizer needs arguments that are passed only with a micro-batch, so it
-        # is unknown which parameters are frozen.
+        # The optimizer needs arguments that only a micro-batch's call passes. So it is
+        # not yet known which parameters are frozen.
         return accumulator
     uses_state = [True] * len(program.outvars[count:])
     is_read = partial_eval.dce_jaxpr(program, [True] * count + uses_state)[1]

@@ -1,7 +1,8 @@
 """Add a micro-batch to the open window, close the window, or discard it.
 
-Whether a window ends is known only on the device. So every micro-batch runs the same
-compiled program: `add`, then `close`, which closes the window only if `at_end` is true.
+Only the device knows whether a window ends with a micro-batch. So every micro-batch
+runs the same compiled program: `add`, then `close`, which closes the window only if
+`at_end` is true.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ from gradaccum_jax.workers.group import ReducedWindow, all_reduce, require_known
 from gradaccum_jax.xla import in_one_kernel, run_if
 
 Event = tuple[Scalar, Scalar, Scalar]
-"""The outcome of the last call as the state stores it: the flags (applied, skipped,
-overflow).
+"""The outcome of the last call, in the form in which the state stores it: the flags
+(applied, skipped, overflow).
 """
 
 
@@ -99,7 +100,7 @@ def add(
     # 0.7).
     adds = usable(fields, weight, finite)
     # Between two windows the accumulator contains leftover values from the last window,
-    # so the first micro-batch of a window starts from zeros.
+    # so the first micro-batch of a window is added to zeros instead.
     total = gradient_sum.emptied(state.accumulator, fields[0] == 0)
     total = gradient_sum.add(total, gradients, factor, adds)
     state = with_fields(state, accumulate(fields, weight, finite, jnp.where))
@@ -214,8 +215,8 @@ def close(
         total, inner_state, divisor, ending.apply
     )
     if is_shared:
-        # Clear the sum with a select, which XLA computes in place. Otherwise XLA would
-        # copy the sum, because `data_parallel` adds a leading axis to it.
+        # Clear the sum with a select, which XLA computes in place. Without this select
+        # XLA would copy the sum, because `data_parallel` adds a leading axis to it.
         total = gradient_sum.emptied(total, at_end)
     return updates, ending.state._replace(
         accumulator=total, inner_state=inner_state, masters=masters, terms=state.terms
@@ -232,8 +233,7 @@ def discard(state: AccumulationState) -> AccumulationState:
 # Whether the update at the end of a window is applied depends on the norm of the
 # window's gradient.
 #
-# The norm is not computed with ``on_overflow="ignore"``, unless another option needs
-# it.
+# With ``on_overflow="ignore"``, the norm is computed only if another option needs it.
 
 
 def decide_on(
@@ -258,8 +258,8 @@ def decide_on(
 # If ``steps`` is a callable, it determines the size of each window.
 #
 # A concrete size is checked as in every backend, but the value of a traced size is
-# unknown. If a traced size turns out to be below 1, the gradient of each micro-batch is
-# treated as if it were not finite. Then no update is made, and `result` shows this.
+# unknown. If a traced size turns out to be below 1, every micro-batch is treated as if
+# its gradient were not finite. So no update is made, which `result` shows.
 
 
 def number_of(size: Scalar) -> Scalar:
@@ -267,10 +267,10 @@ def number_of(size: Scalar) -> Scalar:
 
 
 def check_known(schedule: kit.Schedule, optimizer_step: Scalar = 0) -> None:
-    """Check the size that a callable ``steps`` returns for the window after
-    `optimizer_step` updates; the default is the first window. Nothing is checked under
-    `jax.jit`, where the size is unknown. In a loop outside `jax.jit`, the check waits
-    until the previous update has been computed.
+    """Check the size that a callable ``steps`` returns for the window that begins after
+    `optimizer_step` updates. By default, this is the first window. Nothing is checked
+    under `jax.jit`, where the size is unknown. In a loop outside `jax.jit`, the check
+    waits until the previous update has been computed.
     """
     if kit.is_known(schedule) or isinstance(optimizer_step, jax.core.Tracer):
         return

@@ -31,8 +31,8 @@ def call_jitted(jitted_function: Any, *arguments: Tree) -> Any:
     is_traceable = all(
         isinstance(leaf, TRACEABLE) for leaf in jax.tree.leaves(arguments)
     )
-    # Sums have wider dtypes than gradients by design. If the user has set JAX's dtype
-    # promotion to "strict", JAX would refuse to add gradients to such sums.
+    # Gradients are deliberately added to sums of a wider dtype. If the user has set
+    # JAX's dtype promotion to "strict", JAX would reject such an addition.
     with jax.numpy_dtype_promotion("standard"):
         if is_traceable:
             return jitted_function(*arguments)

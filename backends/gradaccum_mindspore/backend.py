@@ -65,13 +65,14 @@ class MindSporeBackend:
             name: a string that is included in the names of the Parameters that store
                 the state.
             data_parallel: True means that all workers share each window, and the
-                gradient sums are all-reduced once, when the window ends. This call, the
-                end of a window and ``flush`` are then collective operations. A
-                Parameter that you marked as ``layerwise_parallel`` belongs to one
-                worker, so its gradient sum is not all-reduced. This call marks all
-                other Parameters as ``layerwise_parallel`` too, because MindSpore's own
-                reducer then skips them. False means that this worker does not share its
-                windows. None is allowed only with a single worker.
+                gradient sums are all-reduced once, when the window ends. In that case
+                this call, the end of each window and ``flush`` are collective
+                operations, in which every worker must take part. A Parameter that you
+                marked as ``layerwise_parallel`` belongs to one worker, so its gradient
+                sum is not all-reduced. This call marks all other Parameters as
+                ``layerwise_parallel`` too, because MindSpore's own reducer then skips
+                them. False means that this worker does not share its windows. None is
+                allowed only with a single worker.
 
         Raises:
             ArgumentTypeError: `optimizer` is not a MindSpore optimizer, or is already

@@ -22,7 +22,7 @@ from gradaccum_mindspore.gradient_sum import DType, Gradients, Number, Shape
 Weight: TypeAlias = Number | None
 """The number of items in a micro-batch; None means 1."""
 Loss: TypeAlias = Number | None
-"""The unscaled loss of a micro-batch; None if it is not known."""
+"""The unscaled loss of a micro-batch; None if the caller passed no loss."""
 Spec = tuple[str, Shape, DType]
 """The name, shape and dtype of a parameter of the model."""
 Specs = tuple[Spec, ...]
@@ -114,8 +114,8 @@ def loss_as_number(loss: Any) -> float:
 
 
 # The following checks run while MindSpore compiles a program. MindSpore 2.7 warns if
-# code ignores the result of a check. So some checks return True, and their callers use
-# this result.
+# code ignores the result of a check. So some checks return True, and the calling code
+# uses this result.
 
 
 check_compiled_gradients: Callable[..., bool] = constexpr(require_gradients)

@@ -56,10 +56,10 @@ class Extension:
         """Handle the loading of a checkpoint."""
 
 
-# A window's loss is computed from the weighted sum of its micro-batches' losses. A
-# micro-batch without a loss writes nothing. The total weight of the micro-batches with
-# a loss is stored next to the sum. If this total differs from the window's weight when
-# the window ends, the window's loss is NaN.
+# A window's loss is computed from the weighted sum of its micro-batches' losses.
+# Nothing is written for a micro-batch without a loss. The total weight of the
+# micro-batches with a loss is stored next to the sum. If this total differs from the
+# window's weight when the window ends, the window's loss is NaN.
 
 
 LOSS = "loss"

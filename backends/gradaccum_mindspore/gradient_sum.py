@@ -4,9 +4,9 @@ dividing, clearing, and the global 2-norm.
 Functions whose names begin with ``compiled_`` run in compiled code (`mindspore.jit` or
 graph mode). `scaled`, `all_finite`, `divided`, `clear` and `norm_of` run in PyNative
 mode. In PyNative mode, a MindSpore operator takes a few tenths of a millisecond,
-because MindSpore runs it in another thread. So on a CPU most of these functions use
-NumPy, which takes only microseconds, because it reads a tensor's memory without a copy.
-On other devices, and for bfloat16, they use MindSpore's operators.
+because MindSpore runs it in another thread. So on a CPU most of the PyNative functions
+use NumPy, which reads a tensor's memory without a copy and takes only microseconds. On
+other devices, and for bfloat16, the functions use MindSpore's operators.
 
 Only `write` and `add_into` change a sum, because in PyNative mode ``Tensor.add_`` and
 similar methods leave a Parameter unchanged, and a compiled function does not see the
@@ -63,17 +63,17 @@ LIMITS = {
     ms.float32: (2.0**-23, 2.0**-149),
     ms.float64: (2.0**-52, 5e-324),
 }
-"""For each dtype, the distance from 1 to the next larger number, followed by the
-smallest positive number.
+"""For each dtype, a pair of numbers: the distance from 1 to the next larger number, and
+the smallest positive number.
 """
 
 map_over: Callable[..., tuple[Any, ...]] = ops.HyperMap()
 """``map_over(function, trees...)`` applies `function` to corresponding leaves, and
-returns the results as a tuple. It replaces a loop, because a loop with an ``if`` took
-minutes to compile for 200 parameters.
+returns the results as a tuple. It is used instead of a loop, because a loop with an
+``if`` took minutes to compile for 200 parameters.
 """
 cast: Callable[[Tensor, DType], Tensor] = ops.Cast()
-"""``cast(tensor, dtype)`` returns the tensor itself if it already has the dtype. It
+"""``cast(tensor, dtype)`` returns the tensor itself if it already has the dtype. A call
 compiles to one operator, whereas ``Tensor.astype`` compiles to four graphs.
 """
 reshape: Callable[[Tensor, Shape], Tensor] = ops.Reshape()
@@ -333,7 +333,7 @@ def norm_of(sums: Sums, dtype: DType) -> float:
 
 
 CHUNK = 2**20
-"""The number of elements of a sum that are copied to float64 at once."""
+"""The number of elements of a sum that are converted to float64 at a time."""
 
 
 # Compiled code computes the norm in two passes, because the squares of float32 numbers
@@ -349,8 +349,8 @@ In MindSpore, a sum over all axes takes seven times as long as a sum over the la
 
 PACKED = 2**20
 """If all sums together have at most this many elements, their norm is computed from one
-combined tensor, because an operator on a small tensor takes longer to start than to
-compute.
+combined tensor, because launching an operator on a small tensor takes longer than the
+computation itself.
 """
 
 
@@ -362,7 +362,7 @@ def compiled_norm(sums: Sums, dtype: DType) -> Tensor:
         sums = (packed_rows(sums, dtype),)
     largest = ops.stack(map_over(ops.partial(_largest, dtype), sums)).max()
     divisor = ops.where(largest > 0, largest, ops.ones_like(largest))
-    # The division turns inf into NaN, and `max` may overlook a NaN. In both cases the
+    # The division turns inf into NaN, and `max` may overlook a NaN. In either case the
     # sum of squares is NaN.
     squares = ops.addn(map_over(ops.partial(_squares, divisor), sums))
     return largest * ops.sqrt(squares)

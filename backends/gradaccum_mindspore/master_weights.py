@@ -1,12 +1,12 @@
 """The float32 master weights of half-precision parameters. The inner optimizer updates
 the master weights, and the model contains their rounded copies.
 
-When a MindSpore optimizer is created, it creates its moments as clones of the model's
-Parameters. So `put_masters_into` changes the optimizer in place: it replaces each
-half-precision Parameter with its master weight, wherever the optimizer and its cells
-refer to the Parameter. The optimizer's own half-precision state is converted to
-float32. The Parameters of this state keep their names and their current values, which
-are still rounded to half precision.
+The constructor of a MindSpore optimizer creates the optimizer's moments as clones of
+the model's Parameters. So `put_masters_into` changes the optimizer in place: it
+replaces each half-precision Parameter with its master weight, wherever the optimizer
+and its cells refer to the Parameter. The optimizer's own half-precision state is
+converted to float32. The Parameters of this state keep their names and their current
+values, which are still rounded to half precision.
 """
 
 from __future__ import annotations

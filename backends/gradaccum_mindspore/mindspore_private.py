@@ -33,7 +33,7 @@ def forget_recorded() -> None:
 
 @contextmanager
 def context(**settings: Any) -> Iterator[None]:
-    """Change settings of `mindspore.set_context` while a ``with`` block runs."""
+    """Change settings of `mindspore.set_context` inside a ``with`` block."""
     before = {name: ms.get_context(name) for name in settings}
     ms.set_context(**settings)
     try:
@@ -44,7 +44,7 @@ def context(**settings: Any) -> Iterator[None]:
 
 _mode = getattr(ms.context, "_get_mode", partial(ms.get_context, "mode"))
 """A function that returns MindSpore's execution mode. `mindspore.nn.Cell` itself calls
-this function. It is used because `mindspore.get_context` takes as long as ten
+this function. It is used instead of `mindspore.get_context`, which takes as long as ten
 operators.
 """
 
@@ -88,12 +88,11 @@ def call_when_saved(parameter: Parameter, function: Callable[[], None]) -> None:
 
 
 class CellOfOnePhase(nn.Cell):  # type: ignore[misc]
-    """A Cell that does not pass the name of the called program on to the Cells below
-    it.
+    """A Cell that does not pass the name of the called program on to its child Cells.
 
     When a compiled program is called, MindSpore 2.10 writes the program's name into
-    every Cell below the called Cell, once for every path that leads to the Cell. For
-    the Cells of a window, this would take as long as a few operators.
+    every descendant of the called Cell, once for every path that leads to the
+    descendant. For the Cells of a window, this would take as long as a few operators.
     """
 
     @property

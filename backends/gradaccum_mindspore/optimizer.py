@@ -4,9 +4,9 @@ per window.
 MindSpore compiles ``construct`` but never ``__call__``, so ``__call__`` contains the
 code for PyNative mode. `Flush` and `Discard` need both methods, so they are Cells too.
 The wrapped optimizer calls the constructor of `mindspore.nn.Cell` instead of the
-constructor of `mindspore.nn.Optimizer`, and looks up all other attributes on the inner
-optimizer. So both optimizers share one learning rate and one ``global_step``, which
-counts updates.
+constructor of `mindspore.nn.Optimizer`, and looks up every attribute that it does not
+have itself on the inner optimizer. So both optimizers share one learning rate and one
+``global_step``, which counts updates.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ from gradaccum_mindspore.workers.group import (
 M = TypeVar("M")
 
 FIXED_NAMES = {*Options._fields, "options", "inner", "loss_scale"}
-"""The names of attributes that must not change after wrapping, because compiled code
-has already read them.
+"""The names of attributes that must not be changed after wrapping, because compiled
+code has already read them.
 """
 
 
@@ -130,8 +130,8 @@ class Discard(WindowCall):
 
 class MicroBatch(nn.Cell):  # type: ignore[misc]
     """Adds one micro-batch in compiled code: ``optimizer(gradients, weight, loss)``. In
-    graph mode, this Cell is also called from Python, but without keyword arguments,
-    because a Cell does not accept them in graph mode.
+    graph mode, this Cell is also called from Python. These calls pass no keyword
+    arguments, because a Cell does not accept keyword arguments in graph mode.
     """
 
     def __init__(self, window: CompiledWindow) -> None:
@@ -269,9 +269,9 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
             gradients: a tuple or list in the order of ``self.parameters``, with None
                 for a parameter without a gradient. If there is a loss scale, the
                 gradients must be multiplied by the scale.
-            positional_weight: `weight`, passed by position. If you pass no loss, pass a
-                floating-point Tensor or array as ``weight=``, because it could be
-                mistaken for the loss if you pass it by position.
+            positional_weight: `weight`, passed by position. If the weight is a
+                floating-point Tensor or array and you pass no loss, use ``weight=``
+                instead, because the weight could be mistaken for the loss.
             positional_loss: `loss`, passed by position after the weight.
             weight: the number of items in the micro-batch: a number or a one-element
                 Tensor, >= 0. The default is 1.
@@ -355,7 +355,8 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
 
         Raises:
             UsageError: compiled code skipped a window, because the workers had
-                different learning rates or closed windows of different optimizers.
+                different learning rates or were closing windows of different
+                optimizers.
         """
         if self.compiled_window.workers is not None:
             self.compiled_window.workers.require_same_rates()
@@ -410,8 +411,9 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
             epochs: the number of epochs, an int >= 0.
 
         Raises:
-            ArgumentTypeError: `loader` has no length, or windows are closed by weight
-                or by ``flush``, so their number is not known in advance.
+            ArgumentTypeError: `loader` has no length, or ``steps`` does not define
+                windows by the number of micro-batches, so that the number of updates is
+                not known in advance.
             ArgumentValueError: `epochs` or the number of micro-batches is below 0.
         """
         return updates_in(
@@ -501,5 +503,6 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
 
 class AccumulatingExperimentalOptimizer(AccumulatingOptimizer, optim.Optimizer):  # type: ignore[misc]
     """The wrapper of a `mindspore.experimental.optim.Optimizer`. The wrapper is also an
-    instance of this class, so that MindSpore's schedulers accept it.
+    instance of `mindspore.experimental.optim.Optimizer`, so that MindSpore's schedulers
+    accept it.
     """

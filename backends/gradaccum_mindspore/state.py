@@ -4,7 +4,7 @@ state, and one Parameter with the gradient sum for each parameter of the model.
 The state consists of Parameters, because PyNative code, compiled functions and
 checkpoints can all use them. The names of these Parameters depend only on the names of
 the model's parameters and on the ``name=`` option, so a run that resumes in another
-process finds them again. ``grad_sum`` comes last in a name. Otherwise
+process finds them again. ``grad_sum`` comes last in a name. If it came first,
 `mindspore.load_param_into_net` would load a saved ``grad_sum.weight`` into a ``weight``
 that is missing from the checkpoint. A gradient sum is zero while no window is open.
 """
@@ -75,8 +75,8 @@ def window_size(steps: Schedule, optimizer_step: int) -> Schedule:
     try:
         number = function(optimizer_step)
     except Exception:
-        # The function may be written for compiled code, so its operators may accept
-        # only Tensors.
+        # The function may be written for compiled code, in which case its operators may
+        # accept only Tensors.
         number = function(Tensor(optimizer_step, ms.int32))
     if isinstance(number, Tensor):
         number = number.item()
@@ -163,7 +163,9 @@ class Storage(nn.Cell):  # type: ignore[misc]
         """The pair (this worker's rank, number of workers)."""
         if self.has_workers:
             self.saved_place = self.entry(WORKERS, self.place, ms.int32)
-            """A Parameter with a copy of `place`, so that checkpoints contain it."""
+            """A Parameter that contains a copy of `place`, so that `place` is saved in
+            checkpoints.
+            """
         self.window_loss = WindowLoss(self.prefix, options, self.float_dtype)
         self.sizes = kit.Sizes(options.reduction, WEIGHT_FIX)
         self.listener_calls = ListenerCalls(self)
@@ -238,14 +240,14 @@ class Storage(nn.Cell):  # type: ignore[misc]
             setattr(self, field, self.entry(field, value, dtype))
         codes = kit.encode_terms(self.terms_after(0))
         self.terms = self.entry("terms", codes, ms.int32)
-        """The options that the open window depends on, encoded as integers by
+        """The options on which the open window depends, encoded as integers by
         `gradaccum.kit.encode_terms` so that a checkpoint can store them.
         """
         self.last_event = self.entry("last_event", [0.0] * 4, self.float_dtype)
         """The outcome of the last call, with the same meaning as in a `StepResult`:
-        (applied, skipped, overflow, grad_norm). A flag counts as true only while it
-        equals ``micro_step + 1``. So the next micro-batch makes it false without having
-        to write it.
+        (applied, skipped, overflow, grad_norm). Each flag stores a number and is true
+        only while this number equals ``micro_step + 1``, so it expires at the next
+        micro-batch without being reset.
         """
 
     def entry(self, name: str, value: object, dtype: DType) -> Parameter:
@@ -256,7 +258,7 @@ class Storage(nn.Cell):  # type: ignore[misc]
         return kit.terms_of(options, optimizer_step)
 
     def note_loaded(self) -> None:
-        """Notify the objects that observe the windows, and the schedulers, that a
+        """Notify the schedulers and the objects that observe the windows that a
         checkpoint has been loaded.
         """
         for observer in (*self.extensions, *self.schedulers):
@@ -264,15 +266,16 @@ class Storage(nn.Cell):  # type: ignore[misc]
 
     def between_windows(self) -> None:
         """Call the listeners and step the schedulers between two windows that the same
-        ``flush`` closes. Other workers do this in their training loops after each
-        window.
+        ``flush`` closes. The other workers do the same in their training loops, after
+        each window.
         """
         self.listener_calls.between_windows()
         for scheduler in self.schedulers:
             scheduler.follow()
 
-    # The methods below read and write the state from Python. In Python, an operator
-    # costs more than reading a scalar, so values that have not changed are not written.
+    # The methods below read and write the state from Python. In Python, running an
+    # operator takes longer than reading a scalar, so values that have not changed are
+    # not written.
 
     @contextmanager
     def writing(self) -> Iterator[None]:

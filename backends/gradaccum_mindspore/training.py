@@ -121,10 +121,11 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
     """Close the open window in the last step of each epoch, so that no window spans two
     epochs.
 
-    Put this callback before callbacks that save checkpoints, because all of them run at
-    the end of a step, and a checkpoint should contain the epoch's last update.
-    `mindspore.train.Model.fit` validates after the flush. In dataset sink mode, which
-    is not available on a CPU, an epoch has ``sink_size`` steps.
+    Put this callback before callbacks that save checkpoints, so that a checkpoint
+    contains the epoch's last update: at the end of a step, callbacks run in the order
+    in which they are listed. `mindspore.train.Model.fit` validates after the flush. In
+    dataset sink mode, which is not available on a CPU, an epoch has ``sink_size``
+    steps.
 
     After each step that closed a window, the callback calls the optimizer's listeners.
     The callback warns once if micro-batches differ in size but have no weight, as in

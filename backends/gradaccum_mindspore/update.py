@@ -44,8 +44,8 @@ class Update(nn.Cell):  # type: ignore[misc]
         self.inner_attributes = vars(inner)
         self.guard = MethodType(guarded_construct, inner)
         self.inner_attributes["construct"] = self.guard
-        # In graph mode, Python would otherwise call the program that was compiled
-        # earlier.
+        # Without this line, a call in graph mode would run the program that was
+        # compiled before the optimizer was wrapped.
         inner.compile_cache.clear()
         finalize(self, self.inner_attributes.pop, "construct", None)
 
@@ -122,7 +122,7 @@ def require_unwrapped(inner: Optimizer) -> None:
 
 
 def require_no_scale(inner: Optimizer) -> None:
-    """Raise if `inner` has a loss scale of its own, because it would divide the
+    """Raise if `inner` has a loss scale of its own, because `inner` would divide the
     gradients by this scale, which gradaccum does not know.
     """
     scale = float(getattr(inner, "loss_scale", 1.0))

@@ -5,9 +5,9 @@ The user's step gets the parameters as per-device copies, so that `jax.grad` ret
 each device's own gradient without a reduction. Outside `jax.shard_map`, the gradient
 sums of the devices have a leading axis with one entry per device. All other results
 must be the same on all devices, but if they are computed from per-device copies, their
-types do not show this. So the step is first traced with parameters whose types say that
-they are the same on all devices. In this trace, JAX's types show which results differ
-between devices.
+types do not show this. So the step is first traced with parameters that are typed as
+the same on all devices. In this trace, JAX's types show which results differ between
+devices.
 """
 
 from __future__ import annotations
@@ -64,20 +64,20 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
         axis_name: the mesh axis, or a tuple of several axes.
 
     Returns:
-        A jitted function of the same arguments, which can also be used under `jax.jit`.
-        Every array of the batch is split along its first axis, whose length must be a
-        multiple of the number of devices. A single bool, such as `last`, is passed to
-        all devices. The gradient sums, the loss, the weight and the overflow flag of
-        the open window are returned with a leading axis that has one entry per device.
-        Each array in ``rest`` that differs between devices gets this axis too. For
-        example, a loss has shape (devices,), or () if the step averages it with
-        `jax.lax.pmean`.
+        A jitted function that accepts the same arguments as `step`. It can also be
+        called under `jax.jit`. Every array of the batch is split along its first axis,
+        whose length must be a multiple of the number of devices. A single bool, such as
+        `last`, is passed to all devices. The gradient sums, the loss, the weight and
+        the overflow flag of the open window are returned with a leading axis that has
+        one entry per device. Each array in ``rest`` that differs between devices gets
+        this axis too. For example, a loss has shape (devices,), or () if the step
+        averages it with `jax.lax.pmean`.
 
     Raises:
         UsageError: `step` does not return the state of an optimizer with this
             `axis_name`; or the parameters, the state or values that the optimizer reads
-            depend on a device's own batch, such as running averages that the step has
-            not reduced.
+            depend on a device's own batch, for example because the step has not
+            averaged running statistics over the devices.
     """
     axes = names_of(axis_name)
 
@@ -122,9 +122,8 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
             results.append(results_of(step_results, args, axes))
             return results[-1].leaves
 
-        # This trace only determines the types of the results, from which the
-        # `PartitionSpec` for each result is derived. `jax.shard_map` needs these in
-        # advance.
+        # This trace only determines the types of the results. The `PartitionSpec` of
+        # each result, which `jax.shard_map` needs in advance, is derived from its type.
         jax.eval_shape(
             on_each_device(lambda *args: step_with_copies(*args)[:0], []), *leaves
         )
@@ -135,7 +134,7 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
 
 
 def _trace(check: Step, leaves: list[Array]) -> None:
-    """Trace `check`, which raises if JAX's types show that the parameters or the state
+    """Trace `check`. It raises if JAX's types show that the parameters or the state
     that the step returns may differ between devices.
     """
     try:
@@ -152,7 +151,7 @@ def _trace(check: Step, leaves: list[Array]) -> None:
 
 def start_on(init: Step, mesh: Mesh | None, axes: tuple[str, ...]) -> Step:
     """Return a version of `init` that also works outside `jax.shard_map`. It uses
-    `mesh`, or else the mesh of the surrounding context.
+    `mesh`, or the mesh of the surrounding context if `mesh` is None.
     """
 
     def start(params: Tree) -> Tree:
@@ -241,8 +240,8 @@ def results_of(results: Any, args: tuple[Tree, ...], axes: tuple[str, ...]) -> R
 
 
 def split_results(results: Any, args: tuple[Tree, ...]) -> tuple[Tree, Tree]:
-    """Split the results of a step into ``(params, state)`` and the rest. If the step
-    has only one argument, like ``tx.init``, its result is a state, and the rest is
+    """Split the results of a step into ``(params, state)`` and the rest. A step with
+    only one argument, like ``tx.init``, returns a state. In this case, the rest is
     empty.
     """
     if len(args) == 1:

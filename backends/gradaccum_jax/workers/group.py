@@ -2,9 +2,9 @@
 model.
 
 Each device has the gradient sum, the weight, the loss and the overflow flag of its own
-micro-batches. Everything else must be the same on all devices. Otherwise, some devices
-might take a branch that contains an all-reduce while other devices do not, and would
-wait for them forever. So the types inside `jax.shard_map` are checked.
+micro-batches. Everything else must be the same on all devices. If it differed, some
+devices might take a branch that contains an all-reduce and wait forever for devices
+that do not take it. So the types inside `jax.shard_map` are checked.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ devices.
 
 
 class ParamsType(Enum):
-    """How `data_parallel` types the parameters while it traces a step: as the same on
-    all devices, or as per-device copies. Each step is traced in both ways.
+    """Which types `data_parallel` gives the parameters while it traces a step: the
+    types of values that are the same on all devices, or the types of per-device copies.
+    Each step is traced once with each kind of type.
     """
 
     SAME = "same on all devices"
@@ -61,8 +62,8 @@ class ParamsType(Enum):
     """
     COPY = "a copy for each device"
     """According to their types, the parameters are per-device copies. `jax.grad` then
-    returns each device's own gradient. However, the type of every value that depends on
-    the parameters then says that the value may differ between devices.
+    returns each device's own gradient. However, every value that depends on the
+    parameters is then typed as a value that may differ between devices.
     """
 
 
@@ -106,8 +107,8 @@ def require_axes(axes: tuple[str, ...]) -> None:
 def same(name: str, tree: T, axes: tuple[str, ...]) -> T:
     """Return `tree`, in which every array must be the same on all devices. Raise if the
     type of an array says that the array may differ between devices. While
-    `data_parallel` traces the step with per-device copies of the parameters, correct
-    such types instead.
+    `data_parallel` traces the step with per-device copies of the parameters, do not
+    raise, but mark each array as the same on all devices.
     """
     if _params_type.get() is ParamsType.COPY:
         return replicated(tree, axes)
@@ -129,8 +130,8 @@ def require_same(name: str, tree: Tree, axes: tuple[str, ...]) -> None:
 
 
 def require_shared(name: str, tree: Tree, axes: tuple[str, ...]) -> None:
-    """Raise unless everything in `tree` is the same on all devices, except the fields
-    in `OWN`, in which each device has its own values.
+    """Raise unless everything in `tree` is the same on all devices. The fields in `OWN`
+    are exempt, because each device has its own values in them.
     """
     require_same(name, map_by_kind(tree, own=lambda _: None), axes)
 
@@ -203,11 +204,11 @@ def map_by_kind(
 # Parameters may be sharded by hand inside `jax.shard_map`: each device along
 # ``shard_axes`` stores a part of the model.
 #
-# Then no device has the whole gradient. A device can compute the norm of its own shards
-# only, and cannot detect an inf in another device's shards. So the squares are added up
-# over all shards, and all devices make the same decision at the end of a window. Each
-# element is counted once, because JAX's types show which arrays are sharded and which
-# are replicated.
+# Then no device has the whole gradient. A device can compute only the norm of its own
+# shards, and cannot detect an inf in another device's shards. So the squares are added
+# up over all shards, and all devices make the same decision at the end of a window.
+# Each element is counted once, because JAX's types show which arrays are sharded and
+# which are replicated.
 #
 # In an ensemble, each device has its own model. JAX's types do not distinguish such a
 # model from a shard. So an error is raised unless ``shard_axes`` says which case
@@ -261,10 +262,10 @@ def names_of(axis_name: Any) -> tuple[str, ...]:
     return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
 
 
-# All arrays are reduced by one `jax.lax.psum`. XLA compiles it to one all-reduce, but
-# on a CPU it does so only from JAX 0.10 on. So small arrays of the same type are packed
-# into one array. (Sharded and replicated arrays have different types.) Large arrays are
-# not packed, because packing them would cost memory.
+# All arrays are reduced by one `jax.lax.psum`. XLA compiles this `psum` to a single
+# all-reduce, but on a CPU only from JAX 0.10 on. So small arrays of the same type are
+# packed into one array. (Sharded and replicated arrays have different types.) Large
+# arrays are not packed, because packing them would cost memory.
 
 
 LARGE_BYTES = 2**20

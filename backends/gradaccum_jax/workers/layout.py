@@ -1,8 +1,8 @@
 """Convert the state of a shared window to a different number of devices.
 
 Outside `jax.shard_map`, the fields of the state whose values differ between devices
-have a leading axis with one entry per device. So every checkpoint contains the gradient
-sums of all devices.
+have a leading axis with one entry per device. So a checkpoint always contains the
+gradient sums of all devices.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def redistributed(state: Tree, workers: int) -> Tree:
 
     The first device gets the totals of the gradient sums and of the weights, and the
     other devices get zeros. If the number of devices does not change, the state does
-    not change either. Do not call this function under `jax.jit`, because it reads
-    values.
+    not change either. Do not call this function under `jax.jit`, because it reads the
+    values of arrays.
 
     Args:
         state: the state of a wrapped optimizer with ``axis_name``, or a tree that
@@ -49,7 +49,8 @@ def _on_devices(state: AccumulationState, workers: int) -> AccumulationState:
         rows = jnp.zeros((workers, *leaf.shape[1:]), leaf.dtype)
         return rows.at[0].set(leaf.sum(0, dtype=leaf.dtype))
 
-    # Copy through the host, so that a state saved on one mesh can be placed on another.
+    # The arrays are copied to the host first, so that a state saved on one mesh can be
+    # placed on another mesh.
     state = jax.tree.map(
         lambda leaf: leaf if is_key(leaf) else jnp.asarray(jax.device_get(leaf)), state
     )

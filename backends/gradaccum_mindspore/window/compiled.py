@@ -6,7 +6,7 @@ new value from values that it read before its first write, and reads nothing tha
 written. There is one exception: at the end of a window, the code reads the state first,
 and reads the decision and the gradient sums after it has written the state. No branch
 returns a value that it computed. Each function returns a value, because MindSpore would
-hand a None to the Python interpreter.
+process a returned None in the Python interpreter.
 
 The compiler copies everything that follows an ``if`` in a function into both branches.
 
@@ -57,8 +57,8 @@ OVERFLOW = 4
 LOSS_SCALE = 5
 GROWTH_TRACKER = 6
 
-# If every weight of a window lies between these limits, then in float32 each weight and
-# the sum of the weights are finite and above 0.
+# If every weight of a window lies between these limits, each weight and the sum of all
+# weights are finite and above 0 in float32.
 SMALLEST_WEIGHT = 2.0**-40
 LARGEST_WEIGHT = 2.0**40
 
@@ -106,8 +106,8 @@ def dtype_of(gradient: Tensor | None) -> DType | None:
 
 @constexpr  # type: ignore[untyped-decorator]
 def is_constant(number: float | None) -> bool:
-    """True if `number` is a constant of the compiled program. If a number is not a
-    constant, MindSpore passes None instead.
+    """True if `number` is a constant of the compiled program. MindSpore passes None to
+    this function instead of a number that is not a constant.
     """
     return number is not None
 
@@ -130,8 +130,8 @@ def float64_of(number: float) -> Tensor:
 
 def note_weighed_in(storage: Storage) -> Callable[[bool], bool]:
     """Return a function that records whether micro-batches have a weight. The function
-    runs while MindSpore compiles a program, which happens again for each micro-batch of
-    a different size.
+    runs while MindSpore compiles a program, and MindSpore compiles again for each
+    micro-batch of a different size.
     """
 
     @constexpr(reuse_result=False)  # type: ignore[untyped-decorator]
@@ -151,9 +151,9 @@ def first(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 class CompiledWindow(CellOfOnePhase):
-    """A window that MindSpore compiles, with its state in Tensors. `PyNativeWindow` has
-    the same methods for PyNative mode. `workers` is a `WorkerGroup` if several workers
-    share the window, and otherwise None.
+    """A window whose methods MindSpore compiles, and whose state consists of Tensors.
+    `PyNativeWindow` has the same methods for PyNative mode. `workers` is a
+    `WorkerGroup` if several workers share the window, and otherwise None.
     """
 
     # At the end of a window, the decision is passed to the update through these
@@ -164,8 +164,8 @@ class CompiledWindow(CellOfOnePhase):
     divisor: Parameter
     is_applied: Parameter
     nothing: Parameter
-    """Always 0. If it were a constant, the zeros that are computed from it would become
-    a constant as large as the model.
+    """Always 0. This is a Parameter, because the compiler would turn zeros that are
+    computed from a constant into a constant as large as the model.
     """
 
     def __init__(
@@ -331,11 +331,10 @@ class CompiledWindow(CellOfOnePhase):
         """Add the checked gradients of one micro-batch to the window's gradient sums.
 
         Return three values: the state after the micro-batch; the outcome of the call,
-        or None if the micro-batch is certain to be added; and the numbers to add to
+        or None if the micro-batch cannot be rejected; and the numbers to add to
         `WindowLoss.loss`, or None if no loss was passed. The caller then calls
-        `is_full` and `write_added`. These methods are separate from this one, because
-        the compiler drops an ``if`` whose condition comes from a function that writes
-        Parameters.
+        `is_full` and `write_added`. They are separate methods, because the compiler
+        drops an ``if`` whose condition comes from a function that writes Parameters.
         """
         state = self.read()
         weight_number = self.weight_number(weight)
@@ -356,7 +355,7 @@ class CompiledWindow(CellOfOnePhase):
         after = kit.accumulate(state, weight_number, is_finite, where)
         never = after[MICRO_STEP] < 0
         is_dropped = (is_finite == False).astype(self.float_dtype)  # noqa: E712
-        # A flag counts as true only while it equals micro_step + 1.
+        # A flag is true only while the number that it stores equals micro_step + 1.
         flag = is_dropped * (after[MICRO_STEP] + 1)
         event = self.event(never, never, flag, self.last_norm())
         parts = self.parts_of_loss(loss, weight_number, is_added)
@@ -378,7 +377,7 @@ class CompiledWindow(CellOfOnePhase):
         """Write the values that `add` returned."""
         storage = self.storage
         if event is None:
-            # These writes produce the numbers in `state`. Each number takes one
+            # These writes produce the numbers in `state`. Each write takes one
             # operator, whereas an addition followed by an assignment would take two.
             ops.assign_add(storage.micro_step, self.one_step)
             ops.assign_add(storage.weight, self.weight_number(weight))
@@ -471,8 +470,8 @@ class CompiledWindow(CellOfOnePhase):
         """Update the parameters, unless the update is skipped, and clear the gradient
         sums.
 
-        One method does both, because a separate graph that only clears the sums would
-        take longer than a copy of the clearing in both branches.
+        One method does both, although the compiler then copies the clearing into both
+        branches, because a separate graph that only clears the sums would take longer.
         """
         if self.is_applied:
             self.update(self.gradients(self.divisor.value()))

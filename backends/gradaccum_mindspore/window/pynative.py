@@ -1,8 +1,8 @@
 """The open window in PyNative mode, where functions of `gradaccum.kit` compute the
 state as Python numbers.
 
-In PyNative mode an operator costs more than reading a scalar, so wherever possible the
-code uses a Python ``if`` to skip operators.
+In PyNative mode, running an operator takes longer than reading a scalar, so wherever
+possible the code reads scalars and skips operators with a Python ``if``.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ class PyNativeWindow:
 
     def close(self, state: State, denominator: float | None = None) -> None:
         """Close the window: update the parameters with its gradients, or skip the
-        update. If `denominator` is not None, the gradient sum is divided by it instead
-        of the window's weight.
+        update. If `denominator` is not None, the gradient sum is divided by
+        `denominator` instead of the window's weight.
         """
         ending = state
         options = self.options

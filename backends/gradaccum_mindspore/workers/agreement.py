@@ -115,8 +115,8 @@ def description_of(parameter: Parameter) -> str:
 def places_of_shards(
     parameters: Sequence[Parameter], options: Options
 ) -> tuple[int, ...]:
-    """Return the indices of the sharded parameters. Raise if there are any and
-    `options` are incompatible with them.
+    """Return the indices of the sharded parameters. Raise if there are sharded
+    parameters and the `options` do not support them.
     """
     places = [place for place, each in enumerate(parameters) if is_sharded(each)]
     if places and options.reduction == "mean":
@@ -164,7 +164,7 @@ def mark(optimizer: nn.Cell, parameters: Sequence[Parameter]) -> None:
 
 def unmark(parameters: Sequence[Parameter], owner: int | None = None) -> None:
     """Undo `mark` for all of `parameters`, or, if `owner` is not None, only for the
-    parameters that were marked with this number.
+    parameters that were marked with the number `owner`.
     """
     for parameter in parameters:
         marked_by = getattr(parameter, "shares_windows", 0)

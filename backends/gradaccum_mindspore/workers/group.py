@@ -1,4 +1,4 @@
-"""A window that several workers share and end together.
+"""A window that several workers share, and that all of them end at the same time.
 
 The code that ends a window is compiled, even in PyNative mode, so that rounding is the
 same on all workers. This code adds up a few numbers over the workers, and then
@@ -13,7 +13,7 @@ had overflowed, and the error is raised later, from Python.
 
 The gradient sum of a sharded parameter is not sent. After the all-reduce, each worker
 sends the gradient norm of its own shards, or inf if the gradients are not finite. So
-all workers get the same global norm and make the same decision.
+all workers get the same global norm and make the same decision about the update.
 """
 
 from __future__ import annotations
@@ -53,18 +53,17 @@ workers exactly.
 
 
 # Before the workers add up the gradient sums, they add up a vector of numbers. The
-# following constants are indices into this vector. The learning rates are at its end.
+# following constants are indices into this vector, which ends with the learning rates.
 WEIGHT = 0
 OVERFLOWS = 1
 MICRO_BATCHES = 2
 FLUSHES = 3
 COMPILED_ENDS = 4
-"""The index of the number of workers that end the window in compiled code."""
+"""The index of the count of workers that end the window in compiled code."""
 OPTIMIZER = 5
 OPTIMIZER_SQUARED = 6
 """The index of the square of the optimizer's number. The sum of all workers' numbers
-and the sum of their squares show whether all workers end a window of the same
-optimizer.
+and the sum of the squares show whether all workers end a window of the same optimizer.
 """
 LOSS = 7
 RATES = 8
@@ -110,9 +109,8 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         """Replace the sums, the weight and the overflow flag with the totals over all
         workers.
 
-        This runs in a branch of its own, because MindSpore copies a Parameter, and
-        rounds float64 to float32, if the same graph reads the Parameter again after
-        writing it.
+        This runs in a branch of its own, because if a graph reads a Parameter again
+        after writing it, MindSpore copies the Parameter, and rounds float64 to float32.
         """
         if self.always:
             self.add_up_sums(self.add_up_numbers(self.zero, self.one))
@@ -166,8 +164,8 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
 
     def add_up_sums(self, totals: Tensor) -> bool:
         """Add up the gradient sums over all workers, and write the result. Also write
-        the weight, the overflow flag and the loss. Their totals over all workers are in
-        `totals`.
+        the weight, the overflow flag and the loss, which are taken from `totals`, the
+        totals over all workers.
         """
         storage = self.storage
         differ = self.workers_differ(totals)
@@ -186,9 +184,9 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
     def global_norm(self, shared_norm: Tensor, sharded_norm: Tensor) -> Tensor:
         """Return the gradient norm over all workers. `shared_norm` is the norm of the
         gradient sums that are equal on all workers, and `sharded_norm` is the norm of
-        this worker's shards. The workers exchange their values of `sharded_norm` only
-        after `shared_norm` has been computed, because all workers must send their
-        messages in the same order.
+        this worker's shards. The workers exchange `sharded_norm` only after
+        `shared_norm` has been computed, because all workers must send their messages in
+        the same order.
         """
         placed_norm = ops.where(self.is_this_worker, sharded_norm, self.zero)
         norms = compiled_sum_over_workers(
@@ -289,8 +287,8 @@ class SharedWindow(PyNativeWindow):
         self.end(state, flushes=False)
 
     def end(self, state: State, flushes: bool) -> list[float]:
-        """End the window together with all other workers. Return the numbers after they
-        were added up over the workers.
+        """End the window together with all other workers. Return the workers' numbers,
+        added up over all workers.
         """
         self.workers.write_rates()
         self.make_programs()

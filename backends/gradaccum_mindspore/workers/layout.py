@@ -51,7 +51,7 @@ def redistributed(states: Sequence[Checkpoint], workers: int) -> list[dict[str, 
 
     Raises:
         CheckpointError: a worker's state is missing; the states are not in rank order;
-            the workers did not save their states between the same two updates; or a
+            the workers did not all save their states after the same update; or a
             parameter's value differs between the states. The values of a sharded
             parameter differ, so a window with sharded parameters can be resumed only on
             the same number of workers.
