@@ -38,7 +38,7 @@ from gradaccum_jax.gradient_sum import has_sum
 from gradaccum_jax.state import AccumulationState
 
 ACCUMULATING = (AccumulationState, optax.MultiStepsState, optax.ApplyEvery)
-"""The classes of the states of optimizers that accumulate gradients themselves."""
+"""The state classes of optimizers that accumulate gradients themselves."""
 
 
 def require_dtype(accumulate_dtype: DType) -> DType:

@@ -1,5 +1,5 @@
-"""Arithmetic on the accumulator, a tree with the structure of the parameters that
-contains the sums of a window's gradients.
+"""Arithmetic on the accumulator: a tree that has the same structure as the parameters
+and contains the sums of a window's gradients.
 """
 
 from __future__ import annotations

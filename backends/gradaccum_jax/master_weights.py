@@ -56,9 +56,9 @@ def in_place_of(params: Params, masters: Tree) -> Params:
 def on_masters(
     inner: optax.GradientTransformationExtraArgs, has_masters: bool
 ) -> optax.GradientTransformationExtraArgs:
-    """Return a transformation that runs `inner`. Its state is a pair: the state of
-    `inner`, and the masters. If `has_masters` is true, `inner` updates the masters
-    instead of the half-precision parameters; otherwise the masters are None.
+    """Return a transformation that runs `inner`, and whose state is the pair (state of
+    `inner`, master weights). If `has_masters` is true, `inner` updates the master weights
+    instead of the half-precision parameters; otherwise, the second element is None.
     """
 
     def init(params: Params) -> InnerState:

@@ -2,10 +2,10 @@
 and the differences between JAX versions.
 
 Inside `jax.shard_map`, the type of a value contains the mesh axes along which the value
-may differ between devices. The results of a loop or a conditional must have the same
-types as its inputs. The types of the results may contain additional axes, for example
-because the predicate varies along these axes. In this case, the axes are first added to
-the types of the inputs.
+may differ between devices. JAX requires the results of a loop or a conditional to have
+the same types as its inputs. If a result would vary along more axes than its input, for
+example because the predicate does, these helpers first add the axes to the type of the
+input.
 """
 
 from __future__ import annotations

@@ -152,8 +152,8 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         return ops.stack([rate.astype(self.float_dtype) for rate in self.rates])
 
     def workers_differ(self, totals: Tensor) -> Tensor:
-        """True if workers have different learning rates, or end windows of different
-        optimizers.
+        """True if the workers have different learning rates, or if they are closing
+        windows that belong to different optimizers.
         """
         square = self.workers * totals[OPTIMIZER_SQUARED]
         differ = ops.square(totals[OPTIMIZER]) != square
