@@ -270,8 +270,9 @@ def require_deferrable(units: Sequence[Unit], options: kit.Options) -> None:
         raise ArgumentValueError(
             'gradient_sync="window": expected the parameters, FSDP2\'s reduction and'
             " accumulate_dtype to have the same dtype, and expected no option that"
-            f" inspects individual micro-batches; got {found}. For bfloat16, keep the parameters"
-            " in float32 and use MixedPrecisionPolicy(param_dtype=torch.bfloat16,"
+            f" inspects individual micro-batches; got {found}. For bfloat16, keep the"
+            " parameters in float32 and use"
+            " MixedPrecisionPolicy(param_dtype=torch.bfloat16,"
             ' reduce_dtype=torch.float32). Or write gradient_sync="micro_batch", so'
             " that FSDP2 reduces the gradients of each micro-batch."
         )
