@@ -76,31 +76,6 @@ def test_defaults_of_the_options() -> None:
     )
 
 
-def test_at_rest_rounds_to_float32() -> None:
-    state = kit.at_rest(kit.initial_state(0.1)._replace(weight=0.1))
-    assert state.loss_scale == state.weight == 0.10000000149011612
-    assert kit.at_rest(state._replace(weight=0.1), float64_weight=True).weight == 0.1
-
-
-def test_exact_inverses_are_powers_of_two_of_float32() -> None:
-    found = [
-        kit.has_exact_inverse(number)
-        for number in (1.0, 2.0**-126, 2.0**126, 2.0**-127, 2.0**127, 3.0, 0.75)
-    ]
-    assert found == [True, True, True, False, False, False, False]
-
-
-def test_total_beyond_float32_ends_with_its_window() -> None:
-    full = kit.at_rest(kit.initial_state()._replace(weight=6e38))
-    assert full.weight == math.inf
-    assert not decided(full, 1.0).apply
-    for ended in (
-        kit.discard(full),
-        kit.close(full, False, True, kit.make_options(4), kit.select),
-    ):
-        assert kit.State(*ended).weight == 0, "compiled code has no at_rest"
-
-
 @pytest.mark.parametrize("reduction", ["mean", "sum", "sum_per_item"])
 def test_denominator_takes_the_place_of_the_weight(reduction: str) -> None:
     options = kit.make_options(None, reduction=reduction, clip_norm=1.0)
@@ -137,32 +112,6 @@ def test_denominator_is_for_windows_that_one_worker_closes() -> None:
             kit.require_denominator(3.0, kit.make_options(steps), several=several)
 
 
-def test_clipping_divisor_beyond_float32_overflows() -> None:
-    """Division by it would turn the clipped gradient into 0."""
-    options = kit.make_options(1, clip_norm=1e-30)
-    decision = decided(ONE, 1e30, options)
-    assert (decision.apply, decision.overflow) == (False, True)
-    assert decided(ONE, 1e30, options, FLOAT64).apply
-
-
-@pytest.mark.parametrize(
-    ("scale", "largest"),
-    [
-        (2.0**-126, FLOAT32),
-        (FLOAT32, FLOAT32),
-        (2.0**-1022, FLOAT64),
-        (FLOAT64, FLOAT64),
-    ],
-)
-def test_divisors_at_the_limits_are_usable(scale: float, largest: float) -> None:
-    for divisor, applies in (
-        (scale, True),
-        (scale * (0.5 if scale < 1 else 2.0), False),
-    ):
-        state = ONE._replace(loss_scale=divisor)
-        assert decided(state, divisor, largest=largest).apply is applies
-
-
 @pytest.mark.parametrize(
     "steps",
     [4, None, [(0, 2), (3, 5)], lambda step: step + 1, gradaccum.until_weight(7)],
@@ -177,23 +126,6 @@ def test_terms_survive_their_codes(steps: Any, loss_scale: Any) -> None:
         CheckpointError, match=f"format {kit.FORMAT}; got format {kit.FORMAT + 1}"
     ):
         kit.decode_terms((kit.FORMAT + 1, *kit.encode_terms(terms)[1:]))
-
-
-def test_full_window_is_open() -> None:
-    """An interrupt between the last micro-batch and its update leaves a full window. It
-    can be saved and resumed.
-    """
-    options = kit.make_options(4)
-    full = kit.State(4, 0, 0, 4.0, False, 1.0, 0)
-    assert kit.resumed(full, kit.terms_of(options, 0), options) == full
-    with pytest.raises(CheckpointError, match="micro_step"):  # written in part
-        kit.resumed(full._replace(micro_step=-1), kit.terms_of(options, 0), options)
-
-
-def test_norm_beyond_float32_is_no_overflow() -> None:
-    decision = decided(ONE, math.inf)
-    assert decision.apply
-    assert not decision.overflow
 
 
 def test_window_goes_on_with_other_workers() -> None:

@@ -68,22 +68,6 @@ def test_weights_stand_inside_of_their_schedule() -> None:
             kit.terms_of(kit.make_options(steps), 3)
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_window_without_weight_has_no_loss(reduction: str) -> None:
-    options = kit.make_options(4, reduction=reduction)
-    assert math.isnan(kit.window_loss(0.0, kit.initial_state(), options, kit.select))
-    assert kit.window_loss(
-        3.0, kit.initial_state()._replace(weight=0.5), options, kit.select
-    ) == (3.0 if reduction == "sum" else 6.0)
-
-
-def test_ignoring_measures_nothing_by_itself() -> None:
-    assert not kit.measures(IGNORING)
-    assert kit.measures(kit.make_options(4))
-    for asked in ({"clip_norm": 1.0}, {"skip_norm": 1.0}):
-        assert kit.measures(kit.make_options(4, on_overflow="ignore", **asked))
-
-
 @pytest.mark.parametrize(
     "loss_scale",
     [DynamicLossScale(), DynamicLossScale(growth_factor=2.0, backoff_factor=0.5)],

@@ -21,20 +21,6 @@ from conformance_tests.framework_tests.mindspore_driver import driver
 from gradaccum_mindspore import load_checkpoint_into
 
 
-def of_tensors_alone(optimizer_step):
-    return ops.where(
-        optimizer_step < 1,
-        ops.full_like(optimizer_step, 2),
-        ops.full_like(optimizer_step, 3),
-    )
-
-
-def with_an_if(optimizer_step):
-    if optimizer_step < 1:
-        return 2
-    return 3
-
-
 def shrinking(optimizer_step):
     return 1 - optimizer_step
 
