@@ -76,6 +76,20 @@ def test_defaults_of_the_options() -> None:
     )
 
 
+def test_at_rest_rounds_to_float32() -> None:
+    state = kit.at_rest(kit.initial_state(0.1)._replace(weight=0.1))
+    assert state.loss_scale == state.weight == 0.10000000149011612
+    assert kit.at_rest(state._replace(weight=0.1), float64_weight=True).weight == 0.1
+
+
+def test_exact_inverses_are_powers_of_two_of_float32() -> None:
+    found = [
+        kit.has_exact_inverse(number)
+        for number in (1.0, 2.0**-126, 2.0**126, 2.0**-127, 2.0**127, 3.0, 0.75)
+    ]
+    assert found == [True, True, True, False, False, False, False]
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "sum_per_item"])
 def test_denominator_takes_the_place_of_the_weight(reduction: str) -> None:
     options = kit.make_options(None, reduction=reduction, clip_norm=1.0)
@@ -110,6 +124,24 @@ def test_denominator_is_for_windows_that_one_worker_closes() -> None:
             gradaccum.UsageError, match=r"^denominator: .* steps= closes the windows"
         ):
             kit.require_denominator(3.0, kit.make_options(steps), several=several)
+
+
+@pytest.mark.parametrize(
+    ("scale", "largest"),
+    [
+        (2.0**-126, FLOAT32),
+        (FLOAT32, FLOAT32),
+        (2.0**-1022, FLOAT64),
+        (FLOAT64, FLOAT64),
+    ],
+)
+def test_divisors_at_the_limits_are_usable(scale: float, largest: float) -> None:
+    for divisor, applies in (
+        (scale, True),
+        (scale * (0.5 if scale < 1 else 2.0), False),
+    ):
+        state = ONE._replace(loss_scale=divisor)
+        assert decided(state, divisor, largest=largest).apply is applies
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from gradaccum import (
 )
 
 REDUCTIONS = ("mean", "sum", "sum_per_item")
-IGNORING = kit.make_options(4, on_overflow="ignore")
 
 
 def test_weight_of_a_window_has_a_schedule() -> None:
@@ -66,6 +65,15 @@ def test_weights_stand_inside_of_their_schedule() -> None:
             match=r"\(3\): expected an int >= 1; got until_weight\(4\)",
         ):
             kit.terms_of(kit.make_options(steps), 3)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_window_without_weight_has_no_loss(reduction: str) -> None:
+    options = kit.make_options(4, reduction=reduction)
+    assert math.isnan(kit.window_loss(0.0, kit.initial_state(), options, kit.select))
+    assert kit.window_loss(
+        3.0, kit.initial_state()._replace(weight=0.5), options, kit.select
+    ) == (3.0 if reduction == "sum" else 6.0)
 
 
 @pytest.mark.parametrize(

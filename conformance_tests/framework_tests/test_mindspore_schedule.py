@@ -5,7 +5,7 @@ call. Schedulers beside it.
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Parameter, Tensor, ops
+from mindspore import Parameter, Tensor
 from mindspore.experimental import optim
 from mindspore.experimental.optim import lr_scheduler
 

@@ -14,7 +14,6 @@ from gradaccum import ArgumentValueError, UsageError
 
 from .common import (
     FLAT,
-    WAYS,
     alone,
     batches,
     build,
@@ -27,7 +26,6 @@ from .common import (
     sharded,
     train,
     windows_of,
-    wrap,
 )
 
 
@@ -55,22 +53,6 @@ def flat(**options: Any) -> Any:
 
 
 NOT_WRAPPED = [
-    (
-        lambda _: plain(flat(), module=flat()),
-        ArgumentValueError,
-        ("module", "8 of these parameters"),
-    ),
-    (
-        lambda rank: wrap(sharded(WAYS[rank]), WAYS[rank]),
-        ArgumentValueError,
-        ("options", "on rank 1"),
-    ),
-    # Each worker sees its own weight.
-    (
-        lambda _: plain(flat(), steps=gradaccum.until_weight(8)),
-        UsageError,
-        ("until_weight", "flush()"),
-    ),
     # FSDP2 would round the sums.
     (
         lambda _: in_window(flat(dtype=torch.bfloat16)),

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from gradaccum_conformance.bounds import bound_of_sum, worst
-from gradaccum_conformance.harness import Harness
+from gradaccum_conformance.harness import Harness, Option
 from gradaccum_conformance.measuring import Errors
 from gradaccum_conformance.scenarios import (
     REDUCTIONS,
@@ -88,13 +88,17 @@ def test_weight_zero_adds_exactly_nothing(
     assert same(alone.parameters(), together.parameters())
 
 
-@by_reduction
+@pytest.mark.parametrize(
+    "options",
+    [*({"reduction": each} for each in REDUCTIONS), {"on_overflow": "ignore"}],
+    ids=str,
+)
 def test_zero_total_weight_makes_no_update(
-    backend: Harness, mode: str, reduction: str
+    backend: Harness, mode: str, options: dict[str, Option]
 ) -> None:
-    session = start(backend, steps=2, reduction=reduction, mode=mode)
+    session = start(backend, steps=2, mode=mode, **options)
     before = session.parameters()
-    feed_gradients(session, TREES[:2], [0.0, 0.0])
+    feed_gradients(session, [TREES[0], poisoned(TREES[1], math.nan)], [0.0, 0.0])
     assert outcome_of(session.result()) == {"skipped"}
     state = session.state()
     assert (state.skipped_windows, state.optimizer_step) == (1, 0)

@@ -81,7 +81,7 @@ MUTANTS = (
         "report_no_norm",
         "            closed_state._replace(last_grad_norm=norm),\n",
         "            closed_state,\n",
-        SUITE + "test_clipping.py::test_norm_is_reported",
+        SUITE + "test_clipping.py::test_gradient_is_clipped_to_limit",
     ),
     Mutant(
         "hide_a_dropped_micro_batch",
