@@ -93,7 +93,7 @@ def what_cannot_be_wrapped_is_refused(rank: int) -> None:
 
 @check
 def other_windows_on_one_worker(rank: int) -> None:
-    """One that is discarded there, and other learning rates."""
+    """One that is discarded there."""
     for _, model, opt in each_way(steps=None):
         train(model, opt, rank, 2)
         if rank == 1:
@@ -101,12 +101,6 @@ def other_windows_on_one_worker(rank: int) -> None:
         learn(model, opt, batches(rank)[2])
         with refused(UsageError, "different window on another worker"):
             opt.flush()
-        opt.discard()
-        train(model, opt, rank, 3)
-        opt.param_groups[0]["lr"] *= 1 + rank
-        with refused(UsageError, f"learning rates on rank {rank}", "the same rates"):
-            opt.flush()
-        opt.param_groups[0]["lr"] /= 1 + rank
         opt.discard()
         train(model, opt, rank, 3)
         opt.flush()

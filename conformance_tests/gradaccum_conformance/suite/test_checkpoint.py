@@ -21,14 +21,11 @@ from gradaccum_conformance.specs import LINEAR, MLP, Optimizer
 
 DYNAMIC = gradaccum.DynamicLossScale(init_scale=64.0, growth_interval=3)
 OPTIONS: dict[str, dict[str, Option]] = {
-    "plain": {},
     "clipped and scaled": {
         "clip_norm": 0.5,
         "loss_scale": gradaccum.DynamicLossScale(init_scale=64.0, growth_interval=1),
     },
     "dropping": {"on_overflow": "drop_micro_batch", "loss_scale": DYNAMIC},
-    "schedule": {"steps": [(0, 4), (1, 2)]},
-    "by weight": {"steps": gradaccum.until_weight(7)},
     "wide sums": {"accumulate_dtype": "float64"},
 }
 

@@ -12,7 +12,6 @@ from gradaccum_conformance.measuring import Errors
 from gradaccum_conformance.scenarios import (
     REDUCTIONS,
     feed_gradients,
-    global_norm,
     outcome_of,
     poisoned,
     random_tree,
@@ -39,34 +38,6 @@ def test_gradient_follows_the_definition(
         worst(session.captured().gradient, window_gradient(TREES, WEIGHTS, reduction)),
         bound_of_sum(terms_of_sum(TREES, WEIGHTS, reduction), "float32"),
     )
-
-
-@by_reduction
-def test_denominator_is_chosen_as_the_window_is_closed(
-    backend: Harness, mode: str, errors: Errors, reduction: str
-) -> None:
-    """The next window has its own."""
-    session = start(
-        backend,
-        steps=None,
-        reduction=reduction,
-        loss_scale=4.0,
-        clip_norm=1e3,
-        mode=mode,
-    )
-    feed_gradients(session, TREES, WEIGHTS)
-    session.flush(denominator=5.0)
-    terms = terms_of_sum(TREES, WEIGHTS, reduction)
-    total = window_gradient(terms, reduction="sum")
-    truth = {name: array / 5 for name, array in total.items()}
-    bound = bound_of_sum(terms, "float32")
-    errors.check(reduction, worst(session.captured().gradient, truth), bound)
-    norm = session.result().grad_norm
-    assert math.isclose(norm, global_norm(truth), rel_tol=1e-5)
-    session.gradients(TREES[0], weight=2.0)
-    session.flush()
-    truth = window_gradient(TREES[:1], [2.0], reduction)
-    errors.check(reduction, worst(session.captured().gradient, truth), bound)
 
 
 @by_reduction

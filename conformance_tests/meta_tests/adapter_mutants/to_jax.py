@@ -160,13 +160,13 @@ MUTANTS = (
         "divide_by_the_weight_all_the_same",
         "        if denominator is not None:\n            fields,",
         "        if False:\n            fields,",
-        SUITE + "test_weights.py::test_denominator_is_chosen_as_the_window_is_closed",
+        SUITE + "test_knowledge.py::test_denominator_is_chosen_as_the_window_is_closed",
     ),
     Mutant(
         "ask_no_weight_for_a_mean_of_items",
         "        given_weight(weight, use_of_weights(self.options))\n",
         "",
-        SUITE + "test_bad_input.py::test_sum_per_item_asks_for_the_weight",
+        SUITE + "test_bad_input.py::test_weight_is_asked_for",
     ),
     Mutant(
         "divide_a_short_window_by_steps",
