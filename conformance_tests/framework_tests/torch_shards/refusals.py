@@ -14,6 +14,7 @@ from gradaccum import ArgumentValueError, UsageError
 
 from .common import (
     FLAT,
+    WAYS,
     alone,
     batches,
     build,
@@ -26,6 +27,7 @@ from .common import (
     sharded,
     train,
     windows_of,
+    wrap,
 )
 
 
@@ -53,6 +55,22 @@ def flat(**options: Any) -> Any:
 
 
 NOT_WRAPPED = [
+    (
+        lambda _: plain(flat(), module=flat()),
+        ArgumentValueError,
+        ("module", "8 of these parameters"),
+    ),
+    (
+        lambda rank: wrap(sharded(WAYS[rank]), WAYS[rank]),
+        ArgumentValueError,
+        ("options", "on rank 1"),
+    ),
+    # Each worker sees its own weight.
+    (
+        lambda _: plain(flat(), steps=gradaccum.until_weight(8)),
+        UsageError,
+        ("until_weight", "flush()"),
+    ),
     # FSDP2 would round the sums.
     (
         lambda _: in_window(flat(dtype=torch.bfloat16)),
@@ -93,7 +111,7 @@ def what_cannot_be_wrapped_is_refused(rank: int) -> None:
 
 @check
 def other_windows_on_one_worker(rank: int) -> None:
-    """One that is discarded there."""
+    """One that is discarded there, and other learning rates."""
     for _, model, opt in each_way(steps=None):
         train(model, opt, rank, 2)
         if rank == 1:
@@ -101,6 +119,12 @@ def other_windows_on_one_worker(rank: int) -> None:
         learn(model, opt, batches(rank)[2])
         with refused(UsageError, "different window on another worker"):
             opt.flush()
+        opt.discard()
+        train(model, opt, rank, 3)
+        opt.param_groups[0]["lr"] *= 1 + rank
+        with refused(UsageError, f"learning rates on rank {rank}", "the same rates"):
+            opt.flush()
+        opt.param_groups[0]["lr"] /= 1 + rank
         opt.discard()
         train(model, opt, rank, 3)
         opt.flush()
