@@ -70,11 +70,6 @@ def programs_of(framework: str, page: str = "README.md") -> list[str]:
     )
 
 
-def program_of(framework: str) -> str:
-    (program,) = programs_of(framework)
-    return program
-
-
 @pytest.mark.parametrize(
     ("framework", "page"),
     [("torch", "README.md"), ("torch", "VERIFY.md"), ("jax", "README.md")],
@@ -113,8 +108,9 @@ def test_program_from_a_file(mode: str, tmp_path: Path) -> None:
     """MindSpore's compiler reads the source of what it compiles from a file. It prints
     no warning.
     """
-    program = in_mode(program_of("mindspore"), mode)
-    said = run_recipe(Recipe("MindSpore", program), tmp_path, GLOG_v="2")
+    (program,) = programs_of("mindspore")
+    recipe = Recipe("MindSpore", in_mode(program, mode))
+    said = run_recipe(recipe, tmp_path, GLOG_v="2")
     assert not warnings_in(said)
 
 
