@@ -160,6 +160,17 @@ def test_terms_survive_their_codes(steps: Any, loss_scale: Any) -> None:
         kit.decode_terms((kit.FORMAT + 1, *kit.encode_terms(terms)[1:]))
 
 
+def test_full_window_is_open() -> None:
+    """An interrupt between the last micro-batch and its update leaves a full window. It
+    can be saved and resumed.
+    """
+    options = kit.make_options(4)
+    full = kit.State(4, 0, 0, 4.0, False, 1.0, 0)
+    assert kit.resumed(full, kit.terms_of(options, 0), options) == full
+    with pytest.raises(CheckpointError, match="micro_step"):  # written in part
+        kit.resumed(full._replace(micro_step=-1), kit.terms_of(options, 0), options)
+
+
 def test_window_goes_on_with_other_workers() -> None:
     """One worker, or more than before, hold the weight and the flag once between them,
     and end their windows together.

@@ -107,6 +107,7 @@ OTHER_OPTIONS: dict[str, tuple[dict[str, Option], dict[str, Option], str]] = {
         "until_weight",
     ),
     "policy": ({}, {"on_overflow": "drop_micro_batch"}, "on_overflow"),
+    "a scale, then none": ({"loss_scale": DYNAMIC}, {}, "loss_scale"),
     "another static scale": ({"loss_scale": 8.0}, {"loss_scale": 1024.0}, "loss_scale"),
 }
 
