@@ -41,6 +41,7 @@ FRONT_PAGE = {
     "mindspore": "import mindspore",
 }
 """What the first lines of each framework's program on the front page have."""
+RECORD = "conformance_tests.record"
 LIMIT = 3600
 """Seconds of one step."""
 
@@ -223,7 +224,7 @@ def _steps(cell: Cell, python: Path, folder: Path) -> dict[str, list[str]]:
         "install": [*pip, *cell.packages, f"-e{ROOT}[{framework},{cell.extras}]"],
         "import": [str(python), "-c", versions],
         "front page": [str(python), str(program)],
-        "bits": [*module, "gradaccum_conformance.bits", *backend],
+        "bits": [*module, RECORD, "--part", "bits", *backend],
         "suite": [*pytest, str(ROOT / "conformance_tests/gradaccum_conformance")],
         "own tests": [
             *pytest,
@@ -250,7 +251,7 @@ def front_page(framework: str) -> str:
 
 def run(command: list[str], folder: Path) -> tuple[bool, list[str]]:
     """True if it passed, and the lines that it printed."""
-    place = ROOT if "pytest" in command else folder
+    place = ROOT if {"pytest", RECORD} & {*command} else folder
     with subprocess.Popen(
         command,
         cwd=place,

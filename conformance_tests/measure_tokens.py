@@ -5,7 +5,6 @@ reader reads, so size is counted in tokens. A formatter changes tokens per line 
 so style is counted per statement.
 
     python -m conformance_tests.measure_tokens              tokens by area, and style
-    python -m conformance_tests.measure_tokens FOLDER ...   the style of other packages
     python -m conformance_tests.measure_tokens --worst 20   also the 20 densest functions
     python -m conformance_tests.measure_tokens --check      exit with 1 if over a limit
 
@@ -21,7 +20,7 @@ participle     a name that is a participle alone: ``found``, ``held``, ``joined`
                ``padded_batch``
 pointing word  a name that only points: ``own``, ``whole``, ``others``, ``there``, ``each``
 refusals       ``raise``, what builds its message, and functions that only check or refuse
-production     all files; tests of other packages are left out
+production     all files of the packages
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ PACKAGES = {
 NOT_SHIPPED = {"tests": ROOT / "conformance_tests", "benchmarks": ROOT / "benchmarks"}
 MAX_TEST_TOKENS = 270_000
 """The limit of ``--check`` for the tests."""
-TEST_FOLDERS = {"test", "tests", "testing", "test_utils"}
 
 MAX_COLUMNS = 100
 LIMITS = {
@@ -303,19 +301,11 @@ def name_of(node: ast.AST) -> str | None:
     return None
 
 
-def python_files(folder: Path) -> Iterator[Path]:
-    for path in sorted(folder.rglob("*.py")):
-        parts = path.relative_to(folder).parts
-        is_test = path.name.startswith("test_") or path.stem.endswith("_test")
-        if TEST_FOLDERS.isdisjoint(parts) and not is_test:
-            yield path
-
-
-def measure(*folders: Path) -> Style:
-    """Return the style of the production files in `folders`."""
+def measure(*packages: Path) -> Style:
+    """Return the style of the files in `packages`."""
     style = Style()
-    for folder in folders:
-        for path in python_files(folder):
+    for package in packages:
+        for path in sorted(package.rglob("*.py")):
             FileMeasure(path, style).run()
     return style
 
@@ -329,7 +319,7 @@ def tokens_by_area() -> dict[str, Counter[str]]:
     """Return the tokens by area, and in each area by package."""
     areas: dict[str, Counter[str]] = {}
     for name, package in PACKAGES.items():
-        for path in python_files(package):
+        for path in sorted(package.rglob("*.py")):
             tokens = len(code_tokens(path.read_text(encoding="utf-8")))
             areas.setdefault(area_of(path, package), Counter())[name] += tokens
     return areas
@@ -420,9 +410,6 @@ def tests_over_limit() -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "folders", nargs="*", type=Path, help="packages in place of ours"
-    )
-    parser.add_argument(
         "--worst", type=int, metavar="N", help="show the N densest functions"
     )
     parser.add_argument(
@@ -430,26 +417,19 @@ def main() -> int:
     )
     arguments = parser.parse_args()
 
-    folders = {folder.name: folder for folder in arguments.folders} or PACKAGES
-    missing = [str(folder) for folder in folders.values() if not folder.is_dir()]
-    if missing:
-        parser.error(f"not found: {', '.join(missing)}")
-
-    styles = {name: measure(folder) for name, folder in folders.items()}
-    everything = measure(*folders.values())
-    if not arguments.folders:
-        print_areas()
-        print()
-        print_not_shipped()
-        print()
-        styles["all"] = everything
-    print_styles(styles)
+    everything = measure(*PACKAGES.values())
+    print_areas()
+    print()
+    print_not_shipped()
+    print()
+    print_styles(
+        {name: measure(package) for name, package in PACKAGES.items()}
+        | {"all": everything}
+    )
     if arguments.worst:
         print()
         print_worst(everything, arguments.worst)
-    problems = over_limit(everything) if arguments.check else []
-    if arguments.check and not arguments.folders:
-        problems += tests_over_limit()
+    problems = over_limit(everything) + tests_over_limit() if arguments.check else []
     for problem in problems:
         print(f"over the limit: {problem}", file=sys.stderr)
     return 1 if problems else 0

@@ -90,17 +90,6 @@ def test_exact_inverses_are_powers_of_two_of_float32() -> None:
     assert found == [True, True, True, False, False, False, False]
 
 
-def test_total_beyond_float32_ends_with_its_window() -> None:
-    full = kit.at_rest(kit.initial_state()._replace(weight=6e38))
-    assert full.weight == math.inf
-    assert not decided(full, 1.0).apply
-    for ended in (
-        kit.discard(full),
-        kit.close(full, False, True, kit.make_options(4), kit.select),
-    ):
-        assert kit.State(*ended).weight == 0, "compiled code has no at_rest"
-
-
 @pytest.mark.parametrize("reduction", ["mean", "sum", "sum_per_item"])
 def test_denominator_takes_the_place_of_the_weight(reduction: str) -> None:
     options = kit.make_options(None, reduction=reduction, clip_norm=1.0)
@@ -135,14 +124,6 @@ def test_denominator_is_for_windows_that_one_worker_closes() -> None:
             gradaccum.UsageError, match=r"^denominator: .* steps= determines where"
         ):
             kit.require_denominator(3.0, kit.make_options(steps), several=several)
-
-
-def test_clipping_divisor_beyond_float32_overflows() -> None:
-    """Division by it would turn the clipped gradient into 0."""
-    options = kit.make_options(1, clip_norm=1e-30)
-    decision = decided(ONE, 1e30, options)
-    assert (decision.apply, decision.overflow) == (False, True)
-    assert decided(ONE, 1e30, options, FLOAT64).apply
 
 
 @pytest.mark.parametrize(
@@ -188,12 +169,6 @@ def test_full_window_is_open() -> None:
     assert kit.resumed(full, kit.terms_of(options, 0), options) == full
     with pytest.raises(CheckpointError, match="micro_step"):  # written in part
         kit.resumed(full._replace(micro_step=-1), kit.terms_of(options, 0), options)
-
-
-def test_norm_beyond_float32_is_no_overflow() -> None:
-    decision = decided(ONE, math.inf)
-    assert decision.apply
-    assert not decision.overflow
 
 
 def test_window_goes_on_with_other_workers() -> None:

@@ -16,7 +16,6 @@ from gradaccum import (
 )
 
 REDUCTIONS = ("mean", "sum", "sum_per_item")
-IGNORING = kit.make_options(4, on_overflow="ignore")
 
 
 def test_weight_of_a_window_has_a_schedule() -> None:
@@ -75,13 +74,6 @@ def test_window_without_weight_has_no_loss(reduction: str) -> None:
     assert kit.window_loss(
         3.0, kit.initial_state()._replace(weight=0.5), options, kit.select
     ) == (3.0 if reduction == "sum" else 6.0)
-
-
-def test_ignoring_measures_nothing_by_itself() -> None:
-    assert not kit.measures(IGNORING)
-    assert kit.measures(kit.make_options(4))
-    for asked in ({"clip_norm": 1.0}, {"skip_norm": 1.0}):
-        assert kit.measures(kit.make_options(4, on_overflow="ignore", **asked))
 
 
 @pytest.mark.parametrize(

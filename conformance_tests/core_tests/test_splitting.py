@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import doctest
 import weakref
 from typing import Any, NamedTuple
 
@@ -37,12 +36,6 @@ class Sample:
 
     def __post_init__(self) -> None:
         assert len(self.x) == len(self.y), "no micro-batch of one leaf could pass"
-
-
-def test_examples_in_docstrings() -> None:
-    result = doctest.testmod(splitting)
-    assert result.attempted >= 1
-    assert result.failed == 0
 
 
 @given(items=st.integers(1, 300), steps=st.integers(1, 40))

@@ -20,6 +20,10 @@ def end(step: int = 1, *, applied: bool = True, overflow: bool = False) -> StepR
     return StepResult(applied, not applied, overflow, 2.0, 1.0, 0, step)
 
 
+def fail(window: ClosedWindow) -> None:
+    raise ValueError(f"full disk {window.optimizer_step}")
+
+
 def test_seconds_since_the_last_end(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter((10.0, 12.0, 15.0))
     monkeypatch.setattr(
@@ -33,9 +37,6 @@ def test_seconds_since_the_last_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_listener_hears_though_one_raises() -> None:
     listeners, heard = Listeners(), []
-
-    def fail(window: ClosedWindow) -> None:
-        raise ValueError("full disk")
 
     def close() -> None:
         with listeners.settled():
@@ -65,9 +66,6 @@ def test_windows_of_one_call_are_told_between() -> None:
                     *range(1, number + 1)
                 ]
 
-    def fail(window: ClosedWindow) -> None:
-        raise ValueError(f"full disk {window.optimizer_step}")
-
     listeners.add(heard.append)
     listeners.add(fail)
     with pytest.raises(ValueError, match=r"full disk 1") as raised:
@@ -78,9 +76,6 @@ def test_windows_of_one_call_are_told_between() -> None:
 
 def test_the_own_error_goes_first() -> None:
     listeners = Listeners()
-
-    def fail(window: ClosedWindow) -> None:
-        raise ValueError("full disk")
 
     def close() -> None:
         with listeners.settled():

@@ -4,7 +4,6 @@ nothing read too early, kept too long or lost.
 
 from __future__ import annotations
 
-import doctest
 import math
 import re
 import threading
@@ -24,7 +23,6 @@ from gradaccum import (
     kit,
     until_weight,
     updates_in,
-    window_loop,
     windows,
 )
 from gradaccum.kit import Sizes, epoch
@@ -54,11 +52,6 @@ class Loader:
 
 def lengths(made: Any) -> list[int]:
     return [len(window) for window in made]
-
-
-def test_example_in_docstring() -> None:
-    result = doctest.testmod(window_loop)
-    assert (result.attempted, result.failed) == (3, 0)
 
 
 @given(sizes=st.lists(st.integers(0, 9), max_size=30), limit=st.integers(1, 20))

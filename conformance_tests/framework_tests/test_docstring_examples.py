@@ -1,4 +1,6 @@
-"""The examples in the adapters' docstrings run, and say what comes out."""
+"""The examples in the docstrings of the core and of the adapters run, and say what comes
+out.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
-BACKENDS = Path(__file__).parents[2] / "backends"
+ROOT = Path(__file__).parents[2]
 WITH_EXAMPLES = sorted(
-    path.relative_to(BACKENDS)
+    path.relative_to(parent)
     .with_suffix("")
     .as_posix()
     .replace("/", ".")
     .removesuffix(".__init__")
-    for path in BACKENDS.rglob("*.py")
+    for parent in (ROOT, ROOT / "backends")
+    for path in parent.glob("gradaccum*/**/*.py")
     if ">>> " in path.read_text(encoding="utf-8")
 )
 
@@ -29,8 +32,9 @@ def test_examples(module: str) -> None:
     assert result.failed == 0
 
 
-def test_adapters_have_examples() -> None:
+def test_packages_have_examples() -> None:
     assert {module.partition(".")[0] for module in WITH_EXAMPLES} == {
+        "gradaccum",
         "gradaccum_torch",
         "gradaccum_jax",
         "gradaccum_mindspore",

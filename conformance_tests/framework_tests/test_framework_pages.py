@@ -70,11 +70,6 @@ def programs_of(framework: str, page: str = "README.md") -> list[str]:
     )
 
 
-def program_of(framework: str) -> str:
-    (program,) = programs_of(framework)
-    return program
-
-
 @pytest.mark.parametrize(
     ("framework", "page"),
     [("torch", "README.md"), ("torch", "VERIFY.md"), ("jax", "README.md")],
@@ -93,7 +88,6 @@ GRAPH_MODE = "import mindspore\n\nmindspore.set_context(mode=mindspore.GRAPH_MOD
 OF_VERIFY = "'pynative_synchronize' will be deprecated"
 """What MindSpore warns of in each call of `gradaccum.verify`."""
 CHINESE = "README.zh.md"
-MODES = ["pynative", pytest.param("graph", marks=pytest.mark.deep)]
 
 
 def in_mode(program: str, mode: str) -> str:
@@ -114,39 +108,30 @@ def test_program_from_a_file(mode: str, tmp_path: Path) -> None:
     """MindSpore's compiler reads the source of what it compiles from a file. It prints
     no warning.
     """
-    program = in_mode(program_of("mindspore"), mode)
-    said = run_recipe(Recipe("MindSpore", program), tmp_path, GLOG_v="2")
+    (program,) = programs_of("mindspore")
+    recipe = Recipe("MindSpore", in_mode(program, mode))
+    said = run_recipe(recipe, tmp_path, GLOG_v="2")
     assert not warnings_in(said)
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["pynative", "graph"])
 def test_recipe_in_chinese(mode: str, tmp_path: Path) -> None:
-    """The page's programs follow one another in one file."""
-    programs = [
-        program
-        for program in programs_of("mindspore", CHINESE)
-        if "\ninit()\n" not in program
-    ]
+    """The page's programs follow one another in one file, but for the program of two
+    workers.
+    """
+    programs = programs_of("mindspore", CHINESE)
+    (of_workers,) = [program for program in programs if "\ninit()\n" in program]
+    programs.remove(of_workers)
     assert len(programs) >= 9
     recipe = Recipe(CHINESE, in_mode("\n\n".join(programs), mode))
     assert not warnings_in(run_recipe(recipe, tmp_path, GLOG_v="2"))
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("mode", ["pynative", "graph"])
-def test_recipe_of_two_workers_in_chinese(mode: str, tmp_path: Path) -> None:
-    (program,) = [
-        program
-        for program in programs_of("mindspore", CHINESE)
-        if "\ninit()\n" in program
-    ]
     (command,) = re.findall(
         r"^```bash\n(msrun .*?)\n```",
         page_of("mindspore", CHINESE),
         flags=re.MULTILINE | re.DOTALL,
     )
-    recipe = Recipe(CHINESE, in_mode(program, mode), command)
+    recipe = Recipe(CHINESE, in_mode(of_workers, mode), command)
     run_recipe(recipe, tmp_path, GLOG_v="3")
 
 

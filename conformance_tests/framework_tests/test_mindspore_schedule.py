@@ -5,7 +5,7 @@ call. Schedulers beside it.
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Parameter, Tensor, ops
+from mindspore import Parameter, Tensor
 from mindspore.experimental import optim
 from mindspore.experimental.optim import lr_scheduler
 
@@ -19,20 +19,6 @@ from conformance_tests.framework_tests.mindspore_common import (
 )
 from conformance_tests.framework_tests.mindspore_driver import driver
 from gradaccum_mindspore import load_checkpoint_into
-
-
-def of_tensors_alone(optimizer_step):
-    return ops.where(
-        optimizer_step < 1,
-        ops.full_like(optimizer_step, 2),
-        ops.full_like(optimizer_step, 3),
-    )
-
-
-def with_an_if(optimizer_step):
-    if optimizer_step < 1:
-        return 2
-    return 3
 
 
 def shrinking(optimizer_step):

@@ -1,8 +1,8 @@
 """The bits of seeded runs, held in a file, so that a change inside of every tolerance
 is seen too.
 
-``python -m gradaccum_conformance.bits`` tells whether they are what they were,
-``--write`` writes down what they are now. Other versions of a framework and other
+``python -m conformance_tests.record --part bits`` compares them with the file, and
+writes the file anew with ``--write``. Other versions of a framework and other
 processors round in another order, so bits are held for an environment: the versions,
 the kind of machine, and a probe, the framework's own gradient of a micro-batch without
 gradaccum. Where the probe has other bits, nothing can be said of ours.
@@ -10,15 +10,13 @@ gradaccum. Where the probe has other bits, nothing can be said of ours.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import itertools
 import platform
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from gradaccum import DynamicLossScale, available_backends
+from gradaccum import DynamicLossScale
 from gradaccum.versions import installed_version
 from gradaccum_conformance.demo.batches import LARGE_BATCH, MICRO_BATCH, cut
 from gradaccum_conformance.harness import Harness, Option, Setup
@@ -36,10 +34,6 @@ from gradaccum_conformance.specs import (
 )
 
 FILE = Path(__file__).parent / "bits.txt"
-HEADER = (
-    "# ENVIRONMENT | RUN | HASHES, one after each window. Written by: python -m"
-    " gradaccum_conformance.bits --write\n"
-)
 MODEL = Model("digits", (1, 8, 8), (Flatten(), Dense(64, 16), Tanh(), Dense(16, 10)))
 OPTIMIZER = Optimizer("momentum", learning_rate=0.2)
 ITEMS = 4 * LARGE_BATCH + 2 * MICRO_BATCH
@@ -132,14 +126,6 @@ def read(file: Path = FILE) -> Held:
     }
 
 
-def write(held: Held, file: Path = FILE) -> None:
-    lines = [
-        f"{place} | {run} | {' '.join(hashes)}\n"
-        for (place, run), hashes in sorted(held.items())
-    ]
-    file.write_text("".join([HEADER, *lines]), encoding="utf-8")
-
-
 def found(names: Iterable[str]) -> Iterator[tuple[tuple[str, str], list[str]]]:
     """What the bits of these backends are here and now."""
     for name in names:
@@ -147,38 +133,3 @@ def found(names: Iterable[str]) -> Iterator[tuple[tuple[str, str], list[str]]]:
         place = environment(harness)
         for run in RUNS:
             yield (place, run), bits_of(harness, run)
-
-
-def main() -> int:
-    """Compare, or write; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m gradaccum_conformance.bits", description=__doc__
-    )
-    parser.add_argument(
-        "--backend",
-        action="append",
-        help="this backend (repeatable); default: all that are installed",
-    )
-    parser.add_argument(
-        "--write",
-        action="store_true",
-        help="hold the bits of this environment from now on",
-    )
-    given = parser.parse_args()
-    held = read()
-    has_changed = False
-    for key, hashes in found(given.backend or available_backends()):
-        verdict = "not held"
-        if key in held:
-            verdict = "the same" if held[key] == hashes else "CHANGED"
-        has_changed = has_changed or verdict == "CHANGED"
-        print(f"{verdict}: {' | '.join(key)}")
-        held[key] = hashes
-    if given.write:
-        write(held)
-        print(f"Written: {FILE}")
-    return int(has_changed and not given.write)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -23,8 +23,11 @@ from optax import contrib
 
 import gradaccum
 import gradaccum_jax
-
-from .jax_comparison import assert_bitwise, assert_close, wide
+from conformance_tests.framework_tests.jax_comparison import (
+    assert_bitwise,
+    assert_close,
+    wide,
+)
 
 STEPS, WINDOWS, ITEMS = 3, 3, 2
 QUICK = {"xla_cpu_use_fusion_emitters": False}

@@ -17,8 +17,11 @@ import optax
 
 import gradaccum
 import gradaccum_jax
-
-from .jax_comparison import assert_bitwise, assert_close, wide
+from conformance_tests.framework_tests.jax_comparison import (
+    assert_bitwise,
+    assert_close,
+    wide,
+)
 
 STEPS = 2
 PARAMS = {"w": jnp.asarray([1.0, -2.0, 4.0]), "b": jnp.asarray([0.5])}

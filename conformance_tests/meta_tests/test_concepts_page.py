@@ -12,7 +12,7 @@ import pytest
 
 import gradaccum
 from gradaccum import available_backends
-from gradaccum.kit import State, make_options
+from gradaccum.kit import make_options
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "gradaccum/CONCEPTS.md").read_text(encoding="utf-8")
@@ -24,12 +24,6 @@ def test_programs_run() -> None:
     assert programs
     for program in programs:
         exec(compile(program, "CONCEPTS.md", "exec"), {})
-
-
-def test_fields_of_the_state() -> None:
-    table = PAGE.split("## The state machine")[1].split("How they change")[0]
-    names = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
-    assert tuple(names) == State._fields
 
 
 def test_each_option_has_a_row() -> None:

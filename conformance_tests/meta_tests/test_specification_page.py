@@ -1,4 +1,4 @@
-"""The page that specifies gradient accumulation has the code's names; its vectors are
+"""The pages that specify gradient accumulation have the code's names; the vectors are
 those of the reference, and fit their schema.
 """
 
@@ -16,21 +16,22 @@ from gradaccum_conformance.vectors import make
 from gradaccum_conformance.vectors.run import FOLDER, KINDS, read
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "gradaccum/SPECIFICATION.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
-    ("heading", "names"),
+    ("page", "heading", "names"),
     [
-        ("The state", State._fields),
-        ("Three reductions", ("reduction", *REDUCTIONS)),
-        ("Three overflow policies", ("on_overflow", *ON_OVERFLOW)),
+        ("CONCEPTS", "The state machine", State._fields),
+        ("SPECIFICATION", "The state", State._fields),
+        ("SPECIFICATION", "Three reductions", ("reduction", *REDUCTIONS)),
+        ("SPECIFICATION", "Three overflow policies", ("on_overflow", *ON_OVERFLOW)),
     ],
 )
 def test_tables_have_the_names_of_the_code(
-    heading: str, names: tuple[str, ...]
+    page: str, heading: str, names: tuple[str, ...]
 ) -> None:
-    section = PAGE.split(f"## {heading}")[1].split("\n## ")[0]
+    text = (ROOT / f"gradaccum/{page}.md").read_text(encoding="utf-8")
+    section = text.split(f"## {heading}")[1].split("\n## ")[0]
     assert tuple(re.findall(r"^\| `(\w+)`", section, re.MULTILINE)) == names
 
 

@@ -108,36 +108,36 @@ FAULTS = {
         "optimizer_step + applied", "optimizer_step + 1", CLOSES
     ),
     "a closed window keeps its flag": Fault(
+        """\
+    return discard(
         (
-            "    return discard(\n"
-            "        (\n"
-            "            micro_step,\n"
-            "            optimizer_step + applied,\n"
-            "            skipped_windows + 1 - applied,\n"
-            "            weight,\n"
-            "            overflow,\n"
-            "            loss_scale,\n"
-            "            growth_tracker,\n"
-            "        )\n"
-        ),
-        (
-            "    return (\n"
-            "        micro_step,\n"
-            "        optimizer_step + applied,\n"
-            "        skipped_windows + 1 - applied,\n"
-            "        weight,\n"
-            "        overflow,\n"
-            "        loss_scale,\n"
-            "        growth_tracker,\n"
-        ),
+            micro_step,
+            optimizer_step + applied,
+            skipped_windows + 1 - applied,
+            weight,
+            overflow,
+            loss_scale,
+            growth_tracker,
+        )
+""",
+        """\
+    return (
+        micro_step,
+        optimizer_step + applied,
+        skipped_windows + 1 - applied,
+        weight,
+        overflow,
+        loss_scale,
+        growth_tracker,
+""",
         CLOSES,
     ),
     "the scale has no floor": Fault(
-        (
-            "    smaller_scale = where(\n"
-            "        smaller_scale > rule.min_scale, smaller_scale, rule.min_scale + 0 * scale\n"
-            "    )\n"
-        ),
+        """\
+    smaller_scale = where(
+        smaller_scale > rule.min_scale, smaller_scale, rule.min_scale + 0 * scale
+    )
+""",
         "    smaller_scale = smaller_scale\n",
         SCALE,
     ),
@@ -170,28 +170,28 @@ FAULTS = {
         "discard_forgets_the_window_alone",
     ),
     "joining forgets the scale": Fault(
-        (
-            "        state\n"
-            "    )\n"
-            "    return (\n"
-            "        micro_step,\n"
-            "        optimizer_step,\n"
-            "        skipped_windows,\n"
-            "        weight,\n"
-            "        overflow,\n"
-            "        loss_scale,\n"
-        ),
-        (
-            "        state\n"
-            "    )\n"
-            "    return (\n"
-            "        micro_step,\n"
-            "        optimizer_step,\n"
-            "        skipped_windows,\n"
-            "        weight,\n"
-            "        overflow,\n"
-            "        0 * loss_scale + 1,\n"
-        ),
+        """\
+        state
+    )
+    return (
+        micro_step,
+        optimizer_step,
+        skipped_windows,
+        weight,
+        overflow,
+        loss_scale,
+""",
+        """\
+        state
+    )
+    return (
+        micro_step,
+        optimizer_step,
+        skipped_windows,
+        weight,
+        overflow,
+        0 * loss_scale + 1,
+""",
         "joining_takes_weight_and_flag_alone",
     ),
 }

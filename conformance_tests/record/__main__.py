@@ -54,11 +54,11 @@ def main(
     for name in part:
         file, facts = found(name, backends)
         recorded = read(file)
+        lines = list(changes(recorded, facts))
+        differs = differs or bool(lines)
+        print("\n".join(lines) or f"the same: {name}")
         for section in sorted(facts.keys() - recorded.keys()):
             print(f"not held: {section}")
-        for line in changes(recorded, facts):
-            differs = True
-            print(line)
         if rewrite:
             write(recorded | facts, file)
             print(f"Written: {file}")

@@ -4,12 +4,9 @@ workers.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-import gradaccum
 from conformance_tests.framework_tests.torch_workers.common import (
     require_same_everywhere,
 )
@@ -24,10 +21,8 @@ from .common import (
     check,
     each_way,
     learn,
-    numbers,
     require_equal,
     require_equal_results,
-    require_first_window,
     sharded,
     train,
     windows_of,
@@ -71,21 +66,6 @@ def branches_of_one_worker(rank: int) -> None:
         for batch in everyone[rank]:
             learn(model, opt, batch)
         require_equal(model, reference)
-
-
-@check
-def overflow_on_one_worker_skips_on_all(rank: int) -> None:
-    for _, model, opt in each_way(loss_scale=gradaccum.DynamicLossScale(1024.0)):
-        before = numbers(model)
-        for index, (x, rare) in enumerate(batches(rank, 3)):
-            learn(model, opt, (x * (math.inf if rank == 1 and index == 0 else 1), rare))
-        assert opt.result.skipped
-        assert opt.result.overflow
-        assert opt.result.loss_scale == 512.0
-        assert all(map(torch.equal, numbers(model), before))
-        require_first_window(model, opt, rank)
-        assert opt.result.applied
-        require_same_everywhere(opt.result)
 
 
 @check

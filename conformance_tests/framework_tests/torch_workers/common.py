@@ -110,14 +110,16 @@ def alone(
     return model, opt
 
 
-def all_windows(
-    dtype: torch.dtype = torch.float64, steps: int = 4
-) -> list[list[Batch]]:
-    workers = [micro_batches(rank, dtype) for rank in range(WORLD)]
+def windows_of(workers: list[list[Batch]], steps: int) -> list[list[Batch]]:
+    """The windows of all workers, each of which has some of the micro-batches."""
     return [
         [batch for worker in workers for batch in worker[first : first + steps]]
-        for first in range(0, max(COUNTS), steps)
+        for first in range(0, max(map(len, workers)), steps)
     ]
+
+
+def all_windows(steps: int = 4) -> list[list[Batch]]:
+    return windows_of([micro_batches(rank) for rank in range(WORLD)], steps)
 
 
 def learn_all(model: nn.Module, opt: Any, batches: list[Batch]) -> None:

@@ -28,6 +28,7 @@ from .common import (
     micro_batches,
     require_equal,
     sgd,
+    windows_of,
 )
 from .jobs import check
 
@@ -48,12 +49,9 @@ def usual_batches(rank: int) -> list[Batch]:
     return [(x + 0.1 * rank, False) for x, _ in micro_batches(0, count=8)]
 
 
-def windows_of(steps: int) -> list[list[Batch]]:
-    workers = [usual_batches(rank) for rank in range(WORLD)]
-    return [
-        [batch for worker in workers for batch in worker[first : first + steps]]
-        for first in range(0, len(workers[0]), steps)
-    ]
+def usual_windows() -> list[list[Batch]]:
+    """Windows of two micro-batches on each worker."""
+    return windows_of([usual_batches(rank) for rank in range(WORLD)], 2)
 
 
 @contextmanager
@@ -73,7 +71,7 @@ def require_third_window(
     """Train the third window; the second one has left nothing."""
     for batch in batches[4:6]:
         learn(parallel, opt, batch)
-    windows = windows_of(2)
+    windows = usual_windows()
     require_equal(model, alone([windows[0], windows[2]])[0])
 
 
@@ -86,7 +84,7 @@ def recomputed_layers_are_reduced_in_step(rank: int) -> None:
         other = gradaccum.wrap(
             sgd(reference), steps=None, process_group="alone", reduction="sum"
         )
-        for window in windows_of(2):
+        for window in usual_windows():
             for x, _ in window:
                 other.backward(2 * reference(x).sum())
                 other.step()

@@ -25,7 +25,7 @@ def test_bits(backend: Harness, run: str, places: dict[str, str]) -> None:
         backend.name, environment(backend)
     )
     expected = read().get((place, run)) or bits_of(backend, run)
-    fix = "If the change is meant, write: python -m gradaccum_conformance.bits --write"
+    fix = "Write meant ones: python -m conformance_tests.record --part bits --write"
     assert bits_of(backend, run) == expected, (
         f"other bits than before, inside of the tolerance, in {place}. {fix}"
     )

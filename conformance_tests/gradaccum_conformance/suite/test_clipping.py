@@ -37,12 +37,6 @@ def check_norm(errors: Errors, session: Session, norm: float) -> None:
     errors.check("norm", abs(session.result().grad_norm - norm) / norm, bound())
 
 
-def test_norm_is_reported(backend: Harness, mode: str, errors: Errors) -> None:
-    session = start(backend, steps=3, mode=mode)
-    feed_gradients(session, TREES)
-    check_norm(errors, session, NORM)
-
-
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_gradient_is_clipped_to_limit(
     backend: Harness, mode: str, errors: Errors, reduction: str

@@ -8,7 +8,7 @@ import pytest
 
 import gradaccum
 from gradaccum_conformance import oracle
-from gradaccum_conformance.bounds import gamma
+from gradaccum_conformance.bounds import additions_in_gradient, gamma, worst
 from gradaccum_conformance.deep import deep_but
 from gradaccum_conformance.harness import Harness, Option, Session
 from gradaccum_conformance.measuring import Errors
@@ -17,6 +17,7 @@ from gradaccum_conformance.scenarios import (
     constant_tree,
     cut,
     feed,
+    global_norm,
     large_loss,
     poisoned,
     random_tree,
@@ -30,6 +31,7 @@ PIECES = cut(BATCH, (5, 5, 2))
 SHORT = BATCH.rows(0, 7)
 ROUNDING = gamma(200, "float32")
 """The bound of a loss of some 12 items."""
+GRADIENT = gamma(additions_in_gradient(MLP, 12, len(PIECES)), "float32")
 ZEROS = constant_tree(MLP, 0.0)
 
 
@@ -71,20 +73,34 @@ def test_loss_is_the_large_batch_s(
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_denominator_divides_the_loss_too(
+def test_denominator_is_chosen_as_the_window_is_closed(
     backend: Harness, mode: str, errors: Errors, reduction: str
 ) -> None:
+    """It divides the gradient and the loss; the next window has its own."""
     session = start(
-        backend, MLP, steps=None, reduction=reduction, loss_scale=8.0, mode=mode
+        backend,
+        MLP,
+        steps=None,
+        reduction=reduction,
+        loss_scale=8.0,
+        clip_norm=1e3,
+        mode=mode,
     )
-    truth = true_loss(session, BATCH, "sum") / 7.0
-    feed(session, PIECES, reduction)
-    session.flush(denominator=7.0)
-    check_loss(errors, session, truth)
-    truth = true_loss(session, BATCH, reduction)
-    feed(session, PIECES, reduction)
-    session.flush()
-    check_loss(errors, session, truth)
+    for denominator in (7.0, None):
+        divisor = denominator or 1.0
+        loss, gradient = oracle.loss_and_gradient(
+            MLP,
+            session.parameters(),
+            BATCH,
+            loss="sum" if denominator else large_loss(reduction),
+        )
+        truth = {name: array / divisor for name, array in gradient.items()}
+        feed(session, PIECES, reduction)
+        session.flush(denominator=denominator)
+        check_loss(errors, session, loss / divisor)
+        errors.check("gradient", worst(session.captured().gradient, truth), GRADIENT)
+        norm = session.result().grad_norm
+        assert math.isclose(norm, global_norm(truth), rel_tol=1e-5)
 
 
 def test_loss_leaves_out_what_the_window_does(

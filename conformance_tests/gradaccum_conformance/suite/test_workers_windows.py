@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from gradaccum import StepResult
 from gradaccum_conformance.measuring import Errors
 from gradaccum_conformance.scenarios import (
     coarse,
@@ -17,7 +16,7 @@ from gradaccum_conformance.scenarios import (
     same,
     same_result,
 )
-from gradaccum_conformance.specs import MLP, Arrays
+from gradaccum_conformance.specs import MLP
 from gradaccum_conformance.workers import Crew, Crews
 from gradaccum_conformance.workers.options import FULL, SCALE
 from gradaccum_conformance.workers.shares import (
@@ -32,8 +31,8 @@ from gradaccum_conformance.workers.shares import (
 
 
 def test_full_windows_need_no_flush(crews: Crews, errors: Errors) -> None:
-    """Nothing moves inside one; the loss scale grows on every worker after two; the
-    flush of nothing says so; a tail that only one worker has is flushed.
+    """Nothing moves inside one; the loss scale grows on every worker after two; a tail
+    that only one worker has is flushed.
     """
     crew = crews(**FULL)
     for window in range(2):
@@ -44,10 +43,7 @@ def test_full_windows_need_no_flush(crews: Crews, errors: Errors) -> None:
         assert all(map(same, crew.ask("parameters"), before))
         feed(crew, [own[1:] for own in shares])
         check_update(errors, crew, shares, calls=window + 1)
-    full = require_equal(crew)
-    assert full.loss_scale == 2 * SCALE.init_scale
-    crew.flush()
-    assert same_result(require_equal(crew), full._replace(applied=False))
+    assert require_equal(crew).loss_scale == 2 * SCALE.init_scale
     tail = random_shares([1, *[0] * (crew.workers - 1)], 2)
     close(crew, tail)
     check_update(errors, crew, tail, calls=3)
@@ -128,48 +124,24 @@ def go_on(crew: Crew, first: int, last: int) -> None:
     feed(crew, [own[first:last] for own in random_shares([7] * crew.workers)])
 
 
-def check_end(crew: Crew, end: tuple[StepResult, Arrays]) -> None:
-    go_on(crew, 3, 6)
-    assert same_result(require_equal(crew), end[0])
-    assert same(crew.ask("parameters")[0], end[1])
-
-
-def begin_and_save(crew: Crew, directory: Path) -> tuple[StepResult, Arrays]:
-    """Save after three of six micro-batches, in mid-window; the result and the
-    parameters at the end.
-    """
-    go_on(crew, 0, 3)
-    crew.save(directory)
-    go_on(crew, 3, 6)
-    return require_equal(crew), crew.ask("parameters")[0]
-
-
-def test_resumed_window_is_the_same(crews: Crews, tmp_path: Path) -> None:
-    """From memory and from files, in mid-window, bit for bit."""
+@pytest.mark.parametrize(
+    "restarts", [False, pytest.param(True, marks=pytest.mark.deep)]
+)
+def test_saved_window_goes_on(crews: Crews, tmp_path: Path, restarts: bool) -> None:
+    """From files of its middle, bit for bit; also after every process was killed."""
     crew = crews(**FULL)
-    fresh = crew.snapshot()
-    end = begin_and_save(crew, tmp_path)
-    crew.restore(fresh)
     go_on(crew, 0, 3)
-    middle, states, sums = crew.snapshot(), crew.ask("state"), crew.ask("accumulator")
-    check_end(crew, end)
-    for source in ("memory", "files"):
-        if source == "memory":
-            crew.restore(middle)
-        else:
-            crew.load(tmp_path)
-        assert crew.ask("state") == states
-        assert all(map(same, crew.ask("accumulator"), sums))
-        check_end(crew, end)
-
-
-@pytest.mark.deep
-def test_restarted_workers_go_on(crews: Crews, tmp_path: Path) -> None:
-    """From their files, after every process was killed in mid-window."""
-    crew = crews(**FULL)
-    end = begin_and_save(crew, tmp_path)
+    crew.save(tmp_path)
+    states, sums = crew.ask("state"), crew.ask("accumulator")
+    go_on(crew, 3, 6)
+    result, parameters = require_equal(crew), crew.ask("parameters")[0]
     go_on(crew, 6, 7)
-    crew.pool.close()
-    crew = crews(**FULL)
+    if restarts:
+        crew.pool.close()
+        crew = crews(**FULL)
     crew.load(tmp_path)
-    check_end(crew, end)
+    assert crew.ask("state") == states
+    assert all(map(same, crew.ask("accumulator"), sums))
+    go_on(crew, 3, 6)
+    assert same_result(require_equal(crew), result)
+    assert same(crew.ask("parameters")[0], parameters)

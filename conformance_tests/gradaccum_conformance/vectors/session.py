@@ -72,8 +72,10 @@ class SessionImplementation:
         return successor
 
     def observe(self) -> dict[str, Any]:
+        state = self.session.state()
+        assert self.session.result().loss_scale == state.loss_scale
         return {
-            "state": self.session.state()._asdict(),
+            "state": state._asdict(),
             "sum": numbers_in(self.session.accumulator()),
             "update": self._update(),
             "decision": self._decision(),

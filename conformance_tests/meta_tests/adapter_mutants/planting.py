@@ -23,8 +23,8 @@ class Mutant(NamedTuple):
     """Stands exactly once in the adapter's sources."""
     new: str
     test: str
-    """A file below ``conformance_tests``, with or without the name of a test; the cases
-    are chosen by `only`.
+    """A file of the adapter's own tests or of the suite, with or without the name of a
+    test; the cases are chosen by `only`.
     """
     only: str = ""
     """What ``pytest -k`` takes."""
@@ -63,5 +63,6 @@ def program_of(adapter: str, mutant: Mutant, site: Path) -> str:
         folder_of(adapter), copy, ignore=shutil.ignore_patterns("__pycache__")
     )
     (copy / file).write_text(text, encoding="utf-8")
+    folder = OWN if mutant.test.startswith(f"test_{adapter}_") else SUITE
     only = ("-k", mutant.only) if mutant.only else ()
-    return pytest_program(site, [mutant.test], "--backend", adapter, *only)
+    return pytest_program(site, [folder + mutant.test], "--backend", adapter, *only)

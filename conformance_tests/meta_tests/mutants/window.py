@@ -290,6 +290,7 @@ endless = self.options.scale_rule._replace(max_scale=math.inf)
         options = self.options._replace(scale_rule=endless)
         self._move(close(self.machine, applied, overflow, options, select))"""
         },
+        "test_every_event_in_every_state",
     ),
 )
 KNOWLEDGE = "test_knowledge"

@@ -10,17 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from conformance_tests.framework_tests.jax_large_batch import float64
+
 
 @contextmanager
 def wide() -> Iterator[None]:
     """float64 within, and programs that compile quickly."""
     jax.config.update("jax_disable_most_optimizations", True)
     try:
-        with (
-            jax.enable_x64
-            if hasattr(jax, "enable_x64")
-            else jax.experimental.enable_x64
-        )(True):
+        with float64():
             yield
     finally:
         jax.config.update("jax_disable_most_optimizations", False)
