@@ -260,10 +260,9 @@ def _groups_of_one_type(arrays: Leaves) -> list[Leaves]:
 def _real_parts(accumulator: Tree) -> Leaves:
     parts: Leaves = []
     for leaf in jax.tree.leaves(accumulator):
-        if leaf.size and jnp.iscomplexobj(leaf):
-            parts += [leaf.real, leaf.imag]
-        elif leaf.size:
-            parts.append(leaf)
+        if leaf.size:
+            is_complex = jnp.iscomplexobj(leaf)
+            parts += [leaf.real, leaf.imag] if is_complex else [leaf]
     return parts
 
 

@@ -171,3 +171,10 @@ def test_discard_leaves_the_state_of_the_start() -> None:
     _, state = tx.update(PARAMS, start, PARAMS, weight=3)
     discarded = jax.jit(lambda s: gradaccum_jax.discard(tx, s))(state)
     jax.tree.map(np.testing.assert_array_equal, discarded, start)
+
+
+def test_result_of_several_devices() -> None:
+    """A flag per device: that of their window is true if one is."""
+    state = gradaccum.wrap(INNER, steps=4).init(PARAMS)
+    state = state._replace(last_overflow=jnp.asarray([False, True]))
+    assert gradaccum_jax.result(state).overflow

@@ -24,7 +24,7 @@ def norm_of(tree: Any) -> float:
 
 
 def exact(*tree: Any) -> Any:
-    return np.sqrt(sum(np.sum(np.float64(leaf) ** 2) for leaf in tree))
+    return np.sqrt(sum(np.sum(np.float64(abs(leaf)) ** 2) for leaf in tree))
 
 
 @pytest.mark.parametrize("shape", [(7,), (4, 131101)], ids=str)
@@ -49,6 +49,7 @@ def test_norm_of_any_magnitude(size: float) -> None:
         for shape in [(3,), (7, 11), (), *[(2**14,)] * 17]
     ]
     tree[0] *= 10
+    tree[1] = tree[1] * np.complex64(0.6 - 0.8j)
     norm = norm_of([*tree, jnp.zeros((0, 4))])
     assert norm == pytest.approx(exact(*tree), rel=1e-6, abs=0)
     for place in (0, 2, len(tree) - 1):
@@ -62,6 +63,14 @@ def test_norm_of_zeros_and_largest_numbers() -> None:
     assert norm_of([jnp.zeros((3, 4)), jnp.zeros(5)]) == 0.0
     assert norm_of([jnp.full((1024, 64), LARGEST)]) == LARGEST
     assert norm_of([]) == 0.0
+    assert norm_of([jnp.ones(1)]) == 1.0
+
+
+def test_tiny_elements_are_not_lost_beside_larger_ones() -> None:
+    """Their squares are too small for float32, and count for 1 % together."""
+    tiny = np.full(300_000, 1e-19, np.float32)
+    larger = np.full(10, 1e-16, np.float32)
+    assert norm_of([larger, tiny]) == pytest.approx(exact(larger, tiny), rel=1e-5)
 
 
 def test_clipped_window_can_be_differentiated() -> None:
