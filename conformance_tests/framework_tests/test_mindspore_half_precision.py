@@ -4,7 +4,9 @@ overflow.
 
 import mindspore as ms
 import pytest
+from mindspore import Parameter, Tensor, nn
 
+import gradaccum
 from conformance_tests.framework_tests.mindspore_common import (
     BFLOAT16,
     MODES,
@@ -32,3 +34,14 @@ def test_half_sum_is_divided_in_float32(mode, dtype):
     call(2.0**14)
     assert optimizer.storage.sums[0].dtype == dtype
     assert parameter.astype(ms.float32).asnumpy().tolist() == [1.0, 0.75, 1.0]
+
+
+def test_single_element_beyond_float16_overflows():
+    """The sum is half of 65520, which float16 holds. Divided by the scale it is not."""
+    parameter = Parameter(Tensor([1.0], ms.float16), name="p")
+    inner = nn.SGD([parameter], 1.0)
+    optimizer = gradaccum.wrap(inner, steps=2, reduction="sum", loss_scale=0.5)
+    optimizer.scale(Tensor(1.0))
+    for value in (32752.0, 8.0):
+        optimizer((Tensor([value], ms.float16),))
+    assert optimizer.result.overflow

@@ -11,6 +11,7 @@ EDGE = "no measured number is the limit itself"
 PROMOTION = "promotion is symmetric"
 TUNED = "a size near the tuned limit has the same numbers, in about the same time"
 IN_RANGE = "such a sum of squares is in range, and has no factor"
+UNREAD = "nobody reads what stands for None in compiled code"
 LENGTHS = "both have one entry for each field, or each leaf"
 
 EQUIVALENT: dict[str, dict[str, str]] = {
@@ -54,6 +55,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "SMALL_SIZE = 2**15": TUNED,
         "if (group[0].size >= SMALL_SIZE):": TUNED,
         "kind = typeof(array) if (array.size < SMALL_SIZE) else place": TUNED,
+        "smallest_exact = float(limits.tiny) / (float(limits.eps) * 2)": "XLA:CPU keeps squares that are subnormal",
         "smallest_exact = float(limits.tiny) / float(limits.eps) ** 3": "a norm that is measured again is as exact",
         "in_range = ((squares >= smallest_exact)) & (squares < jnp.inf)": EDGE,
         "factor = jnp.where((squares <= 1), large, 1 / large)": IN_RANGE,
@@ -77,19 +79,44 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     "backends/gradaccum_mindspore/gradient_sum.py": {
         "HALF = (ms.bfloat16, ms.float16)": KINDS,
         "CHUNK = 2**21": "chunks of any length have one norm",
+        "CHUNK = (2 * 20)": "chunks of any length have one norm",
+        "ROW = 4097": TUNED,
+        "PACKED = 2**21": TUNED,
+        "if (number_of_elements(map_over(shape_of, sums)) < PACKED):": TUNED,
+        "return max(length for length in range(1, (ROW - 1)) if size % length == 0)": TUNED,
+        "return max(length for length in range(1, ROW + 2) if size % length == 0)": TUNED,
+        "return False": UNREAD,
+        "wide = ops.addn((cast(part, ms.float32), cast(total, ms.float32)))": "the sum of two",
+        "pairs = zip(sums, dtypes, strict=False)": LENGTHS,
+        "if (magnitudes.size >= ROW):": "the largest of a row is found in one step or in two",
+        "if (not (magnitudes.size > ROW)):": "the largest of all is found in one step or in two",
+        "rows = magnitudes.reshape(row_length(magnitudes.size), -1)": "the largest of all is the largest of any rows",
+        "_, magnitudes = ops.ArgMaxWithValue(axis=(1))(rows)": "it is the last of two axes",
+        "_, magnitudes = ops.ArgMaxWithValue(axis=-2)(rows)": "the largest of all is the largest of any rows",
+        "squares = squares.reshape(-1, row_length(squares.size)).sum((1))": "it is the last of two axes",
         "flat = array.reshape(-2)": "NumPy takes any negative number for the length that is left",
         "if (squares.size >= ROW):": "a row is summed in one step or in two",
     },
     "backends/gradaccum_mindspore/window/pynative.py": {
         "for total, gradient in zip(self.storage.sums, gradients, strict=False):": "another number of gradients was refused before",
+        "for total, gradient in zip(self.storage.sums, gradients, strict=False)": "another number of gradients was refused before",
+        "storage.push(kit.discard(state._replace(micro_step=1)), state)": "discard forgets it",
         "if (norm < FLOAT16_MAX * divisor):": "at the limit the elements tell the same",
     },
     "backends/gradaccum_mindspore/window/compiled.py": {
-        "return False": "nobody reads what stands for None in compiled code",
+        "return False": UNREAD,
+        "SMALLEST_WEIGHT = 2.0**-41": "such a weight is above 0 too",
+        "SMALLEST_WEIGHT = 4.0**-40": "such a weight is above 0 too",
         "LARGEST_WEIGHT = 2.0**41": "a sum of such weights is finite too, in any window that ends",
+        "LARGEST_WEIGHT = 4.0**40": "a sum of such weights is finite too, in any window that ends",
+        "for name, value in (('divisor', self.one), ('nothing', self.zero), ('is_applied', self.false)):": "the order only numbers them",
+        "for name, value in (('is_applied', self.false), ('divisor', self.one), ('nothing', self.zero)):": "the order only numbers them",
+        "never = (after[MICRO_STEP] <= 0)": "the micro-batch was counted",
         "never = after[MICRO_STEP] < 1": "the micro-batch was counted",
     },
     "backends/gradaccum_mindspore/state.py": {
+        "for parameter, dtype in zip(parameters, sum_dtypes, strict=False)": LENGTHS,
+        "for field, old, new in zip(FIELD_DTYPES, before, rounded_state, strict=False):": LENGTHS,
         "return UntilWeight(-code) if (code <= 0) else code": "an open window has a size",
         "return UntilWeight(-code) if code < 1 else code": "an open window has a size",
     },
