@@ -61,8 +61,7 @@ def test_complex_parameter_equals_the_large_batch() -> None:
     params = jnp.asarray([complex(-0.0, -0.0)])
     updates, state = tx.update(jnp.asarray([2.0 + 8.0j]), tx.init(params), params)
     moved = optax.apply_updates(params, updates)
-    assert (moved == 0).all()
-    assert jnp.signbit(jnp.stack([moved.real, moved.imag])).all()
+    assert np.asarray(moved).tobytes() == np.asarray(params).tobytes()
     updates, state = tx.update(jnp.asarray([4.0 + 0.0j]), state, params)
     assert gradaccum_jax.result(state).grad_norm == 5
     np.testing.assert_allclose(updates, [-0.6 - 0.8j], rtol=1e-6)

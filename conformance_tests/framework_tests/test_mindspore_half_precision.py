@@ -4,9 +4,7 @@ overflow.
 
 import mindspore as ms
 import pytest
-from mindspore import Parameter, Tensor, nn
 
-import gradaccum
 from conformance_tests.framework_tests.mindspore_common import (
     BFLOAT16,
     MODES,
@@ -38,10 +36,7 @@ def test_half_sum_is_divided_in_float32(mode, dtype):
 
 def test_single_element_beyond_float16_overflows():
     """The sum is half of 65520, which float16 holds. Divided by the scale it is not."""
-    parameter = Parameter(Tensor([1.0], ms.float16), name="p")
-    inner = nn.SGD([parameter], 1.0)
-    optimizer = gradaccum.wrap(inner, steps=2, reduction="sum", loss_scale=0.5)
-    optimizer.scale(Tensor(1.0))
-    for value in (32752.0, 8.0):
-        optimizer((Tensor([value], ms.float16),))
+    optimizer, call, _ = driver("pynative", 2, 0.5, ms.float16, reduction="sum")
+    call(32752.0)
+    call(8.0)
     assert optimizer.result.overflow

@@ -8,9 +8,7 @@ KINDS = "the order of kinds means nothing where one of them is looked for"
 UNUSED = "it stands where nothing is divided"
 SYMMETRIC = "a distance, and a sum of two pairs, are symmetric"
 EDGE = "no measured number is the limit itself"
-PROMOTION = "promotion is symmetric"
 TUNED = "a size near the tuned limit has the same numbers, in about the same time"
-IN_RANGE = "such a sum of squares is in range, and has no factor"
 UNREAD = "nobody reads what stands for None in compiled code"
 LENGTHS = "both have one entry for each field, or each leaf"
 
@@ -42,34 +40,19 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "pass  # self._last_end = 0.0": "to add a listener sets it, and without one no window is noted",
     },
     "backends/gradaccum_jax/gradient_sum.py": {
-        "return jnp.promote_types(jnp.complex64, chosen_dtype)": PROMOTION,
-        'return jnp.dtype("float32") if (leaf_dtype.itemsize <= 4) else leaf_dtype': "the floating dtype of 4 bytes is float32 itself",
-        'return jnp.dtype("float32") if leaf_dtype.itemsize < 5 else leaf_dtype': "the floating dtype of 4 bytes is float32 itself",
-        "leaf.dtype == wider(divisor.dtype, leaf.dtype)": PROMOTION,
-        "quotient_dtype = wider(jnp.float32, total_dtype)": PROMOTION,
-        "rows = jnp.atleast_1d(leaf.astype(jnp.promote_types(jnp.float32, leaf.dtype)))": PROMOTION,
-        "norm = jnp.minimum(float(limits.max), _square_root(again) / factor)": "the smaller of two",
-        "return jnp.max(jnp.maximum(-jnp.min(rows, axis=-1), jnp.max(rows, axis=-1)))": "the larger of two",
         "for leaf, dtype in zip(jax.tree.leaves(accumulator), dtypes, strict=False):": LENGTHS,
-        "return all((leaf.size < SMALL_SIZE) for leaf in jax.tree.leaves(accumulator))": TUNED,
         "SMALL_SIZE = 2**15": TUNED,
-        "if (group[0].size >= SMALL_SIZE):": TUNED,
-        "kind = typeof(array) if (array.size < SMALL_SIZE) else place": TUNED,
+        "return bool((array.size >= SMALL_SIZE))": TUNED,
         "smallest_exact = float(limits.tiny) / (float(limits.eps) * 2)": "XLA:CPU keeps squares that are subnormal",
         "smallest_exact = float(limits.tiny) / float(limits.eps) ** 3": "a norm that is measured again is as exact",
         "in_range = ((squares >= smallest_exact)) & (squares < jnp.inf)": EDGE,
-        "factor = jnp.where((squares <= 1), large, 1 / large)": IN_RANGE,
-        "factor = jnp.where(squares < 2, large, 1 / large)": IN_RANGE,
-        "factor = jnp.where(squares < 1, large, 2 / large)": "twice this factor brings the squares into range too",
+        "factor = jnp.where(squares < jnp.inf, large, 2 / large)": "twice this factor brings the squares into range too",
         "return jnp.where(is_zero, 0, jnp.sqrt(jnp.where(is_zero, 2, squares)))": "this root is not selected",
     },
     "backends/gradaccum_jax/state.py": {
         "codes = kit.encode_terms(kit.terms_of(options._replace(steps=None), 1))": "without steps the number of the update is not read",
         "for new, old in zip(news, olds, strict=False)": LENGTHS,
         "return [vary(new, axes_of(old)) for new, old in zip(arrays, olds, strict=False)]": LENGTHS,
-    },
-    "backends/gradaccum_jax/update.py": {
-        "return total.astype(wider(update.dtype, total.dtype))": PROMOTION,
     },
     "backends/gradaccum_torch/gradient_watch.py": {
         "PASSES = [1]": "only its changes are read",
