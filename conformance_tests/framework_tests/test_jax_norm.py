@@ -53,10 +53,7 @@ def test_norm_of_zeros_and_largest_numbers() -> None:
     assert norm_of([jnp.full((1024, 64), LARGEST)]) == LARGEST
     assert norm_of([]) == 0.0
     assert norm_of([jnp.ones(1)]) == 1.0
-
-
-def test_norm_of_equal_elements() -> None:
-    """All rounding errors have one sign."""
+    # All rounding errors of equal elements have one sign.
     equal = np.full((4, 131101), 0.1, np.float32)
     assert norm_of([equal]) == pytest.approx(exact(equal), rel=1e-5)
 

@@ -110,4 +110,5 @@ def test_one_buffer_of_the_models_size(masters):
     )
     model = sum(p.size for p in parameters)
     held = sum(p.size for p in optimizer.get_parameters() if p.size >= 24)
+    assert not optimizer.storage.trainable_params()
     assert held == model * (1 + 2 + (2 if masters else 1))

@@ -62,7 +62,6 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     "backends/gradaccum_mindspore/gradient_sum.py": {
         "HALF = (ms.bfloat16, ms.float16)": KINDS,
         "CHUNK = 2**21": "chunks of any length have one norm",
-        "CHUNK = (2 * 20)": "chunks of any length have one norm",
         "ROW = 4097": TUNED,
         "PACKED = 2**21": TUNED,
         "if (number_of_elements(map_over(shape_of, sums)) < PACKED):": TUNED,
@@ -72,10 +71,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "wide = ops.addn((cast(part, ms.float32), cast(total, ms.float32)))": "the sum of two",
         "pairs = zip(sums, dtypes, strict=False)": LENGTHS,
         "if (magnitudes.size >= ROW):": "the largest of a row is found in one step or in two",
-        "if (not (magnitudes.size > ROW)):": "the largest of all is found in one step or in two",
-        "rows = magnitudes.reshape(row_length(magnitudes.size), -1)": "the largest of all is the largest of any rows",
         "_, magnitudes = ops.ArgMaxWithValue(axis=(1))(rows)": "it is the last of two axes",
-        "_, magnitudes = ops.ArgMaxWithValue(axis=-2)(rows)": "the largest of all is the largest of any rows",
         "squares = squares.reshape(-1, row_length(squares.size)).sum((1))": "it is the last of two axes",
         "flat = array.reshape(-2)": "NumPy takes any negative number for the length that is left",
         "if (squares.size >= ROW):": "a row is summed in one step or in two",
@@ -98,6 +94,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "never = after[MICRO_STEP] < 1": "the micro-batch was counted",
     },
     "backends/gradaccum_mindspore/state.py": {
+        "INVALID = -2": "any negative number marks the window",
         "for parameter, dtype in zip(parameters, sum_dtypes, strict=False)": LENGTHS,
         "for field, old, new in zip(FIELD_DTYPES, before, rounded_state, strict=False):": LENGTHS,
         "return UntilWeight(-code) if (code <= 0) else code": "an open window has a size",
