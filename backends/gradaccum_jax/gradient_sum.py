@@ -41,7 +41,7 @@ def sum_dtype(leaf: Array, accumulate_dtype: DType) -> DType:
     if not takes_part(leaf):
         return leaf_dtype
     if accumulate_dtype is None:
-        return jnp.dtype("float32") if leaf_dtype.itemsize < 4 else leaf_dtype
+        return wider(leaf_dtype, jnp.float32)
     chosen_dtype = jnp.dtype(accumulate_dtype)
     if jnp.issubdtype(leaf_dtype, jnp.complexfloating):
         return jnp.promote_types(chosen_dtype, jnp.complex64)
@@ -145,7 +145,11 @@ def keeps_dtypes(accumulator: Tree, divisor: Scalar) -> bool:
 
 def is_small(accumulator: Tree) -> bool:
     """True if no array has more than `SMALL_SIZE` elements."""
-    return all(leaf.size <= SMALL_SIZE for leaf in jax.tree.leaves(accumulator))
+    return not any(map(_is_large, jax.tree.leaves(accumulator)))
+
+
+def _is_large(array: Array) -> bool:
+    return bool(array.size > SMALL_SIZE)
 
 
 def emptied(accumulator: Tree, where: Scalar) -> Tree:
@@ -203,7 +207,7 @@ def measure(accumulator: Tree, dtype: DType, shard_axes: ShardAxes = None) -> Sc
         norm = jnp.minimum(_square_root(again) / factor, float(limits.max))
         return jnp.where(again < jnp.inf, norm, jnp.inf)
 
-    factor = jnp.where(squares < 1, large, 1 / large)
+    factor = jnp.where(squares < jnp.inf, large, 1 / large)
     norm_or_factor = jnp.where(in_range, _square_root(squares), factor)
     return run_if(~in_range, measure_again, norm_or_factor)
 
@@ -225,7 +229,7 @@ def _sum_of_squares(arrays: Leaves, factor: Scalar, shard_axes: ShardAxes) -> Sc
         axes = shards_of(group[0], shard_axes)
         total = sums.get(axes, jnp.zeros_like(factor))
         group_factor = factor
-        if group[0].size > SMALL_SIZE:
+        if _is_large(group[0]):
             # Before JAX 0.10, XLA:CPU writes the squares to memory. `total` is never
             # negative, so this select always returns `factor`. Its only purpose is to
             # make XLA process one array after the other. AdamW on four arrays then
@@ -248,7 +252,7 @@ def _groups_of_one_type(arrays: Leaves) -> list[Leaves]:
     """
     by_type: dict[Any, Leaves] = {}
     for place, array in enumerate(arrays):
-        kind = typeof(array) if array.size <= SMALL_SIZE else place
+        kind = place if _is_large(array) else typeof(array)
         by_type.setdefault(kind, []).append(array)
     return [
         same_type[start : start + GROUP_SIZE]
@@ -260,10 +264,9 @@ def _groups_of_one_type(arrays: Leaves) -> list[Leaves]:
 def _real_parts(accumulator: Tree) -> Leaves:
     parts: Leaves = []
     for leaf in jax.tree.leaves(accumulator):
-        if leaf.size and jnp.iscomplexobj(leaf):
-            parts += [leaf.real, leaf.imag]
-        elif leaf.size:
-            parts.append(leaf)
+        if leaf.size:
+            is_complex = jnp.iscomplexobj(leaf)
+            parts += [leaf.real, leaf.imag] if is_complex else [leaf]
     return parts
 
 

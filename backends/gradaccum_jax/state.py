@@ -18,7 +18,7 @@ import numpy as np
 from gradaccum import ArgumentTypeError, StepResult, kit
 from gradaccum.kit import Fields, Options, Scalar, State, UntilWeight
 from gradaccum_jax.arrays import Array, DType, InnerState, Tree
-from gradaccum_jax.sharding import axes_of, manual_axes, vary
+from gradaccum_jax.sharding import axes_of, vary
 
 STEPS = 4
 """The index of the window's size (``steps``) in `AccumulationState.terms`."""
@@ -165,8 +165,6 @@ def all_like(news: Sequence[Scalar], olds: Sequence[Scalar]) -> list[Array]:
         jnp.asarray(new, jnp.result_type(old))
         for new, old in zip(news, olds, strict=True)
     ]
-    if not manual_axes():
-        return arrays
     return [vary(new, axes_of(old)) for new, old in zip(arrays, olds, strict=True)]
 
 

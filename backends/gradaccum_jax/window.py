@@ -199,8 +199,8 @@ def close(
         return Ending(closed_state, total, apply, divisor, loss)
 
     start_total = state.accumulator if is_shared else None
-    zero = jnp.zeros_like(state.weight)
-    start = Ending(bare_state, start_total, jnp.asarray(False), zero + 1, zero)
+    unused = jnp.ones_like(state.weight)
+    start = Ending(bare_state, start_total, jnp.asarray(False), unused, unused)
     ending = run_if(at_end, end, start)
     total = ending.total if is_shared else state.accumulator
     divisor: Scalar = ending.divisor

@@ -309,7 +309,7 @@ def _quotient(total: Parameter, divisor: np.floating[Any], dtype: DType) -> Tens
     if array is None or dtype not in ARRAYS:
         return _divided(Tensor(divisor), total, dtype)
     work = ARRAYS[working_dtype(total.dtype)]
-    return tensor_of(array.astype(work, copy=False) / work.type(divisor), dtype)
+    return tensor_of(np.divide(array, work.type(divisor), dtype=work), dtype)
 
 
 def clear(sums: Sums) -> None:

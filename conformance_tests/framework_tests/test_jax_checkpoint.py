@@ -72,7 +72,6 @@ def in_sum(**leaves: Any) -> Callable[[Any], Any]:
 
 
 SPOILT: dict[str, Callable[[Any], Any]] = {
-    "other shape": in_sum(b=jnp.zeros(3)),
     "other dtype": in_sum(b=jnp.zeros(2, jnp.float16)),
     "one more": lambda state: {**state._asdict(), "colour": jnp.zeros(2)},
     "no sum": lambda state: state._replace(accumulator=()),

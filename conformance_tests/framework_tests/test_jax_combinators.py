@@ -94,6 +94,13 @@ def test_other_functions_of_the_whole() -> None:
     after = gradaccum_jax.discard(tx, state)
     assert gradaccum_jax.describe(state) == "micro-batch 2 of 4, update 0"
     assert gradaccum_jax.describe(after) == "micro-batch 0 of 4, update 0"
+    for steps, words in (
+        ([(0, 2), (1, 3)], "micro-batch 0 of 2"),
+        (gradaccum.until_weight(16), "micro-batch 0, weight 0 of 16"),
+        (None, "micro-batch 0"),
+    ):
+        first = wrap(steps=steps).init(PARAMS)
+        assert gradaccum_jax.describe(first) == f"{words}, update 0"
     assert_same_bits(states_beside(after), states_beside(state))
     assert_same_bits(gradaccum_jax.check_state(tx, state, PARAMS), state)
     other = partition(wrap(optax.adam(1.0), steps=5), optax.adam(1.0))
@@ -174,12 +181,20 @@ def test_frozen_parameters_of_half_precision_have_no_sum_beside_masters() -> Non
     assert_same_bits(moved["z"], params["z"])
 
 
-def test_parameter_without_gradient_still_decays() -> None:
-    """As with the bare optimizer: its gradient is 0, not its update."""
-    decaying = optax.chain(FREEZE, optax.sgd(1.0), optax.add_decayed_weights(-0.5))
-    tx = wrap(decaying, steps=1)
+@pytest.mark.every_mode
+@pytest.mark.parametrize(
+    "inner",
+    [
+        optax.chain(FREEZE, optax.sgd(1.0), optax.add_decayed_weights(-0.5)),
+        optax.chain(optax.trace(0.9), FREEZE),
+    ],
+)
+def test_parameter_without_gradient_or_update(inner: Any) -> None:
+    """All is as with the bare optimizer: what has no gradient may have an update, and
+    what has no update a state.
+    """
+    tx = wrap(inner, steps=1)
     gradients = jax.tree.map(jnp.ones_like, PARAMS)
-    updates, _ = tx.update(gradients, tx.init(PARAMS), PARAMS)
-    wanted, _ = decaying.update(gradients, decaying.init(PARAMS), PARAMS)
-    assert wanted["z"]["u"].all()
-    assert_same_bits(updates, wanted)
+    updates, state = tx.update(gradients, tx.init(PARAMS), PARAMS)
+    wanted = inner.update(gradients, inner.init(PARAMS), PARAMS)
+    assert_same_bits((updates, state.inner_state), wanted)

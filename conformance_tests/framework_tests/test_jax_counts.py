@@ -111,6 +111,17 @@ def test_step_works_in_place(name: str) -> None:
     assert [word for word in OUTSIDE if word in text] == []
 
 
+def test_small_arrays_share_kernels() -> None:
+    """XLA compiles each sum of squares and each conditional: ten arrays share a sum, and
+    one conditional less is left. A micro-batch selects twice in each array.
+    """
+    tx = gradaccum.wrap(optax.sgd(0.1), steps=4)
+    params = [jnp.ones(64)] * 21
+    text = jax.jit(tx.update).lower(params, tx.init(params), params).as_text()
+    assert (text.count("stablehlo.case"), text.count("stablehlo.reduce(")) == (3, 8)
+    assert len(re.findall("stablehlo.select .*tensor<64xf32>", text)) == 3 * 21
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_scratch_with_gradient_is_that_of_the_step(name: str) -> None:
     """XLA compiles the step together with the gradient, and adds each matrix of the

@@ -59,6 +59,8 @@ def test_the_last_window_of_a_loader_ends_in_the_step(steps: Any) -> None:
     assert_close(params, by_large_batches(X[:4], X[4:8], X[8:]))
     assert gradaccum_jax.result(state).applied
     assert (state.micro_step, state.optimizer_step) == (0, 3)
+    one_of_two = state._replace(last_overflow=jnp.asarray([False, True]))
+    assert gradaccum_jax.result(one_of_two).overflow
     assert step._cache_size() == 1
     assert step(params, state, X[0], False)[1].micro_step == 1
 
@@ -92,7 +94,6 @@ def test_epoch_of_a_loader() -> None:
     assert drawn == [0, 1]
     assert list(passing) == [(1, False), (2, True)]
     assert list(gradaccum_jax.epoch([])) == []
-    assert gradaccum.updates_in(X, steps=4, epochs=2) == 6
 
 
 def factored(updates: Any, state: Any, params: Any = None, *, num_items: Any) -> Any:

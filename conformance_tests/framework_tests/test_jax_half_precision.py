@@ -30,11 +30,3 @@ def test_inner_optimizer_gets_wider_dtype(case: str) -> None:
     assert updates.dtype == expected.dtype == jnp.float32
     np.testing.assert_allclose(updates, expected, rtol=1e-6)
     assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, start)
-
-
-def test_tiny_sum_reaches_the_optimizer() -> None:
-    """A mean of 1e-8, which float16 rounds to 0, and Adam divides by its own size."""
-    params, tx = jnp.ones(2, jnp.float16), gradaccum.wrap(optax.adam(0.05), steps=2)
-    _, state = tx.update(jnp.full(2, 2e-8, jnp.float32), tx.init(params), params)
-    updates, _ = tx.update(None, state, params)
-    np.testing.assert_array_equal(updates, np.full(2, -0.025, np.float16))

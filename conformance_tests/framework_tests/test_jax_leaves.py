@@ -53,6 +53,20 @@ def test_typed_keys_have_no_update() -> None:
     assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, start)
 
 
+def test_complex_parameter_equals_the_large_batch() -> None:
+    """Both of its parts are summed, and count in the norm. No sign of a zero changes
+    before.
+    """
+    tx = gradaccum.wrap(optax.sgd(1.0), 2, clip_norm=1.0, accumulate_dtype="float32")
+    params = jnp.asarray([complex(-0.0, -0.0)])
+    updates, state = tx.update(jnp.asarray([2.0 + 8.0j]), tx.init(params), params)
+    moved = optax.apply_updates(params, updates)
+    assert np.asarray(moved).tobytes() == np.asarray(params).tobytes()
+    updates, state = tx.update(jnp.asarray([4.0 + 0.0j]), state, params)
+    assert gradaccum_jax.result(state).grad_norm == 5
+    np.testing.assert_allclose(updates, [-0.6 - 0.8j], rtol=1e-6)
+
+
 def test_numpys_memory_may_be_written_over() -> None:
     """JAX itself reads it after the call has returned."""
     tx, memory = gradaccum.wrap(optax.sgd(1.0), 1), np.empty(2**20, np.float32)

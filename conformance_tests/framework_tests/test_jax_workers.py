@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from conformance_tests.framework_tests.jax_versions import needs_shard_map
-from conformance_tests.framework_tests.jax_workers import NAMES
+from conformance_tests.framework_tests.jax_workers import NAMES, check_of
 
 SECONDS = 900
 """A deadlock would last for ever."""
@@ -70,6 +70,14 @@ def chosen_for(request: pytest.FixtureRequest) -> list[str]:
         and item.path == request.path
         and item.originalname == request.node.originalname
     ]
+
+
+@needs_shard_map
+@pytest.mark.every_mode
+@pytest.mark.parametrize("name", ["with_workers", "models_of_their_own"])
+def test_one_device(name: str) -> None:
+    """Of this process."""
+    check_of(name)()
 
 
 @needs_shard_map

@@ -35,7 +35,6 @@ SUM = "weight.gradaccum.grad_sum"
 FAULTS = {
     "missing field": ("gradaccum.growth_tracker", None),
     "missing sum": (SUM, None),
-    "shape": ("bias", Tensor(np.zeros(3, np.float32))),
     "dtype": (SUM, Tensor(np.zeros((2, 4), np.float16))),
     "format": ("gradaccum.terms", Tensor([2, 0, 0, 0, 4], ms.int32)),
     "window written in part": ("gradaccum.micro_step", Tensor(-1, ms.int32)),

@@ -32,3 +32,11 @@ def test_half_sum_is_divided_in_float32(mode, dtype):
     call(2.0**14)
     assert optimizer.storage.sums[0].dtype == dtype
     assert parameter.astype(ms.float32).asnumpy().tolist() == [1.0, 0.75, 1.0]
+
+
+def test_single_element_beyond_float16_overflows():
+    """The sum is half of 65520, which float16 holds. Divided by the scale it is not."""
+    optimizer, call, _ = driver("pynative", 2, 0.5, ms.float16, reduction="sum")
+    call(32752.0)
+    call(8.0)
+    assert optimizer.result.overflow

@@ -14,13 +14,20 @@ from conformance_tests.framework_tests.mindspore_common import (
     pynative_after,  # noqa: F401
     set_mode,
 )
+from conformance_tests.framework_tests.mindspore_graphs import saved_graphs
 from gradaccum_mindspore import gradient_sum
-from gradaccum_mindspore.gradient_sum import CHUNK, ROW, compiled_norm, norm_of
+from gradaccum_mindspore.gradient_sum import (
+    CHUNK,
+    LIMITS,
+    ROW,
+    compiled_norm,
+    norm_of,
+)
 
 SHAPES = {
     "within a row": [(3,), (5, 7), ()],
-    "a prime number": [(61, 67), (16,)],
     "of many rows": [(130, 130), (2, 2), (2 * ROW, 2)],
+    "a large prime number": [(2**20 + 7,), (2 * ROW, 2)],
 }
 
 
@@ -56,7 +63,10 @@ def test_each_sum_is_seen_in_graph_mode(shapes):
     ]
     set_mode("graph")
     norm = Norm(sums, ms.float32)
-    assert norm().asnumpy().item() == pytest.approx(exact_norm(arrays), rel=1e-6)
+    with saved_graphs("graph_build") as texts:
+        assert norm().asnumpy().item() == pytest.approx(exact_norm(arrays), rel=1e-6)
+    is_packed = any("Concat(" in text for text in texts)
+    assert is_packed == (len(arrays[0]) < 2**20), "a large sum is not copied"
     for place, element in product(range(len(sums)), (math.inf, math.nan, 1e30, 1e-30)):
         for other, array in zip(sums, arrays, strict=True):
             ops.assign(
@@ -78,6 +88,8 @@ def way(request, monkeypatch):
     """
     if request.param == "operators":
         monkeypatch.setattr(gradient_sum, "array_of", lambda tensor: None)
+    else:
+        monkeypatch.setattr(gradient_sum, "cast", None)
 
 
 @pytest.mark.parametrize("value", [1e30, math.inf, math.nan])
@@ -112,3 +124,12 @@ def test_division_and_scaling_are_rounded_once(way, total, other):
         wide = np.dtype(WORK[other])
         expected = (array.astype(wide) * wide.type(0.3)).astype(other)
         np.testing.assert_array_equal(scaled.asnumpy(), expected, strict=True)
+    assert gradient_sum.scaled(scaled, 1.0, scaled.dtype) is scaled
+
+
+def test_limits_of_each_dtype():
+    for dtype, (step, smallest) in LIMITS.items():
+        given = [1 + step, 1 + step / 2, smallest, smallest / 2]
+        rounded = Tensor(given, ms.float64).astype(dtype).astype(ms.float64)
+        assert rounded.asnumpy().tolist() == [1 + step, 1, smallest, 0]
+        assert 1 + step > 1

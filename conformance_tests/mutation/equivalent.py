@@ -8,6 +8,9 @@ KINDS = "the order of kinds means nothing where one of them is looked for"
 UNUSED = "it stands where nothing is divided"
 SYMMETRIC = "a distance, and a sum of two pairs, are symmetric"
 EDGE = "no measured number is the limit itself"
+TUNED = "a size near the tuned limit has the same numbers, in about the same time"
+UNREAD = "nobody reads what stands for None in compiled code"
+LENGTHS = "both have one entry for each field, or each leaf"
 
 EQUIVALENT: dict[str, dict[str, str]] = {
     "gradaccum/transitions.py": {
@@ -37,15 +40,19 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "pass  # self._last_end = 0.0": "to add a listener sets it, and without one no window is noted",
     },
     "backends/gradaccum_jax/gradient_sum.py": {
-        "return jnp.promote_types(jnp.complex64, chosen_dtype)": "promotion is symmetric",
-        'return jnp.dtype("float32") if (leaf_dtype.itemsize <= 4) else leaf_dtype': "the floating dtype of 4 bytes is float32 itself",
-        "leaf.dtype == wider(divisor.dtype, leaf.dtype)": "promotion is symmetric",
-        "quotient_dtype = wider(jnp.float32, total_dtype)": "promotion is symmetric",
-        "norm = jnp.minimum(float(limits.max), _square_root(again) / factor)": "the smaller of two",
-        "for leaf, dtype in zip(jax.tree.leaves(accumulator), dtypes, strict=False):": "each leaf has a dtype",
+        "for leaf, dtype in zip(jax.tree.leaves(accumulator), dtypes, strict=False):": LENGTHS,
+        "SMALL_SIZE = 2**15": TUNED,
+        "return bool((array.size >= SMALL_SIZE))": TUNED,
+        "smallest_exact = float(limits.tiny) / (float(limits.eps) * 2)": "XLA:CPU keeps squares that are subnormal",
+        "smallest_exact = float(limits.tiny) / float(limits.eps) ** 3": "a norm that is measured again is as exact",
+        "in_range = ((squares >= smallest_exact)) & (squares < jnp.inf)": EDGE,
+        "factor = jnp.where(squares < jnp.inf, large, 2 / large)": "twice this factor brings the squares into range too",
+        "return jnp.where(is_zero, 0, jnp.sqrt(jnp.where(is_zero, 2, squares)))": "this root is not selected",
     },
     "backends/gradaccum_jax/state.py": {
-        "return [vary(new, axes_of(old)) for new, old in zip(arrays, olds, strict=False)]": "each old value has a new one",
+        "codes = kit.encode_terms(kit.terms_of(options._replace(steps=None), 1))": "without steps the number of the update is not read",
+        "for new, old in zip(news, olds, strict=False)": LENGTHS,
+        "return [vary(new, axes_of(old)) for new, old in zip(arrays, olds, strict=False)]": LENGTHS,
     },
     "backends/gradaccum_torch/gradient_watch.py": {
         "PASSES = [1]": "only its changes are read",
@@ -55,19 +62,41 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     "backends/gradaccum_mindspore/gradient_sum.py": {
         "HALF = (ms.bfloat16, ms.float16)": KINDS,
         "CHUNK = 2**21": "chunks of any length have one norm",
+        "ROW = 4097": TUNED,
+        "PACKED = 2**21": TUNED,
+        "if (number_of_elements(map_over(shape_of, sums)) < PACKED):": TUNED,
+        "return max(length for length in range(1, (ROW - 1)) if size % length == 0)": TUNED,
+        "return max(length for length in range(1, ROW + 2) if size % length == 0)": TUNED,
+        "return False": UNREAD,
+        "wide = ops.addn((cast(part, ms.float32), cast(total, ms.float32)))": "the sum of two",
+        "pairs = zip(sums, dtypes, strict=False)": LENGTHS,
+        "if (magnitudes.size >= ROW):": "the largest of a row is found in one step or in two",
+        "_, magnitudes = ops.ArgMaxWithValue(axis=(1))(rows)": "it is the last of two axes",
+        "squares = squares.reshape(-1, row_length(squares.size)).sum((1))": "it is the last of two axes",
         "flat = array.reshape(-2)": "NumPy takes any negative number for the length that is left",
         "if (squares.size >= ROW):": "a row is summed in one step or in two",
     },
     "backends/gradaccum_mindspore/window/pynative.py": {
         "for total, gradient in zip(self.storage.sums, gradients, strict=False):": "another number of gradients was refused before",
+        "for total, gradient in zip(self.storage.sums, gradients, strict=False)": "another number of gradients was refused before",
+        "storage.push(kit.discard(state._replace(micro_step=1)), state)": "discard forgets it",
         "if (norm < FLOAT16_MAX * divisor):": "at the limit the elements tell the same",
     },
     "backends/gradaccum_mindspore/window/compiled.py": {
-        "return False": "nobody reads what stands for None in compiled code",
+        "return False": UNREAD,
+        "SMALLEST_WEIGHT = 2.0**-41": "such a weight is above 0 too",
+        "SMALLEST_WEIGHT = 4.0**-40": "such a weight is above 0 too",
         "LARGEST_WEIGHT = 2.0**41": "a sum of such weights is finite too, in any window that ends",
+        "LARGEST_WEIGHT = 4.0**40": "a sum of such weights is finite too, in any window that ends",
+        "for name, value in (('divisor', self.one), ('nothing', self.zero), ('is_applied', self.false)):": "the order only numbers them",
+        "for name, value in (('is_applied', self.false), ('divisor', self.one), ('nothing', self.zero)):": "the order only numbers them",
+        "never = (after[MICRO_STEP] <= 0)": "the micro-batch was counted",
         "never = after[MICRO_STEP] < 1": "the micro-batch was counted",
     },
     "backends/gradaccum_mindspore/state.py": {
+        "INVALID = -2": "any negative number marks the window",
+        "for parameter, dtype in zip(parameters, sum_dtypes, strict=False)": LENGTHS,
+        "for field, old, new in zip(FIELD_DTYPES, before, rounded_state, strict=False):": LENGTHS,
         "return UntilWeight(-code) if (code <= 0) else code": "an open window has a size",
         "return UntilWeight(-code) if code < 1 else code": "an open window has a size",
     },

@@ -32,6 +32,16 @@ OPERATORS = {
 """Each operator, and the operator that takes its place."""
 SILENT = (ast.Raise, ast.Assert, ast.Import, ast.ImportFrom)
 """Statements that are left alone: the text of an error is another test's concern."""
+SYMMETRIC = (
+    "max",
+    "min",
+    "math.hypot",
+    "jnp.maximum",
+    "jnp.minimum",
+    "jnp.promote_types",
+    "wider",
+)
+"""Functions whose arguments have no order."""
 
 
 class Mutation(NamedTuple):
@@ -143,11 +153,7 @@ def _changes(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
         isinstance(node, (ast.Assign, ast.AugAssign)) and _is_stored(node)
     ):
         yield node, "pass"
-    if isinstance(node, ast.Call) and ast.unparse(node.func) not in (
-        "max",
-        "min",
-        "math.hypot",
-    ):
+    if isinstance(node, ast.Call) and ast.unparse(node.func) not in SYMMETRIC:
         yield from _swapped(node, node.args)
     elif (
         isinstance(node, ast.Tuple)

@@ -125,17 +125,6 @@ CASES: dict[str, tuple[Any, ...]] = {
         "axis_name",
         "check_vma=False",
     ),
-    "shards that nobody told of": (
-        lambda: inside(
-            lambda w: wrap(clip_norm=1.0, axis_name=None).update(
-                w, wrap(axis_name=None).init(w), w
-            )[0],
-            P("data"),
-            P("data"),
-        )(X),
-        "shard_axes: expected",
-        "shard_axes=('data',)",
-    ),
     "bare optimizer": (
         lambda: run(step_of(optax.adam(0.1)), state=optax.adam(0.1).init(W)),
         "state: expected step to return (params, state)",

@@ -4,6 +4,7 @@ device with all of them would.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -13,10 +14,17 @@ import optax
 
 import gradaccum
 import gradaccum_jax
-from conformance_tests.framework_tests.jax_workers.common import P, assert_close, inside
+from conformance_tests.framework_tests.jax_workers.common import (
+    DEVICES,
+    P,
+    assert_close,
+    inside,
+)
+from conformance_tests.framework_tests.refusing import refused
 
+SIDE = math.isqrt(DEVICES)
 MESH = jax.make_mesh(
-    (2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2
+    (SIDE, SIDE), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2
 )
 SPECS = {"copy": P(), "rows": P("model"), "half": P(None, "model")}
 SHAPES = {"copy": (3,), "rows": (4, 3), "half": (3, 2)}
@@ -44,7 +52,8 @@ def train(tx: Any, params: Any, gradients: Any) -> tuple[Any, Any]:
 
     def one(carry: Any, gradient: Any) -> Any:
         typed = jax.tree.map(lambda leaf, p: leaf.astype(p.dtype), gradient, params)
-        updates, state = tx.update(typed, carry[1], carry[0])
+        loss = gradient["copy"][0]
+        updates, state = tx.update(typed, carry[1], carry[0], value=loss)
         params_after = optax.apply_updates(carry[0], updates)
         return (params_after, state), gradaccum_jax.result(state)
 
@@ -91,7 +100,7 @@ def with_workers() -> None:
     of their own.
     """
     options: dict[str, Any] = {"steps": 2, "clip_norm": 0.5}
-    own = drawn(6, 2)
+    own = drawn(6, SIDE)
     shared = gradaccum.wrap(
         optax.sgd(0.1), **options, axis_name="data", shard_axes="model"
     )
@@ -99,25 +108,26 @@ def with_workers() -> None:
     def local(params: Any, gradients: Any) -> Any:
         mine = {name: leaf[:, 0] for name, leaf in gradients.items()}
         params, results = train(shared, params, mine)
-        return params, results.grad_norm
+        return params, results.grad_norm, results.loss
 
     specs = (SPECS, apart(None, "data"))
-    found = inside(local, specs, (SPECS, P()), MESH)(START, own)
+    found = inside(local, specs, (SPECS, P(), P()), MESH)(START, own)
     mean = {name: leaf.mean(1) for name, leaf in own.items()}
     wanted, results = train(gradaccum.wrap(optax.sgd(0.1), **options), START, mean)
-    assert_close(found, (wanted, results.grad_norm), 1e-5)
+    assert_close(found, (wanted, results.grad_norm, results.loss), 1e-5)
 
 
 def models_of_their_own() -> None:
-    """``shard_axes=()``: each device's norm is its own."""
-    for options, norm in (
-        ({"clip_norm": 1.0, "shard_axes": ()}, 2**0.5),
-        ({"clip_norm": 1.0, "shard_axes": ("model",)}, 2.0),
-    ):
-        tx = gradaccum.wrap(optax.sgd(0.1), steps=1, **options)
+    """``shard_axes=()``: each device's norm is its own. Nobody guesses which it is."""
 
-        def once(p: Any, tx: Any = tx) -> Any:
-            return tx.update(p, tx.init(p), p)[0]
+    def updates_of(**options: Any) -> Any:
+        tx = gradaccum.wrap(optax.sgd(0.1), steps=1, clip_norm=1.0, **options)
+        return inside(
+            lambda p: tx.update(p, tx.init(p), p)[0], P("model"), P("model"), MESH
+        )(np.ones(4, np.float32))
 
-        found = inside(once, P("model"), P("model"), MESH)(np.ones(4))
-        assert_close(found, np.full(4, -0.1 / norm))
+    for axes, norm in (((), (4 / SIDE) ** 0.5), (("model",), 2.0)):
+        found = updates_of(shard_axes=axes)
+        assert_close(found, np.full(4, -0.1 / norm), 1e-6)
+    with refused(gradaccum.UsageError, "shard_axes: expected", "=('model',)"):
+        updates_of()
