@@ -134,10 +134,8 @@ def norm_of(tensors: Iterable[Tensor]) -> float:
             norms.extend(group_norms)
     if not norms:
         return 0.0
-    if len({(norm.dtype, norm.device) for norm in norms}) > 1:
-        dtype = torch.float32 if norms[0].is_mps else torch.float64
-        norms = [norm.to(norms[0].device, dtype) for norm in norms]
-    return math.hypot(*torch.stack(norms).tolist())
+    device = norms[0].device
+    return math.hypot(*torch.stack([norm.to(device) for norm in norms]).tolist())
 
 
 def groups_of(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
