@@ -71,15 +71,6 @@ def divide(tensors: Sequence[Tensor], divisor: float) -> None:
 
 
 @torch.no_grad()
-def multiply(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiply `tensors` in place, unless `factor` is 1."""
-    if factor == 1:
-        return
-    for group in groups_of(map(elements, tensors)):
-        torch._foreach_mul_(group, factor)
-
-
-@torch.no_grad()
 def narrowed(gradient: Tensor, divisor: float, dtype: torch.dtype) -> Tensor:
     """Return `gradient` / `divisor` in `dtype`. The quotient is computed in the wider
     of the gradient's dtype and `dtype`.

@@ -122,6 +122,15 @@ def test_gradients_in_a_dtype_that_the_user_has_set_are_summed_in_float32(
     assert weight.tolist() == [-1 - 2**-7] * 2
 
 
+def test_norm_of_faint_float16_sums_is_right() -> None:
+    weight = torch.zeros(2, dtype=torch.float16, requires_grad=True)
+    inner = torch.optim.SGD([weight])
+    opt = gradaccum.wrap(inner, steps=1, accumulate_dtype="float16")
+    opt.backward((weight * 2.0**-14).sum())
+    opt.step()
+    assert opt.result.grad_norm == pytest.approx(2.0**-13.5)
+
+
 def test_empty_parameter_fits_into_any_dtype() -> None:
     """The window's norm is larger than any float16."""
     wide = torch.zeros(2, requires_grad=True)

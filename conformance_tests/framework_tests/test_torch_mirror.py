@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -70,6 +71,20 @@ def test_window_sends_what_the_law_says(
     window = Window(4 * tensors * elements, workers, 2, tensors)
     assert sent == [WAYS[ONCE].law(window)["allreduce", workers]] * 2
     assert all(bool((each == 0).all()) for each in parameters)
+
+
+def test_partial_gradients_are_reduced() -> None:
+    """As a parameter that each worker has whole gets them from the worker's items."""
+    with mirror(2):
+        mesh = init_device_mesh("cpu", (2,))
+        weight = nn.Parameter(distribute_tensor(torch.zeros(4), mesh))
+        x = DTensor.from_local(torch.ones(3, 4), mesh, [Shard(0)])
+        opt = gradaccum.wrap(torch.optim.SGD([weight], lr=1.0), steps=1)
+        opt.backward((x * weight).sum())
+        assert weight.grad.placements[0].is_partial()
+        opt.step()
+        assert opt.result.grad_norm == 12
+        assert whole(weight).tolist() == [-6] * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -218,7 +218,9 @@ def test_gradients_before_wrapping_are_refused(sparse: bool) -> None:
     ):
         wrapped(table)
     table.zero_grad(set_to_none=False)
-    wrapped(table)
+    opt = wrapped(table.bfloat16())
+    assert table.weight.grad is not None
+    del opt
 
 
 def test_gradients_in_a_new_group_are_refused() -> None:
