@@ -91,27 +91,6 @@ def test_gated_plateau_reads_metrics_at_updates() -> None:
     assert rate(opt) == 0.5
 
 
-def test_flush_that_closes_several_windows_steps_between_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As where other workers have more windows."""
-    opt = make()
-    gated = halving(opt)
-    seen: list[Any] = []
-    opt.on_update(lambda: seen.append("update"))
-
-    def flush(close: Any, between: Any, is_open: bool) -> None:
-        close()
-        between()
-        seen.append(rate(opt))
-
-    monkeypatch.setattr(opt._window.workers, "flush", flush)
-    feed(opt)
-    opt.flush()
-    assert seen == ["update", 0.5]
-    assert gated.last_epoch == 1
-
-
 class Positioned:
     """A scheduler like timm's: the caller passes the number of updates or of epochs."""
 
