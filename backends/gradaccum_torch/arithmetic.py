@@ -73,15 +73,6 @@ def divide(tensors: Sequence[Tensor], divisor: float) -> None:
 
 
 @torch.no_grad()
-def multiply(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiply `tensors` in place, unless `factor` is 1."""
-    if factor == 1:
-        return
-    for group in groups_of(map(elements, tensors)):
-        torch._foreach_mul_(group, factor)
-
-
-@torch.no_grad()
 def narrowed(gradient: Tensor, divisor: float, dtype: torch.dtype) -> Tensor:
     """Return `gradient` / `divisor` in `dtype`. The quotient is computed in the wider
     of the two dtypes.
@@ -136,10 +127,8 @@ def norm_of(tensors: Iterable[Tensor]) -> float:
             norms.extend(group_norms)
     if not norms:
         return 0.0
-    if len({(norm.dtype, norm.device) for norm in norms}) > 1:
-        dtype = torch.float32 if norms[0].is_mps else torch.float64
-        norms = [norm.to(norms[0].device, dtype) for norm in norms]
-    return math.hypot(*torch.stack(norms).tolist())
+    device = norms[0].device
+    return math.hypot(*torch.stack([norm.to(device) for norm in norms]).tolist())
 
 
 def groups_of(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

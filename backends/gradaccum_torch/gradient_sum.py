@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradaccum.kit import Options
-from gradaccum_torch.arithmetic import add, all_finite, sum_dtype
+from gradaccum_torch.arithmetic import add, all_finite, gradient_dtype, sum_dtype
 from gradaccum_torch.gradient_watch import GradientWatch, WatchedGradient
 from gradaccum_torch.torch_private.names import keep_own, untraced
 
@@ -49,7 +49,6 @@ class GradientSum:
     def __init__(self, parameters: GetParameters, watch: GradientWatch) -> None:
         self.parameters = parameters
         self.watch = watch
-        watch.move_gradient = None
 
     def expect_window(self, size: object) -> None:
         """Prepare for the next window. The window's size is a number of micro-batches,
@@ -63,13 +62,13 @@ class GradientSum:
         """
         if gradient_added is None:
             self.watch.move_gradient = None
-            return True
+        else:
 
-        def gradient_arrived(watched_gradient: WatchedGradient) -> None:
-            gradient_added(watched_gradient.parameter)
+            def gradient_arrived(watched_gradient: WatchedGradient) -> None:
+                gradient_added(watched_gradient.parameter)
 
-        untraced(gradient_arrived)
-        self.watch.move_gradient = gradient_arrived
+            untraced(gradient_arrived)
+            self.watch.move_gradient = gradient_arrived
         return True
 
     def take(self, parameter: Tensor) -> Tensor | None:
@@ -304,7 +303,7 @@ def make_gradient_sum(
     because that needs no second buffer.
     """
     is_wider = any(
-        sum_dtype(parameter, options.accumulate_dtype) != parameter.dtype
+        sum_dtype(parameter, options.accumulate_dtype) != gradient_dtype(parameter)
         for parameter in parameters()
     )
     if options.separate_sums or options.on_overflow == "drop_micro_batch":

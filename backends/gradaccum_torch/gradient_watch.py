@@ -55,17 +55,18 @@ class WatchedGradient:
         """Record that autograd produced the current ``.grad``."""
         gradient = self.parameter.grad
         self.gradient = gradient
-        self.version = -1
         self.norm: Tensor | None = None
         """The norm of the local part of ``.grad``, if ``.grad`` is a `DTensor`. The
         norm is needed because clipping does not change the version of a `DTensor`.
         """
-        if gradient is not None and is_sharded(gradient):
-            self.version = IN_PARTS
-            if self.watch.compares_norms:
-                self.norm = local(gradient).norm()
-        elif gradient is not None:
+        if gradient is None:
+            return
+        if not is_sharded(gradient):
             self.version = gradient._version
+            return
+        self.version = IN_PARTS
+        if self.watch.compares_norms:
+            self.norm = local(gradient).norm()
 
     def gradient_arrived(self, parameter: Tensor) -> None:
         """Record that autograd has just accumulated into the gradient."""

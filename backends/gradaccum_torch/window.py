@@ -438,7 +438,6 @@ class Window:
             is_users = self.size == 1 and factor == 1 and not self.workers.is_reducing
             if not is_users:
                 raise checks.changed_gradients_error()
-            watch.reset()
 
     def _has_begun(self) -> bool:
         """True if a micro-batch has begun, even if it has no gradient yet."""
@@ -498,6 +497,7 @@ class Window:
         sums = self._complete_sums()
         decision = self._decide(sums, state, options)
         self.update.is_made = False
+        self.update.is_broken = True
         try:
             if decision.apply:
                 self._make_update(sums, decision.divisor)
@@ -510,15 +510,7 @@ class Window:
         sums are reduced over the processes.
         """
         sums = self.gradient_sum.gradients()
-        is_changed = False
-        for parameter, total in sums.items():
-            complete_total = complete(total)
-            if complete_total is not total:
-                sums[parameter] = complete_total
-                is_changed = True
-        if is_changed:
-            self.gradient_sum.replace(sums)
-        return sums
+        return {parameter: complete(total) for parameter, total in sums.items()}
 
     def _reduce(self, parameters: list[Tensor] | None = None) -> bool:
         """Add up the gradient sums and weights of all workers, or only the gradient
@@ -578,13 +570,11 @@ class Window:
         return True
 
     def _make_update(self, sums: Gradients, divisor: float) -> None:
-        self.update.is_broken = True
         self.gradient_sum.prepare_update(sums)
         self.update.make(sums, divisor)
 
     def _finish(self, decision: Decision, state: Any, divided_by: Options) -> None:
         """Store the result of the closed window, and begin the next window."""
-        self.update.is_broken = True
         ended_state = self.state
         options = self.options
         if self.scaler is not None:
@@ -701,7 +691,6 @@ class Window:
         """
         state = self.state
         sums = self.gradient_sum.gradients()
-        self.gradient_sum.clear()
         part = {key: total for key, total in sums.items() if belongs(key)}
         later = {key: total for key, total in sums.items() if key not in part}
         self.gradient_sum.replace(part)
@@ -713,11 +702,9 @@ class Window:
             decision = self._decide(part_sums, self.state, self.options)
             if decision.apply:
                 self._make_update(part_sums, decision.divisor)
-            self.gradient_sum.clear()
             for parameter in parameters:
                 self.masters.worked_on(parameter).grad = None
         self.is_reduced = False
-        self.update.is_broken = False
         self.state = state
         self.gradient_sum.replace(later)
 
@@ -755,7 +742,6 @@ class Window:
         self.state = self.at_rest(state)
         self.last_event = (False, False, False, float(entries.get("grad_norm", 0.0)))
         self.has_just_loaded = True
-        self.size = None
         if state.micro_step:
             self.size = window_size(self.options, state.optimizer_step)
         self._start_anew()

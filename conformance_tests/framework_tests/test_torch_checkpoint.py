@@ -69,13 +69,15 @@ def test_copy_with_its_model_trains_alike(
     assert run[1].result.optimizer_step >= 3
 
 
-def test_bare_state_loads_as_empty_window() -> None:
+@pytest.mark.parametrize("kind", ["in .grad", "kept apart"])
+def test_bare_state_loads_as_empty_window(kind: str) -> None:
     """A bare optimizer loads the wrapper's state, too."""
-    model, opt = run = trained(1)
+    model, opt = run = trained(4, kind)
+    backward(run, 1)
     _, other = trained(3)
     bare = copy.deepcopy(other.optimizer)
     opt.load_state_dict(copy.deepcopy(bare.state_dict()))
-    assert opt.result.micro_step == 0
+    assert (opt.result.micro_step, opt.result.grad_norm) == (0, 0)
     assert all(p.grad is None for p in model.parameters())
     feed(run, 0, 4)
     bare.load_state_dict(opt.state_dict())

@@ -101,10 +101,16 @@ def test_only_window_ends_wait(
 @pytest.mark.skipif(
     not hasattr(Tensor, "grad_dtype"), reason="this torch has one dtype per gradient"
 )
-def test_gradient_dtype_that_the_user_has_set_is_the_sums_dtype() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "grad_dtype"),
+    [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)],
+)
+def test_gradients_in_a_dtype_that_the_user_has_set_are_summed_in_float32(
+    dtype: torch.dtype, grad_dtype: torch.dtype
+) -> None:
     """In bfloat16 each small gradient would vanish beside the first one."""
-    weight = torch.zeros(2, dtype=torch.bfloat16, requires_grad=True)
-    weight.grad_dtype = torch.float32
+    weight = torch.zeros(2, dtype=dtype, requires_grad=True)
+    weight.grad_dtype = grad_dtype
     dtypes = []
     inner = torch.optim.SGD([weight], lr=1.0)
     inner.register_step_pre_hook(lambda *_: dtypes.append(weight.grad.dtype))
@@ -112,8 +118,17 @@ def test_gradient_dtype_that_the_user_has_set_is_the_sums_dtype() -> None:
     for factor in [1.0, *[2.0**-9] * 4]:
         opt.backward((weight * factor).sum())
         opt.step()
-    assert dtypes == [torch.float32]
+    assert dtypes == [grad_dtype]
     assert weight.tolist() == [-1 - 2**-7] * 2
+
+
+def test_norm_of_faint_float16_sums_is_right() -> None:
+    weight = torch.zeros(2, dtype=torch.float16, requires_grad=True)
+    inner = torch.optim.SGD([weight])
+    opt = gradaccum.wrap(inner, steps=1, accumulate_dtype="float16")
+    opt.backward((weight * 2.0**-14).sum())
+    opt.step()
+    assert opt.result.grad_norm == pytest.approx(2.0**-13.5)
 
 
 def test_empty_parameter_fits_into_any_dtype() -> None:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -40,7 +41,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:DTensor random operators:UserWar
 CLIP = 0.5
 ITEMS = torch.randn(
     20, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64
-).split((4, 2, 3, 4, 1, 3, 3))
+).split((4, 2, 3, 4, 0, 4, 3))
 
 
 @pytest.mark.parametrize("workers", [2, 1024])
@@ -70,6 +71,48 @@ def test_window_sends_what_the_law_says(
     window = Window(4 * tensors * elements, workers, 2, tensors)
     assert sent == [WAYS[ONCE].law(window)["allreduce", workers]] * 2
     assert all(bool((each == 0).all()) for each in parameters)
+
+
+def test_partial_gradients_are_reduced() -> None:
+    """As a parameter that each worker has whole gets them from the worker's items."""
+    with mirror(2):
+        mesh = init_device_mesh("cpu", (2,))
+        weight = nn.Parameter(distribute_tensor(torch.zeros(4), mesh))
+        x = DTensor.from_local(torch.ones(3, 4), mesh, [Shard(0)])
+        opt = gradaccum.wrap(torch.optim.SGD([weight], lr=1.0), steps=1)
+        opt.backward((x * weight).sum())
+        assert weight.grad.placements[0].is_partial()
+        opt.step()
+        assert opt.result.grad_norm == 12
+        assert whole(weight).tolist() == [-6] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradient_that_somebody_holds_is_reduced_in_a_copy(dtype: torch.dtype) -> None:
+    """While the pass runs, unless a micro-batch has several passes."""
+    held = torch.ones(2**21, dtype=dtype)
+    small, unused, large = (
+        nn.Parameter(torch.zeros(size, dtype=dtype)) for size in (1, 1, 2**21)
+    )
+    large.register_hook(lambda _: held)  # type: ignore[no-untyped-call]
+    inner = torch.optim.SGD([small, unused, large], lr=1.0)
+    inner.register_step_pre_hook(lambda *_: gradients.append(unused.grad))
+    gradients = list[Any]()
+    with mirror(2) as calls:
+        opt = gradaccum.wrap(inner, steps=2, process_group=dist.group.WORLD)
+        for index, passes in enumerate((2, 2, 1, 1)):
+            calls.clear()
+            for _ in range(passes):
+                loss = small.float().sum()
+                if index % 2:
+                    loss = loss + large.float().sum()
+                opt.backward(loss)
+            assert len(calls) == (index == 3)
+            opt.step()
+    assert opt.result.loss == -2 - 2**20
+    assert bool((held == 1).all())
+    assert bool((large == -1.5).all())
+    assert gradients == [None, None]
 
 
 class Scale(nn.Module):
@@ -135,7 +178,7 @@ def reductions(calls: list[Call]) -> dict[tuple[str, int], Sent]:
 @pytest.mark.parametrize("copies", [0, 1, 2])
 def test_shards_are_exact(copies: int, sync: str, workers: int) -> None:
     """In FSDP2, HSDP, and (0) tensor parallel in FSDP2: two full windows and a short
-    one, of unequal micro-batches. The second one sends gradients and a few numbers, as
+    one, of unequal micro-batches. The second one, in which one is empty, sends gradients and a few numbers, as
     the law says; what gathers parameters and items is the engine's own.
     """
     if copies:
@@ -151,6 +194,13 @@ def test_shards_are_exact(copies: int, sync: str, workers: int) -> None:
         opt = gradaccum.wrap(
             sgd(model), steps=3, clip_norm=CLIP, module=model, gradient_sync=sync
         )
+        if sync == "micro_batch":
+            loss_of(model, ITEMS[0]).backward()
+            for parameter in model.parameters():
+                parameter.grad *= 3
+            with pytest.raises(gradaccum.UsageError, match="clip_norm="):
+                opt.step()
+            opt.discard()
         for number, window in enumerate((ITEMS[:3], ITEMS[3:6], ITEMS[6:])):
             calls.clear()
             for x in window:

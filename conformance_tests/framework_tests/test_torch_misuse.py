@@ -99,6 +99,7 @@ def test_gradients_that_another_optimizer_multiplied_are_refused(
     model, one, other = two_optimizers(**options)
     one.backward(loss_of(model), weight=3 if multiplied == "weight" else 1)
     one.step()
+    other.flush()
     with pytest.raises(
         UsageError, match="another wrapped" if multiplied == "weight" else "loss"
     ):

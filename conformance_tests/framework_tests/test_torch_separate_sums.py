@@ -113,12 +113,15 @@ def test_checkpoint_in_mid_window(places: tuple[str, str]) -> None:
 def test_gradient_that_somebody_holds_stays_as_it_is() -> None:
     """Also the first one of the second window, whose sum could begin with it."""
     parameter, held = torch.zeros(2, 2, requires_grad=True), list[Any]()
-    opt = gradaccum.wrap(
-        torch.optim.SGD([parameter], lr=1.0), steps=2, separate_sums=True
-    )
+    unused = torch.zeros(1, requires_grad=True)
+    inner = torch.optim.SGD([parameter, unused], lr=1.0)
+    opt = gradaccum.wrap(inner, steps=4, separate_sums=True)
     for index in range(6):
         (parameter * (index + 1.0)).sum().backward()
         held.append(parameter.grad)
         opt.step()
+    unused.sum().backward()
+    opt.flush()
     assert [float(each.max()) for each in held] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
-    assert torch.equal(parameter, torch.full((2, 2), -10.5))
+    assert torch.equal(parameter, torch.full((2, 2), -8.0))
+    assert unused.tolist() == [0.0]

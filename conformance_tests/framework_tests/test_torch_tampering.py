@@ -166,7 +166,8 @@ def test_steps_1_leaves_grad_alone(place: str, change: Change, most: float) -> N
     """The gradient is the user's, as in the bare loop: clipping and clearing do what
     they say.
     """
-    model, opt = make(place, steps=1)
+    model, opt = make(place, steps=[(0, 2), (1, 1)])
+    train(model, opt, 2)
     before = values(model)
     for _ in range(2):
         model("right").backward()
@@ -189,7 +190,7 @@ def test_zero_grad_drops_a_micro_batch(place: str, at: int, by_model: bool) -> N
     (model, opt), (reference, other) = make(place), make(place)
     for index in range(2):
         if index == at:
-            (1000 * model("left")).backward()
+            opt.backward(model("left"), weight=1000)
             if by_model:
                 model.zero_grad()
             opt.zero_grad()
@@ -217,7 +218,9 @@ def test_gradients_before_wrapping_are_refused(sparse: bool) -> None:
     ):
         wrapped(table)
     table.zero_grad(set_to_none=False)
-    wrapped(table)
+    opt = wrapped(table.bfloat16())
+    assert table.weight.grad is not None
+    del opt
 
 
 def test_gradients_in_a_new_group_are_refused() -> None:

@@ -59,3 +59,14 @@ def test_weigh_beside_a_plain_mean_is_refused() -> None:
     opt.weigh(3)
     with pytest.raises(gradaccum.UsageError, match='reduction="sum_per_item"'):
         opt.step()
+
+
+def test_weight_of_a_scaled_loss_is_fixed() -> None:
+    """Until `discard`, which forgets the weight before it."""
+    model, opt = make()
+    opt.weigh(3)
+    opt.discard()
+    opt.scale(loss_of(model))
+    for call in (lambda: opt.weigh(3), opt.flush):
+        with pytest.raises(gradaccum.UsageError, match=r"weight: expected 1|flush"):
+            call()

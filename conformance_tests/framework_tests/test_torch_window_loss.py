@@ -70,7 +70,8 @@ def test_each_way_to_tell(way: str) -> None:
             opt.step()
         elif way == "two losses":
             for factor in (0.25, 0.75):
-                opt.backward(factor * loss_of(model, rows))
+                gradient = torch.tensor(factor).double()
+                opt.backward(loss_of(model, rows), gradient=gradient)
             opt.step()
         else:
             opt.step(lambda rows=rows: closure(rows))

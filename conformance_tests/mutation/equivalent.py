@@ -54,10 +54,37 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "for new, old in zip(news, olds, strict=False)": LENGTHS,
         "return [vary(new, axes_of(old)) for new, old in zip(arrays, olds, strict=False)]": LENGTHS,
     },
+    "backends/gradaccum_torch/arithmetic.py": {
+        "HALF = (torch.bfloat16, torch.float16)": KINDS,
+        "wide_gradient = gradient.to(torch.promote_types(dtype, gradient.dtype))": "promotion is symmetric",
+        "key = (getattr(tensor, 'placements', ()), mesh_of(tensor))": "it is only a key",
+    },
+    "backends/gradaccum_torch/gradient_sum.py": {
+        "expects_windows = True": "expect_window of this class does nothing",
+    },
     "backends/gradaccum_torch/gradient_watch.py": {
         "PASSES = [1]": "only its changes are read",
-        "self.version = (1)": "without a gradient the version is not read",
+        "PASSES[0] += 2": "only its changes are read",
+        "PASSES[0] -= 1": "only its changes are read",
+        "IN_PARTS = -3": "any number that is no version",
+        "self._first_parameter = 1": "the first backward pass sets it",
+        "pass  # self._first_parameter = 0": "the first backward pass sets it",
+        "return not torch.allclose(self.norm, norm, rtol=0, atol=0, equal_nan=True)": SYMMETRIC,
         "pass  # self.new_gradients.clear()": "a gradient that owns its memory is not copied again",
+        **dict.fromkeys(
+            (
+                "for _hook in (GradientWatch.pass_began, WatchedGradient.gradient_arrived, GradientWatch._pass_ended, GradientWatch._keep_new_gradients):",
+                "for _hook in (WatchedGradient.gradient_arrived, GradientWatch._pass_ended, GradientWatch.pass_began, GradientWatch._keep_new_gradients):",
+                "for _hook in (WatchedGradient.gradient_arrived, GradientWatch.pass_began, GradientWatch._keep_new_gradients, GradientWatch._pass_ended):",
+            ),
+            "the order of the functions means nothing",
+        ),
+    },
+    "backends/gradaccum_torch/window.py": {
+        "self.extensions, numbers, strict=False": "each extension has its numbers",
+        "if total.dtype is dtype or (norm / divisor < torch.finfo(dtype).max):": "at the limit the elements tell the same",
+        "(id(parameter), parameter.requires_grad, parameter.dtype)": "marks are only compared with each other",
+        "(parameter.dtype, id(parameter), parameter.requires_grad)": "marks are only compared with each other",
     },
     "backends/gradaccum_mindspore/gradient_sum.py": {
         "HALF = (ms.bfloat16, ms.float16)": KINDS,

@@ -118,14 +118,15 @@ TORCH = _adapter(
         "static_memory",
         "interrupted",
         "mirror",
+        "workers_resuming",
+        "layered",
     ),
 )
 TORCH = TORCH._replace(
-    # The window's end in parts is of one test there; the others take longer than all of
-    # the window's.
+    # The other tests there are about the large batch.
     tests=(
         *TORCH.tests,
-        "framework_tests/test_torch_layered.py::test_equals_the_large_batch",
+        "framework_tests/test_torch_large_batch_misuse.py::test_begun_window_is_refused",
     ),
     # The first optimizer imports the compiler.
     imported=("pytest", "torch._dynamo", "hypothesis.strategies"),

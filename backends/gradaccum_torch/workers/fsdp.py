@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradaccum.kit import State, rate_bits, require_same_rates
-from gradaccum_torch.arithmetic import multiply
 from gradaccum_torch.gradient_sum import GradientSum, UpdateGuard
 from gradaccum_torch.gradient_watch import delivering_zeros
 from gradaccum_torch.torch_private.fsdp import units_holding
@@ -91,7 +90,9 @@ class ShardGroup(Workers):
             divisors.update(dict.fromkeys(map(id, unit.parameters), unit.divisor))
         divisor = 1 if self.is_undivided else self.divisor
         for parameter, total in gradients.items():
-            multiply([total], divisors.get(id(parameter), 1) / divisor)
+            factor = divisors.get(id(parameter), 1) / divisor
+            if factor != 1:
+                total.detach().mul_(factor)
         if self.is_undivided:
             averages = [average * self.divisor for average in averages]
         is_open = state.micro_step > 0

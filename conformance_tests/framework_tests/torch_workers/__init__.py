@@ -8,7 +8,6 @@ from . import (
     loop_checks,
     overlapping,
     process_groups,
-    random_programs,
     refusals,
     windows,
 )
@@ -21,7 +20,6 @@ __all__ = [
     "loop_checks",
     "overlapping",
     "process_groups",
-    "random_programs",
     "refusals",
     "windows",
 ]
