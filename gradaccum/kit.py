@@ -18,12 +18,7 @@ classes, is in `gradaccum` itself.
 """
 
 from gradaccum.errors import require_bool, require_choice, require_weight
-from gradaccum.loop_check import (
-    LoopReport,
-    as_arguments,
-    items_of,
-    loop_report,
-)
+from gradaccum.loop_check import LoopReport, items_of, loop_report
 from gradaccum.nests import (
     Leaf,
     Nest,
@@ -132,11 +127,12 @@ from gradaccum.transitions import (
     usable,
     with_denominator,
 )
-from gradaccum.verification import (
+from gradaccum.verification.examination import examine
+from gradaccum.verification.subject import (
     Conditions,
     HostRandom,
     Subject,
-    examine,
+    as_arguments,
     places_of,
 )
 from gradaccum.watching import Handle, Listener, Listeners

@@ -32,8 +32,6 @@ Numbers = np.ndarray[Any, Any]
 class JaxSubject(Subject):
     """The loss is compiled once for each size of micro-batch."""
 
-    calls_model = False
-
     def __init__(self, params: Any, *arguments: Any, **options: Any) -> None:
         super().__init__(params, *arguments, **options)
         self._host = HostRandom()

@@ -70,7 +70,6 @@ class PlainSubject(Subject):
             (np.zeros(items),), 0, self.is_array, self.take, weights and weights[:items]
         )
         self.state = [0.0]
-        self.before = [0.0]
         self.perturbation: int | None = None
 
     is_array = staticmethod(lambda value: True)
@@ -90,7 +89,7 @@ class PlainSubject(Subject):
         self.perturbation = seed
 
     def set_random_state(self, seed: int) -> None:
-        self.before = list(self.state)
+        """No loss draws from a generator."""
 
     def gradient(self, part: Sequence[int], conditions: Conditions) -> Any:
         own = random.Random(self.perturbation)
@@ -107,7 +106,7 @@ class PlainSubject(Subject):
             self.state,
             len(part) == items,
             0.1 * bool(conditions.seed),
-            not conditions.quiet_layers,
+            not self.quiet_layers,
         )
         found = self.slopes(
             [X[item] * move[item] for item in part],
@@ -118,7 +117,7 @@ class PlainSubject(Subject):
         return np.array([(slope, 2 * slope) for slope in slopes]).reshape(-1)
 
     def changed_state(self) -> tuple[str, ...]:
-        return ("counter",) if self.state != self.before else ()
+        return ("counter",) if self.state != [0.0] else ()
 
     def arrays(self, part: Sequence[int]) -> list[tuple[str, Any]]:
         return [
