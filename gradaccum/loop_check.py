@@ -50,16 +50,16 @@ class LoopProblem(NamedTuple):
 class LoopReport:
     """The findings of a loop check; `str` shows them in words."""
 
-    updates: tuple[WeightedSum, ...]
-    expected: tuple[tuple[float, ...], ...]
+    updates: Sequence[WeightedSum]
+    expected: Sequence[Sequence[float]]
     """For each update, the right coefficients of the micro-batches that it contains.
     Micro-batches that leaked into it from the previous update are left out.
     """
-    weights: tuple[float, ...]
+    weights: Sequence[float]
     """The weight of each micro-batch."""
     workers: int
-    problems: tuple[LoopProblem, ...]
-    notes: tuple[str, ...]
+    problems: Sequence[LoopProblem]
+    notes: Sequence[str]
     """Remarks about the loop that do not report a mistake."""
     uncertain: str
     """Why the check cannot tell whether the loop is right; empty if it can tell."""
@@ -289,12 +289,12 @@ class LoopReader:
         if not uncertain:
             self.find_problems()
         return LoopReport(
-            tuple(self.updates),
-            tuple(self.expected),
-            tuple(self.weights),
+            self.updates,
+            self.expected,
+            self.weights,
             self.workers,
-            tuple(self.problems),
-            tuple(self.notes),
+            self.problems,
+            self.notes,
             uncertain,
         )
 

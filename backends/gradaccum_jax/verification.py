@@ -57,8 +57,7 @@ class JaxSubject(Subject):
             return array
         if not jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             array = np.asarray(array)  # NumPy takes rows without compiling.
-        places = (slice(None),) * (axis % array.ndim)
-        return array[(*places, np.asarray(items))]
+        return array[(*(slice(None),) * axis, np.asarray(items))]
 
     @contextmanager
     def isolated(self) -> Iterator[None]:

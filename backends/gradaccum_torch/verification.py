@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from copy import deepcopy
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 
 from gradaccum.kit import Conditions, HostRandom, Subject, places_of
 from gradaccum_torch.extensions import is_divided_by
@@ -53,12 +58,11 @@ class TorchSubject(Subject):
     @staticmethod
     def take(array: Any, axis: int | None, items: Sequence[int]) -> Any:
         """Return a copy, because a loss may write into its inputs."""
-        if isinstance(array, np.ndarray):
-            return array.copy() if axis is None else array.take(list(items), axis)
+        if isinstance(array, Tensor):
+            array = array.detach()
         if axis is None:
-            return array.detach().clone()
-        places = torch.tensor(list(items), device=array.device)
-        return array.detach().index_select(axis, places)
+            return deepcopy(array)
+        return array[(*(slice(None),) * axis, list(items))]
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
@@ -108,39 +112,32 @@ class TorchSubject(Subject):
         return self._state.changed_names()
 
     def random_layers(self) -> list[str]:
-        """Return the names of the training-mode modules that draw random numbers in their own
-        forward pass, outside of their submodules.
+        """Return the names of the training-mode modules that draw random numbers in their
+        forward pass. A module that contains such a module is left out.
         """
-        names = {module: name for name, module in self.model.named_modules()}
-        running: list[nn.Module] = []
-        drawing: dict[str, None] = {}
         devices = random_devices(self.model.parameters())
-        state = RandomState(devices)
+        states: list[RandomState] = []
+        drawing: list[nn.Module] = []
 
-        def note() -> None:
-            nonlocal state
-            if state.has_torch_moved():
-                state = RandomState(devices)
-                if running:
-                    drawing[names[running[-1]]] = None
+        def enter(*_: Any) -> None:
+            states.append(RandomState(devices))
 
-        def enter(module: nn.Module, _: Any) -> None:
-            note()
-            running.append(module)
+        def leave(module: nn.Module, *_: Any) -> None:
+            has_drawn = states.pop().has_torch_moved()
+            if has_drawn and not any(child in drawing for child in module.modules()):
+                drawing.append(module)
 
-        def leave(module: nn.Module, _: Any, __: Any) -> None:
-            note()
-            running.pop()
-
-        with ExitStack() as hooks:
-            for module in names:
-                handle = module.register_forward_pre_hook(enter, prepend=True)
-                hooks.callback(handle.remove)
-                handle = module.register_forward_hook(leave)
-                hooks.callback(handle.remove)
+        with (
+            register_module_forward_pre_hook(enter),
+            register_module_forward_hook(leave),
+        ):
             self.loss(self.model, self.batch.part(range(self.batch.items)))
         self._state.restore()
-        return [name for name in drawing if self.model.get_submodule(name).training]
+        return [
+            name
+            for name, module in self.model.named_modules()
+            if module in drawing and module.training
+        ]
 
     def unreached_parameters(self) -> list[str]:
         return [
@@ -195,26 +192,23 @@ class ModelState:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = dict(model.named_modules())
-        self._attributes = {
-            name: dict(vars(module)) for name, module in self._modules.items()
-        }
-        self._buffers = {
-            name: dict(module._buffers) for name, module in self._modules.items()
-        }
         self._tensors = {
             name: (tensor, tensor.detach().clone())
             for name, tensor in (*model.named_parameters(), *model.named_buffers())
         }
+        self._dictionaries = [
+            (path, dictionary, dict(dictionary))
+            for path, module in model.named_modules()
+            for dictionary in (vars(module), module._buffers)
+        ]
+        """The attributes and the buffers of each module: its path, the dictionary and a
+        copy of the dictionary.
+        """
 
     def restore(self) -> None:
-        for name, module in self._modules.items():
-            attributes = module.__dict__
-            for attribute in attributes.keys() - self._attributes[name].keys():
-                del attributes[attribute]
-            attributes.update(self._attributes[name])
-            module._buffers.clear()
-            module._buffers.update(self._buffers[name])
+        for _, dictionary, before in self._dictionaries:
+            dictionary.clear()
+            dictionary.update(before)
         for tensor, value in self._tensors.values():
             # Write through .data, so that the versions of the parameters, which may be
             # watched, do not change.
@@ -229,17 +223,12 @@ class ModelState:
             for name, (tensor, value) in self._tensors.items()
             if not torch.equal(tensor, value)
         ]
-        for path, module in self._modules.items():
-            for before, now in (
-                (self._attributes[path], vars(module)),
-                (self._buffers[path], module._buffers),
-            ):
-                names += [
-                    f"{path}.{name}".lstrip(".")
-                    for name, value in now.items()
-                    if value is not before.get(name)
-                    and isinstance(value, int | float | Tensor)
-                ]
+        names += [
+            f"{path}.{name}".lstrip(".")
+            for path, dictionary, before in self._dictionaries
+            for name, value in dictionary.items()
+            if value is not before.get(name) and isinstance(value, int | float | Tensor)
+        ]
         return tuple(dict.fromkeys(names))
 
 

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 from gradaccum.least_squares import (
     GradientBasis,
     Vector,
-    WeightedSum,
     norm_of,
     right_factors,
 )
@@ -77,6 +76,52 @@ def partitions(items: int, steps: int) -> tuple[Parts, ...]:
 
 def cut(items: tuple[int, ...], size: int) -> Parts:
     return tuple(items[start : start + size] for start in range(0, len(items), size))
+
+
+class Coefficients(NamedTuple):
+    """The weighted sum of the micro-batches' gradients that comes nearest to the large
+    batch's gradient.
+    """
+
+    best: tuple[float, ...]
+    """For each micro-batch, the best factor for its gradient."""
+    used: tuple[float, ...]
+    """For each micro-batch, the factor with which accumulation multiplies its gradient.
+    """
+    unexplained: float
+    """||g - sum(c_k g_k)|| / sum(||c_k g_k||) with the best coefficients c_k, where g
+    is the large batch's gradient. It is about one rounding error if only the
+    coefficients are wrong.
+    """
+
+    uncertainty: float
+    """The rounding error of the best coefficients, relative to the largest coefficient.
+    """
+    error: float
+    """The distance between the sum with the best coefficients and the large batch's
+    gradient, for the worst parameter and in units of its rounding error.
+    """
+    norms: tuple[float, ...]
+    """For each micro-batch, the norm of its gradient in units of the rounding error; 0
+    if the gradient is not finite.
+    """
+
+    def __str__(self) -> str:
+        if self.uncertainty > FIT_ERROR:
+            return (
+                "No coefficients of the micro-batches give the large batch's gradient:"
+                f" the best coefficients leave {self.unexplained:.2g} of it"
+                " unexplained."
+            )
+        pairs = ", ".join(
+            f"{best:.3g} ({used:.3g})"
+            for best, used in zip(self.best, self.used, strict=True)
+        )
+        return (
+            "Best coefficients of the micro-batches, with yours in parentheses:"
+            f" {pairs}. The best coefficients leave {self.unexplained:.1g} of the"
+            " gradient unexplained."
+        )
 
 
 class Weighting(NamedTuple):
@@ -165,8 +210,10 @@ class Comparison:
         return moved_names(self.in_units(a - b))
 
     def in_units(self, gradient: Vector) -> dict[str, float]:
-        norms = self.norms(gradient)
-        return {name: norm / self.units[name] for name, norm in norms.items()}
+        """Return the 2-norm of a gradient for each parameter, in units of the rounding
+        error.
+        """
+        return self.norms(self.divided_by_units(gradient))
 
     def norms(self, gradient: Vector) -> dict[str, float]:
         """Return the 2-norm of a gradient for each parameter; inf if it is NaN."""
@@ -214,24 +261,33 @@ class Comparison:
             floors[name] = (roundoff + sum_error) * size + len(parts) * absolute
         return floors
 
-    def fit(self, parts: Parts) -> WeightedSum | None:
-        """Return the weighted sum of the micro-batches' gradients that comes nearest to
-        the large batch's gradient; None if the micro-batches' gradients are too similar
-        to distinguish.
+    def coefficients(self, parts: Parts) -> Coefficients | None:
+        """Return the coefficients with which the sum of the micro-batches' gradients
+        comes nearest to the large batch's gradient; None if the micro-batches'
+        gradients are too similar to distinguish.
 
         Each parameter is measured in units of its own rounding error, so that large
         gradients do not hide small gradients. A micro-batch is left out if its gradient
         is not finite.
         """
-        finite_gradients = [
-            gradient if is_finite(gradient) else self.large * 0.0
+        gradients = [
+            self.divided_by_units(gradient if is_finite(gradient) else self.large * 0.0)
             for gradient in self.gradients(parts)
         ]
-        basis = GradientBasis([*map(self.divided_by_units, finite_gradients)])
-        fit = basis.weighted_sum(self.divided_by_units(self.large))
+        basis = GradientBasis(gradients)
+        large = self.divided_by_units(self.large)
+        fit = basis.weighted_sum(large)
         if fit.uncertainty > FIT_ERROR and not fit.unexplained > FIT_ERROR:
             return None
-        return fit
+        _, remainder = basis.project(large)
+        return Coefficients(
+            fit.coefficients,
+            self.weighting.factors(parts),
+            fit.unexplained,
+            fit.uncertainty,
+            max(self.norms(remainder).values()),
+            fit.norms,
+        )
 
     def divided_by_units(self, gradient: Vector) -> Vector:
         divided = gradient * 1.0

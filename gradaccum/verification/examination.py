@@ -13,20 +13,19 @@ from functools import partial
 from itertools import chain
 
 from gradaccum.errors import require_int
-from gradaccum.least_squares import WeightedSum
 from gradaccum.options import require_reduction
 from gradaccum.refusals import DIVIDED_LOSS
 from gradaccum.verification.batch import Items
 from gradaccum.verification.causes import CAUSES, Cause
 from gradaccum.verification.comparison import (
     ROUNDING_LIMIT,
+    Coefficients,
     Comparison,
-    Parts,
     Weighting,
     is_finite,
     partitions,
 )
-from gradaccum.verification.report import Coefficients, VerificationReport
+from gradaccum.verification.report import VerificationReport
 from gradaccum.verification.subject import Subject
 
 USUAL_STEPS = 4
@@ -108,15 +107,6 @@ class Examination:
         comparison = self.comparison
         if not self.is_unsteady() and comparison.moved:
             self.find_causes()
-        coefficients = None
-        parts = comparison.partitions[0]
-        fit = self.comparison.fit(parts)
-        if fit is not None:
-            coefficients = Coefficients(
-                fit.coefficients,
-                comparison.weighting.factors(parts),
-                fit.unexplained,
-            )
         return VerificationReport(
             not self.causes and not comparison.moved,
             tuple(self.causes),
@@ -124,11 +114,12 @@ class Examination:
             comparison.units,
             comparison.partitions,
             tuple(self.notes),
-            coefficients,
+            self.comparison.coefficients(comparison.partitions[0]),
         )
 
-    def add(self, finding: str, **facts: object) -> bool:
+    def add(self, finding: str, names: Iterable[str] = (), **facts: object) -> bool:
         """Add the cause that explains a finding, and return True."""
+        facts["names"] = joined_names(names)
         texts = (text.format(**facts) for text in CAUSES[finding])
         self.causes.append(Cause(*texts))
         return True
@@ -143,7 +134,7 @@ class Examination:
             names = self.changed_names(scale=scale)
             if names:
                 finding = "changing" if scale == 1 else "custom_backward"
-                return self.add(finding, names=joined_names(names))
+                return self.add(finding, names)
         return False
 
     def is_infinite(self, parts: Iterable[Items]) -> bool:
@@ -152,7 +143,7 @@ class Examination:
             norms = self.comparison.norms(gradient)
             names = [name for name, norm in norms.items() if math.isinf(norm)]
             if names:
-                return self.add("not_finite", items=part, names=joined_names(names))
+                return self.add("not_finite", names, items=part)
         return False
 
     def changed_names(self, **conditions: object) -> list[str]:
@@ -181,7 +172,7 @@ class Examination:
         if self.depends_on_mode() and self.is_explained():
             return
         if not self.is_infinite(chain(*self.comparison.partitions)):
-            self.add("coupled", names=joined_names(self.comparison.moved))
+            self.add("coupled", self.comparison.moved)
 
     def is_explained(self) -> bool:
         """True if the gradients do not differ, or if other weights remove the
@@ -201,11 +192,8 @@ class Examination:
         names = self.comparison.differing(carried_gradient, gradient)
         if names and is_finite(gradient):
             self.comparison = alone
-            self.add(
-                "hidden_state",
-                names=joined_names(names),
-                state=joined_names(state) or "state of the model",
-            )
+            state_names = joined_names(state) or "state of the model"
+            self.add("hidden_state", names, state=state_names)
 
     def depends_on_places(self) -> bool:
         """Test whether an item's gradient depends on its place in the micro-batch but
@@ -233,37 +221,19 @@ class Examination:
         comparison = self.comparison
         weightings = {"sum": Weighting("sum", len), "mean": Weighting("mean", len)}
         for code in self.counts(comparison.items):
-            weightings[code] = Weighting("mean", partial(self.count, code))
+            count = partial(self.count, code)
+            weightings[code] = Weighting("mean", count)
         for name, weighting in weightings.items():
             if comparison.is_right_with(weighting):
                 finding = name if name in CAUSES else "count"
                 reduction = comparison.weighting.reduction
                 return self.add(finding, count=name, reduction=reduction)
-        fits = [
-            (parts, comparison.fit(parts))
-            for parts in comparison.partitions
-            if len(parts) > 1
-        ]
-        are_weights = [self.are_weights(*fit) for fit in fits if fit[1] is not None]
-        if are_weights and all(are_weights):
+        # The last partition has one micro-batch, whose coefficient is always 1.
+        coefficients = map(comparison.coefficients, comparison.partitions[:-1])
+        certain = [each for each in coefficients if each is not None]
+        if certain and all(map(are_weights, certain)):
             return self.add("unknown_count")
         return False
-
-    def are_weights(self, parts: Parts, fit: WeightedSum) -> bool:
-        """True if the micro-batches' gradients add up to the large batch's gradient
-        with these coefficients, and the coefficients are positive and add up to 1. If
-        the loss is a maximum, one item has the coefficient 1 and all other items have
-        0; such coefficients do not count as weights.
-        """
-        gradient = self.comparison.accumulate(parts, fit.coefficients)
-        errors = self.comparison.in_units(gradient - self.comparison.large)
-        # Measured coefficients have rounding errors too.
-        is_exact = max(errors.values()) <= ROUNDING_LIMIT * len(parts)
-        pairs = zip(fit.coefficients, fit.norms, strict=True)
-        are_positive = all(share >= SAME for share, norm in pairs if norm)
-        room = SAME + fit.uncertainty * len(parts)
-        is_mean = abs(math.fsum(fit.coefficients) - 1) < room
-        return is_exact and are_positive and is_mean
 
     def count(self, code: str, part: Items) -> float:
         return self.counts(part)[code]
@@ -295,6 +265,21 @@ class Examination:
         self.comparison = evaluation
         names = joined_names(layers) or "the model"
         return self.add("batch_statistics", layers=names, verdict=verdict)
+
+
+def are_weights(coefficients: Coefficients) -> bool:
+    """True if the micro-batches' gradients add up to the large batch's gradient with
+    these coefficients, and the coefficients are positive and add up to 1. If the loss
+    is a maximum, one item has the coefficient 1 and all other items have 0; such
+    coefficients do not count as weights.
+    """
+    best = coefficients.best
+    for share, norm in zip(best, coefficients.norms, strict=True):
+        if norm and share < SAME:
+            return False
+    is_exact = coefficients.error <= ROUNDING_LIMIT * len(best)
+    room = SAME + coefficients.uncertainty * len(best)
+    return is_exact and abs(math.fsum(best) - 1) < room
 
 
 def joined_names(names: Iterable[str]) -> str:

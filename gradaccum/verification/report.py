@@ -4,49 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from gradaccum.verification.causes import PAGE, Cause
 from gradaccum.verification.comparison import (
-    FIT_ERROR,
     ROUNDING_LIMIT,
+    Coefficients,
     Parts,
     moved_names,
 )
-
-
-class Coefficients(NamedTuple):
-    """The weighted sum of the micro-batches' gradients that comes nearest to the large
-    batch's gradient.
-    """
-
-    best: tuple[float, ...]
-    """For each micro-batch, the best factor for its gradient."""
-    used: tuple[float, ...]
-    """For each micro-batch, the factor with which accumulation multiplies its gradient.
-    """
-    unexplained: float
-    """||g - sum(c_k g_k)|| / sum(||c_k g_k||) with the best coefficients c_k, where g
-    is the large batch's gradient. It is about one rounding error if only the
-    coefficients are wrong.
-    """
-
-    def __str__(self) -> str:
-        if self.unexplained > FIT_ERROR:
-            return (
-                "No coefficients of the micro-batches give the large batch's gradient:"
-                f" the best coefficients leave {self.unexplained:.2g} of it"
-                " unexplained."
-            )
-        pairs = ", ".join(
-            f"{best:.3g} ({used:.3g})"
-            for best, used in zip(self.best, self.used, strict=True)
-        )
-        return (
-            "Best coefficients of the micro-batches, with yours in parentheses:"
-            f" {pairs}. The best coefficients leave {self.unexplained:.1g} of the"
-            " gradient unexplained."
-        )
 
 
 @dataclass(frozen=True)
