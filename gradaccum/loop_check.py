@@ -46,202 +46,7 @@ class LoopProblem(NamedTuple):
     explanation: str
 
 
-@dataclass(frozen=True)
-class LoopReport:
-    """The findings of a loop check; `str` shows them in words."""
-
-    updates: Sequence[WeightedSum]
-    expected: Sequence[Sequence[float]]
-    """For each update, the right coefficients of the micro-batches that it contains.
-    Micro-batches that leaked into it from the previous update are left out.
-    """
-    weights: Sequence[float]
-    """The weight of each micro-batch."""
-    workers: int
-    problems: Sequence[LoopProblem]
-    notes: Sequence[str]
-    """Remarks about the loop that do not report a mistake."""
-    uncertain: str
-    """Why the check cannot tell whether the loop is right; empty if it can tell."""
-
-    @property
-    def right(self) -> bool:
-        """True if the check has shown that each update equals the update that one large
-        batch of its micro-batches would give.
-        """
-        return not self.problems and not self.uncertain
-
-    def __str__(self) -> str:
-        counts = f"micro-batches: {len(self.weights)}, updates: {len(self.updates)}"
-        if self.problems:
-            lines = [f"The loop is wrong ({counts})."]
-        elif self.uncertain:
-            lines = [
-                f"Cannot tell whether the loop is right ({counts}). {self.uncertain}"
-            ]
-        else:
-            lines = [
-                f"The loop is right ({counts}): each update is the large batch's update."
-            ]
-        lines += [f"- {problem.explanation}" for problem in self.problems]
-        lines += [f"- Note: {note}" for note in self.notes]
-        shown = zip(self.updates[:SHOWN], self.expected, strict=False)
-        for number, (update, expected) in enumerate(shown, 1):
-            lines += [
-                f"Update {number}, factors of the micro-batches:",
-                f"    in the loop        {self._row(update.coefficients)}",
-                f"    in the large batch {self._row(expected)}",
-            ]
-        if len(self.updates) > SHOWN:
-            lines.append(f"and {len(self.updates) - SHOWN} more updates.")
-        return "\n".join(lines)
-
-    __repr__ = __str__
-
-    def _row(self, coefficients: Sequence[float]) -> str:
-        length = len(coefficients) // self.workers
-        least = LEAST * max(map(abs, coefficients))
-        words = [
-            f"{value:.3g}" if abs(value) > least else "0" for value in coefficients
-        ]
-        starts = range(0, len(words), length)
-        return " | ".join(" ".join(words[start : start + length]) for start in starts)
-
-
-class LoopRecord(Protocol):
-    """The recorded loop, which `gradaccum.recording` yields."""
-
-    def report(
-        self,
-        loss_fn: Callable[..., Any] | None = None,
-        micro_batches: Sequence[Any] | None = None,
-        **options: Any,
-    ) -> LoopReport:
-        """Report which micro-batches each update contained, and with what weight. The
-        `options` are the same as for `check_loop`.
-        """
-        ...
-
-
-def recording(optimizer: Any, model: Any = None) -> AbstractContextManager[LoopRecord]:
-    """Record the gradients that `optimizer` receives while a loop runs. The optimizer
-    need not be wrapped, and any trainer may run the loop.
-
-    The parameters are restored after each update, so that all gradients are taken at
-    the same point. The optimizer's own state is not restored. Record with a fresh
-    model, without dropout.
-
-        with gradaccum.recording(optimizer) as record:
-            train()
-        print(record.report(loss_fn, micro_batches))
-
-    Args:
-        optimizer: a torch optimizer, wrapped by any package or not; in MindSpore a
-            `gradaccum_mindspore.LoopRecorder`, wrapped or not. JAX has its own
-            `LoopRecorder`, whose ``report`` takes the state that the loop returns.
-        model: a module whose call returns an object with a ``loss``, as the models of
-            Hugging Face transformers do. Its calls are recorded as the micro-batches,
-            so that ``report`` needs no `micro_batches`.
-    """
-    backend: Any = backend_of(optimizer)
-    context: AbstractContextManager[LoopRecord] = backend.recording(optimizer, model)
-    return context
-
-
-def check_loop(
-    train: Callable[[], object],
-    optimizer: Any,
-    loss_fn: Callable[..., Any],
-    micro_batches: Sequence[Any],
-    *,
-    weight: Callable[..., float] | None = None,
-    reduction: Reduction = "mean",
-    steps: int | None = None,
-    clip_norm: float | None = None,
-) -> LoopReport:
-    """Run a training loop, and report which micro-batches reached the optimizer, and
-    with what weight.
-
-    Args:
-        train: runs the loop once over `micro_batches`, in their order.
-        optimizer: the optimizer that the loop steps.
-        loss_fn: ``loss_fn(*micro_batch)`` returns the loss of one micro-batch before
-            anything divides or weights it.
-        micro_batches: the micro-batches that the loop trains on: tuples of arguments,
-            or single arguments.
-        weight: ``weight(*micro_batch)`` returns the weight of a micro-batch. Default:
-            the number of items, which is the length of the first argument.
-        reduction: how `loss_fn` combines the losses of its items, as in
-            `gradaccum.wrap`.
-        steps: micro-batches per window. By default, the micro-batches that an update
-            contains count as its window.
-        clip_norm: the global 2-norm to which the loop clips each window.
-    """
-    with recording(optimizer) as record:
-        train()
-    return record.report(
-        loss_fn,
-        micro_batches,
-        weight=weight,
-        reduction=reduction,
-        steps=steps,
-        clip_norm=clip_norm,
-    )
-
-
-def assert_accumulates(
-    train: Callable[[], object],
-    optimizer: Any,
-    loss_fn: Callable[..., Any],
-    micro_batches: Sequence[Any],
-    **options: Any,
-) -> None:
-    """Run `check_loop`, and raise an AssertionError with its report unless the loop is
-    right. Use it in a test of your own trainer.
-    """
-    report = check_loop(train, optimizer, loss_fn, micro_batches, **options)
-    if not report.right:
-        raise AssertionError(str(report))
-
-
-def items_of(*micro_batch: Any) -> float:
-    """Return the number of items in a micro-batch, which is the length of its first
-    argument.
-    """
-    return float(len(micro_batch[0]))
-
-
-def loop_report(
-    gradients: Sequence[Vector],
-    updates: Sequence[Vector],
-    weights: Sequence[float],
-    epsilon: float,
-    *,
-    norms: Sequence[float] | None = None,
-    **options: Any,
-) -> LoopReport:
-    """Report which micro-batches each update contained, and with what weight.
-
-    Args:
-        gradients: the gradient of each micro-batch.
-        updates: the gradients that the optimizer received.
-        weights: the weight of each micro-batch.
-        epsilon: the machine epsilon of the coarsest parameter.
-        norms: the norm of each update, if `updates` contains only some elements.
-        options: as in `LoopReader`.
-    """
-    basis = GradientBasis(gradients)
-    sums = [basis.weighted_sum(update) for update in updates]
-    if norms is not None:
-        sums = [
-            each._replace(norm=norm) for each, norm in zip(sums, norms, strict=True)
-        ]
-    # A float64 model may compute its loss in float32, so the limit is at least 1e-6.
-    limit = max(16 * epsilon, math.pow(epsilon, 0.6), 1e-6)
-    return LoopReader(sums, weights, limit=limit, **options).report()
-
-
-@dataclass
+@dataclass(repr=False)
 class LoopReader:
     """Finds out what the coefficients of a loop's updates mean."""
 
@@ -270,8 +75,16 @@ class LoopReader:
             self.right_coefficients(members - before or members)
             for before, members in pairwise([set(), *self.members])
         ]
+        """For each update, the right coefficients of the micro-batches that it contains.
+        Micro-batches that leaked into it from the previous update are left out.
+        """
         self.problems: list[LoopProblem] = []
         self.notes: list[str] = []
+        """Remarks about the loop that do not report a mistake."""
+        self.uncertain = self.why_uncertain()
+        """Why the check cannot tell whether the loop is right; empty if it can tell."""
+        if not self.uncertain:
+            self.find_problems()
 
     def members_of(self, update: WeightedSum) -> set[int]:
         sizes = [abs(coefficient) for coefficient in update.coefficients]
@@ -283,20 +96,6 @@ class LoopReader:
         factors = right_factors(self.reduction, weights)
         by_member = dict(zip(members, factors, strict=True))
         return tuple(by_member.get(k, 0.0) for k in range(len(self.weights)))
-
-    def report(self) -> LoopReport:
-        uncertain = self.why_uncertain()
-        if not uncertain:
-            self.find_problems()
-        return LoopReport(
-            self.updates,
-            self.expected,
-            self.weights,
-            self.workers,
-            self.problems,
-            self.notes,
-            uncertain,
-        )
 
     def why_uncertain(self) -> str:
         for number, update in enumerate(self.updates, 1):
@@ -473,7 +272,7 @@ class LoopReader:
             ),
             (
                 is_smaller and is_clipped,
-                "note",
+                "",
                 f"Update {number} was clipped as a whole.",
             ),
             # Other problems most likely explain the factor.
@@ -520,10 +319,10 @@ class LoopReader:
             ),
         )
         _, kind, text = next(rule for rule in rules if rule[0])
-        if kind == "note":
-            self.notes.append(text)
-        elif kind:
+        if kind:
             self.say(kind, number, text)
+        elif text:
+            self.notes.append(text)
 
     def names(self, members: Iterable[int]) -> str:
         places = sorted({member % self.length + 1 for member in members})
@@ -532,6 +331,186 @@ class LoopReader:
         if places == list(range(places[0], places[-1] + 1)):
             return f"micro-batches {places[0]} to {places[-1]}"
         return f"micro-batches {', '.join(map(str, places))}"
+
+
+class LoopReport(LoopReader):
+    """The findings of a loop check; `str` shows them in words."""
+
+    @property
+    def right(self) -> bool:
+        """True if the check has shown that each update equals the update that one large
+        batch of its micro-batches would give.
+        """
+        return not self.problems and not self.uncertain
+
+    def __str__(self) -> str:
+        counts = f"micro-batches: {len(self.weights)}, updates: {len(self.updates)}"
+        if self.problems:
+            lines = [f"The loop is wrong ({counts})."]
+        elif self.uncertain:
+            lines = [
+                f"Cannot tell whether the loop is right ({counts}). {self.uncertain}"
+            ]
+        else:
+            lines = [
+                f"The loop is right ({counts}): each update is the large batch's update."
+            ]
+        lines += [f"- {problem.explanation}" for problem in self.problems]
+        lines += [f"- Note: {note}" for note in self.notes]
+        shown = zip(self.updates[:SHOWN], self.expected, strict=False)
+        for number, (update, expected) in enumerate(shown, 1):
+            lines += [
+                f"Update {number}, factors of the micro-batches:",
+                f"    in the loop        {self._row(update.coefficients)}",
+                f"    in the large batch {self._row(expected)}",
+            ]
+        if len(self.updates) > SHOWN:
+            lines.append(f"and {len(self.updates) - SHOWN} more updates.")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _row(self, coefficients: Sequence[float]) -> str:
+        length = len(coefficients) // self.workers
+        least = LEAST * max(map(abs, coefficients))
+        words = [
+            f"{value:.3g}" if abs(value) > least else "0" for value in coefficients
+        ]
+        starts = range(0, len(words), length)
+        return " | ".join(" ".join(words[start : start + length]) for start in starts)
+
+
+class LoopRecord(Protocol):
+    """The recorded loop, which `gradaccum.recording` yields."""
+
+    def report(
+        self,
+        loss_fn: Callable[..., Any] | None = None,
+        micro_batches: Sequence[Any] | None = None,
+        **options: Any,
+    ) -> LoopReport:
+        """Report which micro-batches each update contained, and with what weight. The
+        `options` are the same as for `check_loop`.
+        """
+        ...
+
+
+def recording(optimizer: Any, model: Any = None) -> AbstractContextManager[LoopRecord]:
+    """Record the gradients that `optimizer` receives while a loop runs. The optimizer
+    need not be wrapped, and any trainer may run the loop.
+
+    The parameters are restored after each update, so that all gradients are taken at
+    the same point. The optimizer's own state is not restored. Record with a fresh
+    model, without dropout.
+
+        with gradaccum.recording(optimizer) as record:
+            train()
+        print(record.report(loss_fn, micro_batches))
+
+    Args:
+        optimizer: a torch optimizer, wrapped by any package or not; in MindSpore a
+            `gradaccum_mindspore.LoopRecorder`, wrapped or not. JAX has its own
+            `LoopRecorder`, whose ``report`` takes the state that the loop returns.
+        model: a module whose call returns an object with a ``loss``, as the models of
+            Hugging Face transformers do. Its calls are recorded as the micro-batches,
+            so that ``report`` needs no `micro_batches`.
+    """
+    backend: Any = backend_of(optimizer)
+    context: AbstractContextManager[LoopRecord] = backend.recording(optimizer, model)
+    return context
+
+
+def check_loop(
+    train: Callable[[], object],
+    optimizer: Any,
+    loss_fn: Callable[..., Any],
+    micro_batches: Sequence[Any],
+    *,
+    weight: Callable[..., float] | None = None,
+    reduction: Reduction = "mean",
+    steps: int | None = None,
+    clip_norm: float | None = None,
+) -> LoopReport:
+    """Run a training loop, and report which micro-batches reached the optimizer, and
+    with what weight.
+
+    Args:
+        train: runs the loop once over `micro_batches`, in their order.
+        optimizer: the optimizer that the loop steps.
+        loss_fn: ``loss_fn(*micro_batch)`` returns the loss of one micro-batch before
+            anything divides or weights it.
+        micro_batches: the micro-batches that the loop trains on: tuples of arguments,
+            or single arguments.
+        weight: ``weight(*micro_batch)`` returns the weight of a micro-batch. Default:
+            the number of items, which is the length of the first argument.
+        reduction: how `loss_fn` combines the losses of its items, as in
+            `gradaccum.wrap`.
+        steps: micro-batches per window. By default, the micro-batches that an update
+            contains count as its window.
+        clip_norm: the global 2-norm to which the loop clips each window.
+    """
+    with recording(optimizer) as record:
+        train()
+    return record.report(
+        loss_fn,
+        micro_batches,
+        weight=weight,
+        reduction=reduction,
+        steps=steps,
+        clip_norm=clip_norm,
+    )
+
+
+def assert_accumulates(
+    train: Callable[[], object],
+    optimizer: Any,
+    loss_fn: Callable[..., Any],
+    micro_batches: Sequence[Any],
+    **options: Any,
+) -> None:
+    """Run `check_loop`, and raise an AssertionError with its report unless the loop is
+    right. Use it in a test of your own trainer.
+    """
+    report = check_loop(train, optimizer, loss_fn, micro_batches, **options)
+    if not report.right:
+        raise AssertionError(str(report))
+
+
+def items_of(*micro_batch: Any) -> float:
+    """Return the number of items in a micro-batch, which is the length of its first
+    argument.
+    """
+    return float(len(micro_batch[0]))
+
+
+def loop_report(
+    gradients: Sequence[Vector],
+    updates: Sequence[Vector],
+    weights: Sequence[float],
+    epsilon: float,
+    *,
+    norms: Sequence[float] | None = None,
+    **options: Any,
+) -> LoopReport:
+    """Report which micro-batches each update contained, and with what weight.
+
+    Args:
+        gradients: the gradient of each micro-batch.
+        updates: the gradients that the optimizer received.
+        weights: the weight of each micro-batch.
+        epsilon: the machine epsilon of the coarsest parameter.
+        norms: the norm of each update, if `updates` contains only some elements.
+        options: as in `LoopReader`.
+    """
+    basis = GradientBasis(gradients)
+    sums = [basis.weighted_sum(update) for update in updates]
+    if norms is not None:
+        sums = [
+            each._replace(norm=norm) for each, norm in zip(sums, norms, strict=True)
+        ]
+    # A float64 model may compute its loss in float32, so the limit is at least 1e-6.
+    limit = max(16 * epsilon, math.pow(epsilon, 0.6), 1e-6)
+    return LoopReport(sums, weights, limit=limit, **options)
 
 
 def are_equal(numbers: Sequence[float], room: float) -> bool:

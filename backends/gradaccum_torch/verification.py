@@ -112,20 +112,27 @@ class TorchSubject(Subject):
         return self._state.changed_names()
 
     def random_layers(self) -> list[str]:
-        """Return the names of the training-mode modules that draw random numbers in their
-        forward pass. A module that contains such a module is left out.
+        """Return the names of the training-mode modules that draw random numbers in
+        their own forward pass, outside of their submodules.
         """
         devices = random_devices(self.model.parameters())
-        states: list[RandomState] = []
+        state = RandomState(devices)
+        running: list[nn.Module] = []
         drawing: list[nn.Module] = []
 
-        def enter(*_: Any) -> None:
-            states.append(RandomState(devices))
+        def note_draws() -> None:
+            nonlocal state
+            if running and state.has_torch_moved():
+                drawing.append(running[-1])
+            state = RandomState(devices)
 
-        def leave(module: nn.Module, *_: Any) -> None:
-            has_drawn = states.pop().has_torch_moved()
-            if has_drawn and not any(child in drawing for child in module.modules()):
-                drawing.append(module)
+        def enter(module: nn.Module, _: Any) -> None:
+            note_draws()
+            running.append(module)
+
+        def leave(*_: Any) -> None:
+            note_draws()
+            running.pop()
 
         with (
             register_module_forward_pre_hook(enter),

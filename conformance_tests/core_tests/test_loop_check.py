@@ -12,7 +12,7 @@ import pytest
 import gradaccum
 from gradaccum import loop_check
 from gradaccum.least_squares import GradientBasis, WeightedSum
-from gradaccum.loop_check import LoopReader
+from gradaccum.loop_check import LoopReport
 
 WEIGHTS = (5.0, 3.0, 4.0, 2.0)
 RIGHT = tuple(weight / 14 for weight in WEIGHTS)
@@ -20,7 +20,7 @@ RIGHT = tuple(weight / 14 for weight in WEIGHTS)
 
 def read(*rows, weights=WEIGHTS, norms=(), **options):
     updates = [WeightedSum(tuple(row), 1e-9, 1e-15, 1.0, norms) for row in rows]
-    return LoopReader(updates, weights, **options).report()
+    return LoopReport(updates, weights, **options)
 
 
 def kinds(report):
@@ -120,7 +120,7 @@ def test_update_without_a_micro_batch_is_noted() -> None:
 
 def test_what_no_coefficients_explain() -> None:
     update = WeightedSum(RIGHT, 0.5, 0.2, 1.0)
-    report = LoopReader([update], WEIGHTS).report()
+    report = LoopReport([update], WEIGHTS)
     assert kinds(report) == ["unexplained"]
     assert "20.0% of update 1" in str(report)
 
@@ -128,7 +128,7 @@ def test_what_no_coefficients_explain() -> None:
 @pytest.mark.parametrize("uncertainty", [math.inf, 0.3])
 def test_it_says_that_it_cannot_tell(uncertainty: float) -> None:
     update = WeightedSum((math.nan,) * 4, uncertainty, 0.0, 1.0)
-    report = LoopReader([update], WEIGHTS).report()
+    report = LoopReport([update], WEIGHTS)
     assert not report.right
     assert str(report).startswith("Cannot tell")
 

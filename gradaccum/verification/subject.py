@@ -293,5 +293,6 @@ def _referred_values(loss_fn: Any, depth: int = 2) -> list[object]:
     if depth and inspect.isfunction(function):
         variables = inspect.getclosurevars(function)
         for value in (*variables.nonlocals.values(), *variables.globals.values()):
-            values += _referred_values(value, depth - 1)
+            is_function = inspect.isfunction(value)
+            values += _referred_values(value, depth - 1) if is_function else [value]
     return values
