@@ -131,6 +131,7 @@ from gradaccum.verification.examination import examine
 from gradaccum.verification.subject import (
     Conditions,
     HostRandom,
+    ModelState,
     Subject,
     as_arguments,
     places_of,
@@ -158,6 +159,7 @@ __all__ = [
     "Listeners",
     "LoopReport",
     "MicroBatch",
+    "ModelState",
     "Nest",
     "Options",
     "Scalar",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -11,12 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
 
-from gradaccum.kit import Conditions, HostRandom, Subject, places_of
+from gradaccum.kit import Conditions, HostRandom, ModelState, Subject, places_of
 from gradaccum_torch.extensions import is_divided_by
 from gradaccum_torch.large_batch.gradients import REENTRANT_NODE, leaves_of_graph
 from gradaccum_torch.large_batch.replay import RandomState, random_devices
@@ -32,8 +28,8 @@ class TorchSubject(Subject):
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
         super().__init__(model, *arguments, **options)
-        self._state = ModelState(model)
-        self._random = RandomState(random_devices(model.parameters()))
+        self.state = TorchState(model)
+        self.random_state = TorchRandom(random_devices(model.parameters()))
         self._parameters = {
             name: parameter
             for name, parameter in model.named_parameters()
@@ -73,16 +69,15 @@ class TorchSubject(Subject):
             for parameter, _ in gradients:
                 parameter.grad = None
             # A compiled model would be recompiled for each size of micro-batch.
-            with torch.compiler.set_stance("force_eager"), torch.enable_grad():
+            with (
+                torch.compiler.set_stance("force_eager"),
+                torch.enable_grad(),
+                super().isolated(),
+            ):
                 yield
         finally:
-            self._state.restore()
-            self._random.put_back()
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-
-    def restore_model(self) -> None:
-        self._state.restore()
 
     def perturb(self, seed: int) -> None:
         roundoff, _ = self.precision
@@ -95,21 +90,12 @@ class TorchSubject(Subject):
     def named_layers(self) -> Any:
         return self.model.named_modules()
 
-    def set_random_state(self, seed: int) -> None:
-        self._random.put_back()
-        if seed:
-            HostRandom().restore(seed)
-            torch.manual_seed(seed)
-
     def gradient(self, part: Sequence[int], conditions: Conditions) -> Tensor:
         loss = self.loss(self.model, self.batch.part(part)) * conditions.scale
         gradients = torch.autograd.grad(
             loss, list(self._parameters.values()), materialize_grads=True
         )
         return torch.cat([wide(gradient) for gradient in gradients]) / conditions.scale
-
-    def changed_state(self) -> tuple[str, ...]:
-        return self._state.changed_names()
 
     def random_layers(self) -> list[str]:
         """Return the names of the training-mode modules that draw random numbers in
@@ -134,12 +120,15 @@ class TorchSubject(Subject):
             note_draws()
             running.pop()
 
-        with (
-            register_module_forward_pre_hook(enter),
-            register_module_forward_hook(leave),
-        ):
+        # torch.compile warns of hooks that are registered for all modules at once.
+        with ExitStack() as hooks:
+            for module in self.model.modules():
+                hooks.enter_context(
+                    module.register_forward_pre_hook(enter, prepend=True)
+                )
+                hooks.enter_context(module.register_forward_hook(leave))
             self.loss(self.model, self.batch.part(range(self.batch.items)))
-        self._state.restore()
+        self.state.restore()
         return [
             name
             for name, module in self.model.named_modules()
@@ -176,7 +165,7 @@ class TorchSubject(Subject):
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             loss = self.loss(self.model, self.batch.part(range(self.batch.items)))
-        self._state.restore()
+        self.state.restore()
         dtypes.add(loss.dtype)
         leaves = {*leaves_of_graph([loss], set(), {REENTRANT_NODE})}
         return LossGraph(dtypes, leaves, last_division(loss))
@@ -193,7 +182,21 @@ class LossGraph(NamedTuple):
     """The last operation that computed the loss, if it divides by a number."""
 
 
-class ModelState:
+class TorchRandom(HostRandom):
+    """The random states of torch, Python and NumPy."""
+
+    def __init__(self, devices: set[torch.device]) -> None:
+        super().__init__()
+        self._torch = RandomState(devices)
+
+    def restore(self, seed: int = 0) -> None:
+        self._torch.put_back()
+        super().restore(seed)
+        if seed:
+            torch.manual_seed(seed)
+
+
+class TorchState(ModelState):
     """A copy of a model's parameters, buffers and module attributes, with which the
     model can be restored.
     """

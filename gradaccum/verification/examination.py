@@ -188,7 +188,7 @@ class Examination:
         parts = self.comparison.partitions[0]
         gradient = alone.accumulate(parts)
         carried_gradient = self.comparison.accumulate(parts)
-        state = self.comparison.subject.changed_state()
+        state = self.comparison.subject.state.changed_names()
         names = self.comparison.differing(carried_gradient, gradient)
         if names and is_finite(gradient):
             self.comparison = alone

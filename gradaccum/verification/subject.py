@@ -11,8 +11,8 @@ import inspect
 import random
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -45,6 +45,40 @@ class Conditions:
     """
 
 
+class ModelState:
+    """A copy of a model's state. The state of a JAX model is part of its parameters, so
+    that there is nothing to restore.
+    """
+
+    def restore(self) -> None:
+        """Restore the parameters, buffers and attributes that have changed."""
+
+    def changed_names(self) -> tuple[str, ...]:
+        """Return the names of the parameters, buffers and attributes that have
+        changed.
+        """
+        return ()
+
+
+class HostRandom:
+    """The random states of Python and NumPy at the time when the object was created.
+    NumPy must be imported.
+    """
+
+    def __init__(self) -> None:
+        self._numpy: Any = sys.modules["numpy"].random
+        self._python_state = random.getstate()
+        self._numpy_state = self._numpy.get_state()
+
+    def restore(self, seed: int = 0) -> None:
+        """Restore the saved random states, or set other states if `seed` is not 0."""
+        random.setstate(self._python_state)
+        self._numpy.set_state(self._numpy_state)
+        if seed:
+            random.seed(seed)
+            self._numpy.seed(seed)
+
+
 class Subject(ABC):
     """A model, its loss and one batch; see `gradaccum.verify` for the arguments."""
 
@@ -71,6 +105,8 @@ class Subject(ABC):
         has_aux: bool = False,
     ) -> None:
         self.model = model
+        self.state = ModelState()
+        self.random_state = HostRandom()
         self._loss_fn, arguments = as_loss(loss_fn, batch, self.is_model)
         self._has_aux = has_aux
         self.batch = Batch(arguments, axes, self.is_array, self.take, weight)
@@ -88,27 +124,29 @@ class Subject(ABC):
         for part in parts:
             if not conditions.carry_state:
                 self.prepare(conditions)
-            self.set_random_state(conditions.seed)
+            self.random_state.restore(conditions.seed)
             gradients.append(self.gradient(part, conditions))
         return gradients
 
-    @abstractmethod
-    def isolated(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def isolated(self) -> Iterator[None]:
         """Restore the user's model and random states at the end of the block. All
         micro-batches are run inside the block.
         """
+        try:
+            yield
+        finally:
+            self.state.restore()
+            self.random_state.restore()
 
     def prepare(self, conditions: Conditions) -> None:
         """Restore the model, set the mode of its layers, and perturb its parameters."""
-        self.restore_model()
+        self.state.restore()
         for name, layer in self.named_layers():
             if not conditions.training or name in self.quiet_layers:
                 layer.training = False
         if conditions.perturbation is not None:
             self.perturb(conditions.perturbation)
-
-    @abstractmethod
-    def restore_model(self) -> None: ...
 
     @abstractmethod
     def perturb(self, seed: int) -> None:
@@ -129,10 +167,6 @@ class Subject(ABC):
             for name, layer in self.named_layers()
             if layer.training and word in type(layer).__name__
         ]
-
-    @abstractmethod
-    def set_random_state(self, seed: int) -> None:
-        """Restore the user's random states, or set other states if `seed` is not 0."""
 
     @abstractmethod
     def gradient(self, part: Items, conditions: Conditions) -> Vector:
@@ -177,12 +211,6 @@ class Subject(ABC):
         """
         return self.batch.arrays(part)
 
-    def changed_state(self) -> tuple[str, ...]:
-        """Return the names of the buffers and attributes that have changed since
-        `prepare`.
-        """
-        return ()
-
     def random_layers(self) -> Sequence[str]:
         """Return the names of the layers that draw random numbers in training mode."""
         return ()
@@ -198,25 +226,6 @@ def places_of(sizes: Mapping[str, int]) -> dict[str, slice]:
         places[name] = slice(start, start + size)
         start += size
     return places
-
-
-class HostRandom:
-    """The random states of Python and NumPy at the time when the object was created.
-    NumPy must be imported.
-    """
-
-    def __init__(self) -> None:
-        self._numpy: Any = sys.modules["numpy"].random
-        self._python_state = random.getstate()
-        self._numpy_state = self._numpy.get_state()
-
-    def restore(self, seed: int = 0) -> None:
-        """Restore the saved random states, or set other states if `seed` is not 0."""
-        random.setstate(self._python_state)
-        self._numpy.set_state(self._numpy_state)
-        if seed:
-            random.seed(seed)
-            self._numpy.seed(seed)
 
 
 OUTPUTS = ("input", "output", "out", "logits", "pred", "y_pred", "y_hat")
