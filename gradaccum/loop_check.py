@@ -67,12 +67,12 @@ class LoopReader:
 
     def __post_init__(self) -> None:
         require_reduction(self.reduction)
-        self.length = len(self.weights) // self.workers
+        self._length = len(self.weights) // self.workers
         """The number of micro-batches that each worker ran."""
-        self.members = [self.members_of(update) for update in self.updates]
+        self.members = [self._members_of(update) for update in self.updates]
         """For each update, the indices of the micro-batches that it contains."""
         self.expected = [
-            self.right_coefficients(members - before or members)
+            self._right_coefficients(members - before or members)
             for before, members in pairwise([set(), *self.members])
         ]
         """For each update, the right coefficients of the micro-batches that it contains.
@@ -81,29 +81,29 @@ class LoopReader:
         self.problems: list[LoopProblem] = []
         self.notes: list[str] = []
         """Remarks about the loop that do not report a mistake."""
-        self.uncertain = self.why_uncertain()
+        self.uncertain = self._why_uncertain()
         """Why the check cannot tell whether the loop is right; empty if it can tell."""
         if not self.uncertain:
-            self.find_problems()
+            self._find_problems()
 
-    def members_of(self, update: WeightedSum) -> set[int]:
+    def _members_of(self, update: WeightedSum) -> set[int]:
         sizes = [abs(coefficient) for coefficient in update.coefficients]
         least = max(LEAST, update.uncertainty) * max(sizes)
         return {number for number, size in enumerate(sizes) if size > least}
 
-    def right_coefficients(self, members: set[int]) -> tuple[float, ...]:
+    def _right_coefficients(self, members: set[int]) -> tuple[float, ...]:
         weights = [self.weights[number] for number in members]
         factors = right_factors(self.reduction, weights)
         by_member = dict(zip(members, factors, strict=True))
         return tuple(by_member.get(k, 0.0) for k in range(len(self.weights)))
 
-    def why_uncertain(self) -> str:
+    def _why_uncertain(self) -> str:
         for number, update in enumerate(self.updates, 1):
             pairs = zip(update.norms, self.weights, strict=False)
             flat = {k for k, (norm, weight) in enumerate(pairs) if weight and not norm}
             if flat:
                 return (
-                    f"The gradient of {self.names(flat)} is zero, so the check cannot"
+                    f"The gradient of {self._names(flat)} is zero, so the check cannot"
                     " tell where it went. Use other data, or set the weight to 0."
                 )
             if update.unexplained <= self.limit and update.uncertainty > 0.1:
@@ -114,17 +114,17 @@ class LoopReader:
                 )
         return ""
 
-    def find_problems(self) -> None:
+    def _find_problems(self) -> None:
         if not self.updates:
-            self.say("no_update", 0, "The optimizer made no update.")
+            self._say("no_update", 0, "The optimizer made no update.")
         elif max(update.unexplained for update in self.updates) <= self.limit:
-            self.find_lost()
-            self.find_misplaced()
+            self._find_lost()
+            self._find_misplaced()
         for number, update in enumerate(self.updates, 1):
             if update.unexplained <= self.limit:
-                self.read_weights(number, update)
+                self._read_weights(number, update)
                 continue
-            self.say(
+            self._say(
                 "unexplained",
                 number,
                 f"{update.unexplained:.1%} of update {number} is not a sum of the"
@@ -133,10 +133,10 @@ class LoopReader:
                 " loss_fn lacks a term of the loop's loss.",
             )
 
-    def say(self, kind: str, update: int, explanation: str) -> None:
+    def _say(self, kind: str, update: int, explanation: str) -> None:
         self.problems.append(LoopProblem(kind, update, explanation))
 
-    def find_lost(self) -> None:
+    def _find_lost(self) -> None:
         """Report the micro-batches that are in no update."""
         reached = set().union(*self.members)
         lost = {k for k, weight in enumerate(self.weights) if weight} - reached
@@ -153,49 +153,49 @@ class LoopReader:
                 " runs before each backward pass, or only the last backward pass of a"
                 " window counts"
             )
-        places = self.names(lost).capitalize()
-        self.say(kind, 0, f"{places} never reached the optimizer{reason}.")
+        places = self._names(lost).capitalize()
+        self._say(kind, 0, f"{places} never reached the optimizer{reason}.")
 
-    def find_misplaced(self) -> None:
+    def _find_misplaced(self) -> None:
         """Report each update that contains a micro-batch of the update before, the
         first update that is not its window of `steps` micro-batches, and the first
         update that contains more micro-batches of one worker than of another worker.
         """
-        steps = self.steps or self.length
+        steps = self.steps or self._length
         unreached = set(range(len(self.weights))).difference(*self.members)
         pairs = pairwise([set(), *self.members])
         for number, (before, members) in enumerate(pairs, 1):
             kinds = {problem.kind for problem in self.problems}
-            places = {k % self.length for k in members}
-            window = set(range(self.length)[(number - 1) * steps : number * steps])
+            places = {k % self._length for k in members}
+            window = set(range(self._length)[(number - 1) * steps : number * steps])
             is_off = places != window and window.isdisjoint(unreached)
             if members & before:
-                self.say(
+                self._say(
                     "leaked",
                     number,
-                    f"Update {number} contains {self.names(members & before)} of the"
+                    f"Update {number} contains {self._names(members & before)} of the"
                     " previous update again: gradients were not cleared after it.",
                 )
             elif self.steps and places and is_off and "boundary" not in kinds:
-                self.say(
+                self._say(
                     "boundary",
                     number,
-                    f"Update {number} contains {self.names(members)}, but with windows"
-                    f" of {steps} it should contain {self.names(window)}: the loop"
+                    f"Update {number} contains {self._names(members)}, but with windows"
+                    f" of {steps} it should contain {self._names(window)}: the loop"
                     " steps after the wrong micro-batch.",
                 )
-            owners = [k // self.length for k in members]
+            owners = [k // self._length for k in members]
             counts = [owners.count(worker) for worker in range(self.workers)]
             if len(set(counts)) > 1 and "not_reduced" not in kinds:
                 words = [f"{count} of worker {k}" for k, count in enumerate(counts)]
-                self.say(
+                self._say(
                     "not_reduced",
                     number,
                     f"Update {number} contains these micro-batches:"
                     f" {', '.join(words)}. Some workers' gradients were not reduced.",
                 )
 
-    def read_weights(self, number: int, update: WeightedSum) -> None:
+    def _read_weights(self, number: int, update: WeightedSum) -> None:
         """Report the first rule that the coefficients of an update follow, unless it is
         the right rule.
         """
@@ -207,10 +207,10 @@ class LoopReader:
             self.notes.append(f"Update {number} contains no micro-batch.")
             return
         if weightless:
-            self.say(
+            self._say(
                 "weights",
                 number,
-                f"Update {number} contains {self.names(weightless)}, whose weight is"
+                f"Update {number} contains {self._names(weightless)}, whose weight is"
                 " 0.",
             )
             return
@@ -320,12 +320,12 @@ class LoopReader:
         )
         _, kind, text = next(rule for rule in rules if rule[0])
         if kind:
-            self.say(kind, number, text)
+            self._say(kind, number, text)
         elif text:
             self.notes.append(text)
 
-    def names(self, members: Iterable[int]) -> str:
-        places = sorted({member % self.length + 1 for member in members})
+    def _names(self, members: Iterable[int]) -> str:
+        places = sorted({member % self._length + 1 for member in members})
         if len(places) == 1:
             return f"micro-batch {places[0]}"
         if places == list(range(places[0], places[-1] + 1)):

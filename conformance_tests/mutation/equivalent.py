@@ -25,10 +25,10 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "one = 0 * weight + 2": UNUSED,
     },
     "gradaccum/verification/examination.py": {
-        "return is_exact and (abs(math.fsum(fit.best) - 1) <= room)": EDGE,
-        "by_neighbour = comparison.differing(swapped_gradients, gradients)": SYMMETRIC,
-        "by_place = comparison.differing(turned_gradients, gradients)": SYMMETRIC,
-        "for share, norm in zip(fit.best, fit.norms, strict=False):": "each micro-batch has a coefficient and a norm",
+        "return is_exact and (abs(math.fsum(best) - 1) <= room)": EDGE,
+        "names = comparison.differing(gradient, comparison.accumulate(parts))": SYMMETRIC,
+        "names = self.comparison.differing(gradient, carried_gradient)": SYMMETRIC,
+        "for share, norm in zip(best, coefficients.norms, strict=False):": "each micro-batch has a coefficient and a norm",
     },
     "gradaccum/window_loop.py": {
         "by_name = dict(zip(self.count, totals[1:], strict=False))": "a reduction of another length was refused",

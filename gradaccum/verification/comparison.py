@@ -93,7 +93,6 @@ class Coefficients(NamedTuple):
     is the large batch's gradient. It is about one rounding error if only the
     coefficients are wrong.
     """
-
     uncertainty: float
     """The rounding error of the best coefficients, relative to the largest coefficient.
     """
@@ -168,12 +167,12 @@ class Comparison:
         return self.gradients([self.items])[0]
 
     def accumulate(
-        self, parts: Sequence[Items], factors: Sequence[float] | None = None
+        self, parts: Sequence[Items], weighting: Weighting | None = None
     ) -> Vector:
         """Return the accumulated gradient. A micro-batch with a factor of 0 is left
         out, even if its gradient is NaN.
         """
-        factors = factors or self.weighting.factors(parts)
+        factors = (weighting or self.weighting).factors(parts)
         pairs = zip(self.gradients(parts), factors, strict=True)
         return sum(gradient * factor for gradient, factor in pairs if factor)
 
@@ -199,7 +198,7 @@ class Comparison:
     def is_right_with(self, weighting: Weighting) -> bool:
         """True if accumulation is right with other factors."""
         return not any(
-            self.differing(self.accumulate(parts, weighting.factors(parts)), self.large)
+            self.differing(self.accumulate(parts, weighting), self.large)
             for parts in self.partitions
         )
 
