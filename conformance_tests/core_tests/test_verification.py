@@ -105,6 +105,7 @@ BY_MEANS: list[Caused] = [
     (PlainSubject(weakly_coupled, names=["v"]), "coupled", "the loss"),
     (PlainSubject(root), "coupled", "the loss"),
     (PlainSubject(by_place), "not_repeatable", "the loss"),
+    (PlainSubject(by_place, items=7), "not_repeatable", "the loss"),
     (PlainSubject(maximal), "coupled", "the loss"),
     (PlainSubject(hardly_maximal), "coupled", "the loss"),
     (counted(over_positives, readable=POSITIVE), "weights", "(batch[1] != 0).sum()"),
@@ -336,6 +337,20 @@ def test_floor_of_a_unit(
     relative = (2.0**-8 + additions * 2.0**-23) * 2 * factor * math.hypot(3, 6)
     floor = relative + 2 * 1e-3 * math.sqrt(2)
     assert comparison.floors == {"w": pytest.approx(floor, rel=1e-12)}
+
+
+def test_floor_is_measured_in_the_partition_of_training() -> None:
+    """The means of the four micro-batches are -0.375, 1.375, 0.4375 and 1.625."""
+    subject = PlainSubject(lambda x, n, world: {"w": mean(x)}, names=["w"])
+    floor = 4 * EPSILON * 3.8125 / 4 * math.hypot(1, 2)
+    assert compared(subject, 4).floors == {"w": pytest.approx(floor)}
+
+
+def test_micro_batch_that_is_not_finite_has_the_coefficient_zero() -> None:
+    """Only the second and the third micro-batch have an item that counts."""
+    coefficients = examine(counted(over_positives), 4).coefficients
+    assert coefficients is not None
+    assert coefficients.best == pytest.approx((0, 0.5, 0.5, 0))
 
 
 def test_gradient_of_terms_that_cancel_is_measured_by_the_largest() -> None:

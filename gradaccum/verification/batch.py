@@ -49,9 +49,10 @@ class Batch(LargeBatch):
             for value, axis in zip(values, spread(axes, arguments, "axes"), strict=True)
         )
         super().__init__(arguments, with_leaves(arguments, axes_of_arrays), weight)
+        self._axes_of_leaves = list(zip(self.leaves, self._axes, strict=True))
         self._split: list[tuple[str, Any, int]] = [
             (leaf.path, leaf.value, axis)
-            for leaf, axis in zip(self.leaves, self._axes, strict=True)
+            for leaf, axis in self._axes_of_leaves
             if axis is not None
         ]
         self.terms = max(math.prod(array.shape) for _, array, _ in self._split)
@@ -65,7 +66,7 @@ class Batch(LargeBatch):
             self._take(leaf.value, axis, items)
             if self._is_array(leaf.value)
             else leaf.value
-            for leaf, axis in zip(self.leaves, self._axes, strict=True)
+            for leaf, axis in self._axes_of_leaves
         )
         arguments: Any = with_leaves(self._arguments, values)
         return tuple(arguments)
