@@ -27,7 +27,9 @@ from gradaccum.registry import available_backends, load_backend, registered_back
 from gradaccum.splitting import AutoMicroBatchSize
 from gradaccum.state import StepResult
 from gradaccum.statistics import effective_batch_size, scaled_learning_rate
-from gradaccum.verification import Cause, VerificationReport, verify
+from gradaccum.verification.causes import Cause
+from gradaccum.verification.frameworks import verify
+from gradaccum.verification.report import VerificationReport
 from gradaccum.window_loop import Window, Windows, updates_in, windows
 from gradaccum.wrapping import wrap
 

@@ -19,12 +19,7 @@ classes, is in `gradaccum` itself.
 """
 
 from gradaccum.errors import require_bool, require_choice, require_weight
-from gradaccum.loop_check import (
-    LoopReport,
-    as_arguments,
-    items_of,
-    loop_report,
-)
+from gradaccum.loop_check import LoopReport, items_of, loop_report
 from gradaccum.nests import (
     Leaf,
     Nest,
@@ -133,11 +128,13 @@ from gradaccum.transitions import (
     usable,
     with_denominator,
 )
-from gradaccum.verification import (
+from gradaccum.verification.examination import examine
+from gradaccum.verification.subject import (
     Conditions,
     HostRandom,
+    ModelState,
     Subject,
-    examine,
+    as_arguments,
     places_of,
 )
 from gradaccum.watching import Handle, Listener, Listeners
@@ -163,6 +160,7 @@ __all__ = [
     "Listeners",
     "LoopReport",
     "MicroBatch",
+    "ModelState",
     "Nest",
     "Options",
     "Scalar",

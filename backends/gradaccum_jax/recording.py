@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from gradaccum import kit
+from gradaccum_jax.verification import wide
 
 
 class RecorderState(NamedTuple):
@@ -105,5 +106,4 @@ def _is_recorders(node: Any) -> bool:
 
 
 def _vector(gradients: Any) -> np.ndarray[Any, Any]:
-    leaves = jax.tree.leaves(gradients)
-    return np.concatenate([np.asarray(leaf, np.float64).reshape(-1) for leaf in leaves])
+    return np.concatenate([*map(wide, jax.tree.leaves(gradients))])

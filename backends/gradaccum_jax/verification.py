@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradaccum.kit import Conditions, HostRandom, Subject, places_of
+from gradaccum.kit import Conditions, Subject, places_of
 
 ROUNDOFFS = {
     "f8": 2.0**-2,
@@ -32,11 +32,8 @@ Numbers = np.ndarray[Any, Any]
 class JaxSubject(Subject):
     """The loss is compiled once for each size of micro-batch."""
 
-    calls_model = False
-
     def __init__(self, params: Any, *arguments: Any, **options: Any) -> None:
         super().__init__(params, *arguments, **options)
-        self._host = HostRandom()
         self._compiled: dict[int, Callable[..., Any]] = {}
         self._parameters = jax.tree.map(
             lambda leaf: leaf if is_floating(leaf) else None, params
@@ -59,21 +56,17 @@ class JaxSubject(Subject):
             return array
         if not jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             array = np.asarray(array)  # NumPy takes rows without compiling.
-        places = (slice(None),) * (axis % array.ndim)
-        return array[(*places, np.asarray(items))]
+        return array[(*(slice(None),) * axis, np.asarray(items))]
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
-        try:
-            # NumPy need not warn, because the report says which gradients are not
-            # finite.
-            with np.errstate(all="ignore"):
-                yield
-        finally:
-            self._host.restore()
+        # NumPy need not warn, because the report says which gradients are not finite.
+        with np.errstate(all="ignore"), super().isolated():
+            yield
 
-    def restore_model(self) -> None:
+    def prepare(self, conditions: Conditions) -> None:
         self._perturbed_parameters = self._parameters
+        super().prepare(conditions)
 
     def perturb(self, seed: int) -> None:
         roundoff, _ = self.precision
@@ -86,9 +79,6 @@ class JaxSubject(Subject):
             return (value * factor).astype(value.dtype)
 
         self._perturbed_parameters = jax.tree.map(perturbed, self._parameters)
-
-    def set_random_state(self, seed: int) -> None:
-        self._host.restore(seed)
 
     def gradient(self, part: Sequence[int], conditions: Conditions) -> Numbers:
         # A program is compiled for each seed, because random numbers that the loss

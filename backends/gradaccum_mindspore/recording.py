@@ -15,6 +15,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from gradaccum import kit
 from gradaccum_mindspore.gradient_sum import LIMITS
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer
+from gradaccum_mindspore.verification import wide
 
 
 class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
@@ -113,5 +114,4 @@ def recording(optimizer: Any) -> AbstractContextManager[LoopRecorder]:
 
 def _vector(tensors: Iterable[Any]) -> Any:
     """Return the tensors flattened into one float64 NumPy vector."""
-    parts = [tensor.astype(ms.float64).asnumpy().reshape(-1) for tensor in tensors]
-    return np.concatenate(parts)
+    return np.concatenate([wide(tensor).reshape(-1) for tensor in tensors])

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from gradaccum.kit import (
     Conditions,
     HostRandom,
+    ModelState,
     Subject,
     places_of,
     scalar_loss_error,
@@ -42,8 +43,8 @@ class MindSporeSubject(Subject):
 
     def __init__(self, model: nn.Cell, *arguments: Any, **options: Any) -> None:
         super().__init__(model, *arguments, **options)
-        self._state = ModelState(model)
-        self._random = RandomState()
+        self.state = CellState(model)
+        self.random_state = SeedState()
         self._parameters: dict[str, Parameter] = {
             parameter.name: parameter for parameter in model.trainable_params()
         }
@@ -72,18 +73,14 @@ class MindSporeSubject(Subject):
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
-        with context(mode=ms.PYNATIVE_MODE, pynative_synchronize=True):
-            try:
-                # NumPy need not warn, because the report says which gradients are not
-                # finite.
-                with np.errstate(all="ignore"):
-                    yield
-            finally:
-                self._state.restore()
-                self._random.restore()
-
-    def restore_model(self) -> None:
-        self._state.restore()
+        with (
+            context(mode=ms.PYNATIVE_MODE, pynative_synchronize=True),
+            # NumPy need not warn, because the report says which gradients are not
+            # finite.
+            np.errstate(all="ignore"),
+            super().isolated(),
+        ):
+            yield
 
     def perturb(self, seed: int) -> None:
         roundoff, _ = self.precision
@@ -95,9 +92,6 @@ class MindSporeSubject(Subject):
 
     def named_layers(self) -> Any:
         return self.model.cells_and_names()
-
-    def set_random_state(self, seed: int) -> None:
-        self._random.restore(seed)
 
     def gradient(
         self, part: Sequence[int], conditions: Conditions
@@ -128,9 +122,6 @@ class MindSporeSubject(Subject):
     def arrays(self, part: Sequence[int]) -> list[tuple[str, Any]]:
         return [(path, wide(array)) for path, array in self.batch.arrays(part)]
 
-    def changed_state(self) -> tuple[str, ...]:
-        return self._state.changed_names()
-
     def random_layers(self) -> list[str]:
         return self.training_layers("Dropout")
 
@@ -155,12 +146,12 @@ class MindSporeSubject(Subject):
         finally:
             for handle in handles:
                 handle.remove()
-        self._state.restore()
+        self.state.restore()
         roundoff = max(LIMITS[value.dtype][0] for value in values if is_floating(value))
         return roundoff, max(LIMITS[parameter.dtype][1] for parameter in parameters)
 
 
-class ModelState:
+class CellState(ModelState):
     """A copy of a model's parameters, and of the attributes of its Cells that are
     numbers, strings or flags.
     """
@@ -204,19 +195,16 @@ class ModelState:
         )
 
 
-class RandomState:
+class SeedState(HostRandom):
     """A copy of the random states of MindSpore, Python and NumPy."""
 
     def __init__(self) -> None:
-        self._host = HostRandom()
+        super().__init__()
         self._seed = SEEDS._GLOBAL_SEED
         self._counters = dict(SEEDS._KERNEL_SEED)
 
     def restore(self, seed: int = 0) -> None:
-        """Restore the user's random states if `seed` is 0. Otherwise, set random states
-        that depend on `seed`.
-        """
-        self._host.restore(seed)
+        super().restore(seed)
         set_counters(self._counters)
         SEEDS._GLOBAL_SEED = seed or self._seed
 

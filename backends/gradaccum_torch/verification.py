@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradaccum.kit import Conditions, HostRandom, Subject, places_of
+from gradaccum.kit import Conditions, HostRandom, ModelState, Subject, places_of
 from gradaccum_torch.extensions import is_divided_by
 from gradaccum_torch.large_batch.gradients import REENTRANT_NODE, leaves_of_graph
 from gradaccum_torch.large_batch.replay import RandomState, random_devices
@@ -27,8 +28,8 @@ class TorchSubject(Subject):
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
         super().__init__(model, *arguments, **options)
-        self._state = ModelState(model)
-        self._random = RandomState(random_devices(model.parameters()))
+        self.state = TorchState(model)
+        self.random_state = TorchRandom(random_devices(model.parameters()))
         self._parameters = {
             name: parameter
             for name, parameter in model.named_parameters()
@@ -53,12 +54,11 @@ class TorchSubject(Subject):
     @staticmethod
     def take(array: Any, axis: int | None, items: Sequence[int]) -> Any:
         """Return a copy, because a loss may write into its inputs."""
-        if isinstance(array, np.ndarray):
-            return array.copy() if axis is None else array.take(list(items), axis)
+        if isinstance(array, Tensor):
+            array = array.detach()
         if axis is None:
-            return array.detach().clone()
-        places = torch.tensor(list(items), device=array.device)
-        return array.detach().index_select(axis, places)
+            return deepcopy(array)
+        return array[(*(slice(None),) * axis, list(items))]
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
@@ -69,16 +69,15 @@ class TorchSubject(Subject):
             for parameter, _ in gradients:
                 parameter.grad = None
             # A compiled model would be recompiled for each size of micro-batch.
-            with torch.compiler.set_stance("force_eager"), torch.enable_grad():
+            with (
+                torch.compiler.set_stance("force_eager"),
+                torch.enable_grad(),
+                super().isolated(),
+            ):
                 yield
         finally:
-            self._state.restore()
-            self._random.put_back()
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-
-    def restore_model(self) -> None:
-        self._state.restore()
 
     def perturb(self, seed: int) -> None:
         roundoff, _ = self.precision
@@ -91,12 +90,6 @@ class TorchSubject(Subject):
     def named_layers(self) -> Any:
         return self.model.named_modules()
 
-    def set_random_state(self, seed: int) -> None:
-        self._random.put_back()
-        if seed:
-            HostRandom().restore(seed)
-            torch.manual_seed(seed)
-
     def gradient(self, part: Sequence[int], conditions: Conditions) -> Tensor:
         loss = self.loss(self.model, self.batch.part(part)) * conditions.scale
         gradients = torch.autograd.grad(
@@ -104,43 +97,43 @@ class TorchSubject(Subject):
         )
         return torch.cat([wide(gradient) for gradient in gradients]) / conditions.scale
 
-    def changed_state(self) -> tuple[str, ...]:
-        return self._state.changed_names()
-
     def random_layers(self) -> list[str]:
-        """Return the names of the training-mode modules that draw random numbers in their own
-        forward pass, outside of their submodules.
+        """Return the names of the training-mode modules that draw random numbers in
+        their own forward pass, outside of their submodules.
         """
-        names = {module: name for name, module in self.model.named_modules()}
-        running: list[nn.Module] = []
-        drawing: dict[str, None] = {}
         devices = random_devices(self.model.parameters())
         state = RandomState(devices)
+        running: list[nn.Module] = []
+        drawing: list[nn.Module] = []
 
-        def note() -> None:
+        def note_draws() -> None:
             nonlocal state
-            if state.has_torch_moved():
-                state = RandomState(devices)
-                if running:
-                    drawing[names[running[-1]]] = None
+            if running and state.has_torch_moved():
+                drawing.append(running[-1])
+            state = RandomState(devices)
 
         def enter(module: nn.Module, _: Any) -> None:
-            note()
+            note_draws()
             running.append(module)
 
-        def leave(module: nn.Module, _: Any, __: Any) -> None:
-            note()
+        def leave(*_: Any) -> None:
+            note_draws()
             running.pop()
 
+        # torch.compile warns of hooks that are registered for all modules at once.
         with ExitStack() as hooks:
-            for module in names:
-                handle = module.register_forward_pre_hook(enter, prepend=True)
-                hooks.callback(handle.remove)
-                handle = module.register_forward_hook(leave)
-                hooks.callback(handle.remove)
+            for module in self.model.modules():
+                hooks.enter_context(
+                    module.register_forward_pre_hook(enter, prepend=True)
+                )
+                hooks.enter_context(module.register_forward_hook(leave))
             self.loss(self.model, self.batch.part(range(self.batch.items)))
-        self._state.restore()
-        return [name for name in drawing if self.model.get_submodule(name).training]
+        self.state.restore()
+        return [
+            name
+            for name, module in self.model.named_modules()
+            if module in drawing and module.training
+        ]
 
     def unreached_parameters(self) -> list[str]:
         return [
@@ -172,7 +165,7 @@ class TorchSubject(Subject):
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             loss = self.loss(self.model, self.batch.part(range(self.batch.items)))
-        self._state.restore()
+        self.state.restore()
         dtypes.add(loss.dtype)
         leaves = {*leaves_of_graph([loss], set(), {REENTRANT_NODE})}
         return LossGraph(dtypes, leaves, last_division(loss))
@@ -189,32 +182,43 @@ class LossGraph(NamedTuple):
     """The last operation that computed the loss, if it divides by a number."""
 
 
-class ModelState:
+class TorchRandom(HostRandom):
+    """The random states of torch, Python and NumPy."""
+
+    def __init__(self, devices: set[torch.device]) -> None:
+        super().__init__()
+        self._torch = RandomState(devices)
+
+    def restore(self, seed: int = 0) -> None:
+        self._torch.put_back()
+        super().restore(seed)
+        if seed:
+            torch.manual_seed(seed)
+
+
+class TorchState(ModelState):
     """A copy of a model's parameters, buffers and module attributes, with which the
     model can be restored.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = dict(model.named_modules())
-        self._attributes = {
-            name: dict(vars(module)) for name, module in self._modules.items()
-        }
-        self._buffers = {
-            name: dict(module._buffers) for name, module in self._modules.items()
-        }
         self._tensors = {
             name: (tensor, tensor.detach().clone())
             for name, tensor in (*model.named_parameters(), *model.named_buffers())
         }
+        self._dictionaries = [
+            (path, dictionary, dict(dictionary))
+            for path, module in model.named_modules()
+            for dictionary in (vars(module), module._buffers)
+        ]
+        """The attributes and the buffers of each module: its path, the dictionary and a
+        copy of the dictionary.
+        """
 
     def restore(self) -> None:
-        for name, module in self._modules.items():
-            attributes = module.__dict__
-            for attribute in attributes.keys() - self._attributes[name].keys():
-                del attributes[attribute]
-            attributes.update(self._attributes[name])
-            module._buffers.clear()
-            module._buffers.update(self._buffers[name])
+        for _, dictionary, before in self._dictionaries:
+            dictionary.clear()
+            dictionary.update(before)
         for tensor, value in self._tensors.values():
             # Write through .data, so that the versions of the parameters, which may be
             # watched, do not change.
@@ -229,17 +233,12 @@ class ModelState:
             for name, (tensor, value) in self._tensors.items()
             if not torch.equal(tensor, value)
         ]
-        for path, module in self._modules.items():
-            for before, now in (
-                (self._attributes[path], vars(module)),
-                (self._buffers[path], module._buffers),
-            ):
-                names += [
-                    f"{path}.{name}".lstrip(".")
-                    for name, value in now.items()
-                    if value is not before.get(name)
-                    and isinstance(value, int | float | Tensor)
-                ]
+        names += [
+            f"{path}.{name}".lstrip(".")
+            for path, dictionary, before in self._dictionaries
+            for name, value in dictionary.items()
+            if value is not before.get(name) and isinstance(value, int | float | Tensor)
+        ]
         return tuple(dict.fromkeys(names))
 
 

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from gradaccum.kit import Conditions, Subject, places_of
+from gradaccum.kit import Conditions, HostRandom, ModelState, Subject, places_of
 from gradaccum.verification.batch import Batch
 
 X = (0.5, -1.25, 2.0, 0.75, 1.5, -0.625, 0.25, 3.0)
@@ -48,6 +49,22 @@ class BatchNorm:
     training = True
 
 
+class PlainState(ModelState):
+    """The memory of a subject, the mode of its layers and the perturbation."""
+
+    def __init__(self, subject: PlainSubject) -> None:
+        self.subject = subject
+
+    def restore(self) -> None:
+        self.subject.memory = [0.0]
+        self.subject.perturbation = None
+        for layer in self.subject.layers.values():
+            layer.training = True
+
+    def changed_names(self) -> tuple[str, ...]:
+        return ("counter",) if self.subject.memory != [0.0] else ()
+
+
 class PlainSubject(Subject):
     """A loss in one variable; each parameter has the gradient (slope, 2 x slope)."""
 
@@ -69,28 +86,22 @@ class PlainSubject(Subject):
         self.batch = Batch(
             (np.zeros(items),), 0, self.is_array, self.take, weights and weights[:items]
         )
-        self.state = [0.0]
-        self.before = [0.0]
+        self.state = PlainState(self)
+        self.random_state = HostRandom()
+        self.memory = [0.0]
         self.perturbation: int | None = None
 
     is_array = staticmethod(lambda value: True)
     take = staticmethod(lambda array, axis, items: array[list(items)])
     precision = (EPSILON, 5e-324)
 
-    def isolated(self) -> Any:
-        return np.errstate(all="ignore")
-
-    def restore_model(self) -> None:
-        self.state = [0.0]
-        self.perturbation = None
-        for layer in self.layers.values():
-            layer.training = True
+    @contextmanager
+    def isolated(self) -> Iterator[None]:
+        with np.errstate(all="ignore"), super().isolated():
+            yield
 
     def perturb(self, seed: int) -> None:
         self.perturbation = seed
-
-    def set_random_state(self, seed: int) -> None:
-        self.before = list(self.state)
 
     def gradient(self, part: Sequence[int], conditions: Conditions) -> Any:
         own = random.Random(self.perturbation)
@@ -104,10 +115,10 @@ class PlainSubject(Subject):
             1.5 * move[-1],
             conditions.training and all(each.training for each in layers),
             conditions.scale,
-            self.state,
+            self.memory,
             len(part) == items,
             0.1 * bool(conditions.seed),
-            not conditions.quiet_layers,
+            not self.quiet_layers,
         )
         found = self.slopes(
             [X[item] * move[item] for item in part],
@@ -116,9 +127,6 @@ class PlainSubject(Subject):
         )
         slopes = [found.get(name, 0.0) for name in self.places]
         return np.array([(slope, 2 * slope) for slope in slopes]).reshape(-1)
-
-    def changed_state(self) -> tuple[str, ...]:
-        return ("counter",) if self.state != self.before else ()
 
     def arrays(self, part: Sequence[int]) -> list[tuple[str, Any]]:
         return [

@@ -11,16 +11,16 @@ import pytest
 
 import gradaccum
 from gradaccum import loop_check
-from gradaccum.least_squares import SolvedUpdate, solve_updates
-from gradaccum.loop_check import LoopReader
+from gradaccum.least_squares import GradientBasis, WeightedSum
+from gradaccum.loop_check import LoopReport
 
 WEIGHTS = (5.0, 3.0, 4.0, 2.0)
 RIGHT = tuple(weight / 14 for weight in WEIGHTS)
 
 
 def read(*rows, weights=WEIGHTS, norms=(), **options):
-    updates = [SolvedUpdate(tuple(row), 1e-9, 1e-15, 1.0, norms) for row in rows]
-    return LoopReader(updates, weights, **options).report()
+    updates = [WeightedSum(tuple(row), 1e-9, 1e-15, 1.0, norms) for row in rows]
+    return LoopReport(updates, weights, **options)
 
 
 def kinds(report):
@@ -119,16 +119,16 @@ def test_update_without_a_micro_batch_is_noted() -> None:
 
 
 def test_what_no_coefficients_explain() -> None:
-    update = SolvedUpdate(RIGHT, 0.5, 0.2, 1.0)
-    report = LoopReader([update], WEIGHTS).report()
+    update = WeightedSum(RIGHT, 0.5, 0.2, 1.0)
+    report = LoopReport([update], WEIGHTS)
     assert kinds(report) == ["unexplained"]
     assert "20.0% of update 1" in str(report)
 
 
 @pytest.mark.parametrize("uncertainty", [math.inf, 0.3])
 def test_it_says_that_it_cannot_tell(uncertainty: float) -> None:
-    update = SolvedUpdate((math.nan,) * 4, uncertainty, 0.0, 1.0)
-    report = LoopReader([update], WEIGHTS).report()
+    update = WeightedSum((math.nan,) * 4, uncertainty, 0.0, 1.0)
+    report = LoopReport([update], WEIGHTS)
     assert not report.right
     assert str(report).startswith("Cannot tell")
 
@@ -145,7 +145,7 @@ def test_coefficients_are_found(count: int) -> None:
     gradients = generator.normal(size=(count, 200)) + 3 * generator.normal(size=200)
     gradients *= 10.0 ** np.linspace(-6, 6, count)[:, None]
     right = generator.uniform(0.5, 2, count) / np.linalg.norm(gradients, axis=1)
-    (update,) = solve_updates(gradients, [right @ gradients])
+    update = GradientBasis(gradients).weighted_sum(right @ gradients)
     np.testing.assert_allclose(update.coefficients, right, rtol=1e-10)
     assert update.unexplained < 1e-14
     assert update.norm == pytest.approx(np.linalg.norm(right @ gradients))
@@ -155,7 +155,7 @@ def test_rounding_shows_in_the_uncertainty() -> None:
     generator = np.random.default_rng(0)
     gradients = generator.normal(size=(4, 500))
     noise = 1e-3 * generator.normal(size=500)
-    (update,) = solve_updates(gradients, [np.ones(4) @ gradients + noise])
+    update = GradientBasis(gradients).weighted_sum(np.ones(4) @ gradients + noise)
     off = np.abs(np.asarray(update.coefficients) - 1).max()
     assert off < update.uncertainty < 1e-3
     assert 1e-4 < update.unexplained < 1e-3
@@ -167,7 +167,7 @@ def test_rounding_shows_in_the_uncertainty() -> None:
     ids=["alike", "zero", "not finite", "as many as elements"],
 )
 def test_gradients_that_tell_nothing(gradients) -> None:
-    (update,) = solve_updates(gradients, [np.ones(gradients.shape[1])])
+    update = GradientBasis(gradients).weighted_sum(np.ones(gradients.shape[1]))
     assert math.isinf(update.uncertainty)
 
 

@@ -15,12 +15,14 @@ import pytest
 import gradaccum
 from gradaccum import ArgumentTypeError, ArgumentValueError
 from gradaccum.kit import examine
+from gradaccum.verification.causes import CAUSES
 from gradaccum.verification.comparison import (
     ROUNDING_LIMIT,
     Comparison,
+    Weighting,
     partitions,
 )
-from gradaccum.verification.examination import KINDS, joined_names
+from gradaccum.verification.examination import joined_names
 
 from .plain_subject import (
     COUNTS,
@@ -81,6 +83,11 @@ def kinds(report: gradaccum.VerificationReport) -> list[str]:
     return [cause.kind for cause in report.causes]
 
 
+def compared(subject: PlainSubject, steps: int, reduction: Any = "mean") -> Comparison:
+    weighting = Weighting(reduction, subject.batch.weight)
+    return Comparison(subject, partitions(8, steps), weighting)
+
+
 Caused = tuple[PlainSubject, str, str]
 """A subject, the kinds of its causes, and where the first one is."""
 BY_MEANS: list[Caused] = [
@@ -98,11 +105,12 @@ BY_MEANS: list[Caused] = [
     (PlainSubject(weakly_coupled, names=["v"]), "coupled", "the loss"),
     (PlainSubject(root), "coupled", "the loss"),
     (PlainSubject(by_place), "not_repeatable", "the loss"),
+    (PlainSubject(by_place, items=7), "not_repeatable", "the loss"),
     (PlainSubject(maximal), "coupled", "the loss"),
     (PlainSubject(hardly_maximal), "coupled", "the loss"),
     (counted(over_positives, readable=POSITIVE), "weights", "(batch[1] != 0).sum()"),
     (counted(over_positives), "weights", "the denominator of the loss"),
-    (PlainSubject(deviating), "not_finite", "the loss"),
+    (PlainSubject(deviating), "not_finite", "w"),
     (PlainSubject(part_summed), "coupled", "the loss"),
     (PlainSubject(in_training, layers=["norm"]), "batch_statistics", "norm"),
     (PlainSubject(in_training), "batch_statistics", "the model"),
@@ -227,9 +235,9 @@ def test_remarks_of_a_framework_are_noted(steps: int | None) -> None:
 
 def test_two_items_are_enough() -> None:
     assert examine(PlainSubject(sound, items=2), None).equivalent
-    assert examine(PlainSubject(sound), None).partitions[0].startswith("4 ")
+    assert len(examine(PlainSubject(sound), None).partitions[0]) == 4
     report = examine(PlainSubject(sound, items=5), None)
-    assert report.partitions[0].startswith("3 "), "of two items each, four at most"
+    assert report.partitions[0] == ((0, 1), (2, 3), (4,)), "at most four parts"
     with pytest.raises(
         ArgumentValueError, match="items in the batch: expected an int >= 2"
     ):
@@ -287,7 +295,7 @@ def test_scales_that_overflow_are_left_out() -> None:
 def test_partitions_hold_each_item_once(items: int, steps: int) -> None:
     if steps > items:
         return
-    made = list(partitions(items, steps))
+    made = partitions(items, steps)
     for parts in made:
         assert sorted(item for part in parts for item in part) == list(range(items))
         assert all(parts)
@@ -302,14 +310,14 @@ def test_partitions_hold_each_item_once(items: int, steps: int) -> None:
 
 
 def test_partitions_of_seven_and_nine_items() -> None:
-    assert list(partitions(7, 3)) == [
+    assert partitions(7, 3) == (
         ((0, 1, 2), (3, 4, 5), (6,)),
         ((0, 3, 6), (1, 4), (2, 5)),
         ((6,), (3, 4, 5), (0, 1, 2)),
         ((0, 1, 2, 3), (4, 5, 6)),
         ((6, 5, 4, 3, 2, 1, 0),),
-    ]
-    assert list(partitions(9, 3))[3] == ((0, 1, 2, 3, 4, 5), (6, 7, 8)), (
+    )
+    assert partitions(9, 3)[3] == ((0, 1, 2, 3, 4, 5), (6, 7, 8)), (
         "one of them as long as two"
     )
 
@@ -325,10 +333,24 @@ def test_floor_of_a_unit(
     subject = PlainSubject(lambda x, n, world: {"w": 3.0}, names=["w"])
     subject.precision = (2.0**-8, 1e-3)
     subject.batch.terms = terms
-    comparison = Comparison(subject, partitions(8, 2), reduction)
+    comparison = compared(subject, 2, reduction)
     relative = (2.0**-8 + additions * 2.0**-23) * 2 * factor * math.hypot(3, 6)
     floor = relative + 2 * 1e-3 * math.sqrt(2)
     assert comparison.floors == {"w": pytest.approx(floor, rel=1e-12)}
+
+
+def test_floor_is_measured_in_the_partition_of_training() -> None:
+    """The means of the four micro-batches are -0.375, 1.375, 0.4375 and 1.625."""
+    subject = PlainSubject(lambda x, n, world: {"w": mean(x)}, names=["w"])
+    floor = 4 * EPSILON * 3.8125 / 4 * math.hypot(1, 2)
+    assert compared(subject, 4).floors == {"w": pytest.approx(floor)}
+
+
+def test_micro_batch_that_is_not_finite_has_the_coefficient_zero() -> None:
+    """Only the second and the third micro-batch have an item that counts."""
+    coefficients = examine(counted(over_positives), 4).coefficients
+    assert coefficients is not None
+    assert coefficients.best == pytest.approx((0, 0.5, 0.5, 0))
 
 
 def test_gradient_of_terms_that_cancel_is_measured_by_the_largest() -> None:
@@ -342,7 +364,7 @@ def test_gradient_of_terms_that_cancel_is_measured_by_the_largest() -> None:
 
     subject = PlainSubject(slopes, names=["w", "v", "u"])
     assert examine(subject, 4).equivalent
-    floors = Comparison(subject, partitions(8, 4), "mean").floors
+    floors = compared(subject, 4).floors
     assert floors["v"] == pytest.approx(4 * EPSILON * math.hypot(3, 6))
     assert floors["u"] == pytest.approx(4e-9 * EPSILON * math.hypot(1, 2))
 
@@ -352,16 +374,17 @@ def test_unit_is_what_roundings_of_the_inputs_make_of_a_gradient() -> None:
     subject = PlainSubject(
         lambda x, n, world: {"w": 1 + 1e6 * (world.w - 1.5)}, names=["w"]
     )
-    assert Comparison(subject, partitions(8, 2), "mean").units == {
+    assert compared(subject, 2).units == {
         "w": pytest.approx(2e6 * 2.0**-52 * math.hypot(1, 2), rel=1e-3)
     }
 
 
 def test_each_kind_has_its_section_and_its_test() -> None:
+    kinds_of_causes = tuple(dict.fromkeys(kind for kind, *_ in CAUSES.values()))
     page = (Path(gradaccum.__file__).parent / "VERIFY.md").read_text(encoding="utf-8")
-    assert tuple(re.findall(r"^## (\w+)$", page, flags=re.MULTILINE)) == KINDS
+    assert tuple(re.findall(r"^## (\w+)$", page, flags=re.MULTILINE)) == kinds_of_causes
     named = {kind for case in BY_MEANS + BY_SUMS for kind in case[1].split()}
-    assert named == set(KINDS)
+    assert named == set(kinds_of_causes)
 
 
 @pytest.mark.parametrize(

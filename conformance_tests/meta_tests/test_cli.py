@@ -178,14 +178,14 @@ cli.main()
 
 
 LOOPS = """
-from gradaccum.least_squares import SolvedUpdate
-from gradaccum.loop_check import LoopReader
+from gradaccum.least_squares import WeightedSum
+from gradaccum.loop_check import LoopReport
 
 def right():
-    return LoopReader([SolvedUpdate((0.5, 0.5), 0.0, 0.0, 1.0)], (1.0, 1.0)).report()
+    return LoopReport([WeightedSum((0.5, 0.5), 0.0, 0.0, 1.0)], (1.0, 1.0))
 
 def wrong():
-    return LoopReader([SolvedUpdate((1.0, 1.0), 0.0, 0.0, 1.0)], (1.0, 1.0)).report()
+    return LoopReport([WeightedSum((1.0, 1.0), 0.0, 0.0, 1.0)], (1.0, 1.0))
 
 def nothing():
     return None

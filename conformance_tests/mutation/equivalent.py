@@ -27,11 +27,23 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     "gradaccum/statistics.py": {
         "one = 0 * weight + 2": UNUSED,
     },
+    "gradaccum/verification/batch.py": {
+        "self._axes_of_leaves = list(zip(self.leaves, self._axes, strict=False))": "each leaf has an axis or None",
+        "for value, axis in zip(values, spread(axes, arguments, 'axes'), strict=False)": "each leaf has an axis or None",
+    },
+    "gradaccum/verification/comparison.py": {
+        "self.differing(self.large, self.accumulate(parts, weighting))": SYMMETRIC,
+        "for gradient, factor in zip(self.gradients(parts), factors, strict=False):": "each micro-batch has a factor",
+        "pairs = zip(self.gradients(parts), factors, strict=False)": "each micro-batch has a factor",
+    },
     "gradaccum/verification/examination.py": {
-        "return is_exact and (abs(math.fsum(fit.best) - 1) <= room)": EDGE,
-        "by_neighbour = comparison.differing(swapped_gradients, gradients)": SYMMETRIC,
-        "by_place = comparison.differing(turned_gradients, gradients)": SYMMETRIC,
-        "for share, norm in zip(fit.best, fit.norms, strict=False):": "each micro-batch has a coefficient and a norm",
+        "SCALES = (2.0**17, 2.0**8)": "any power of two",
+        "SCALES = (2.0**16, 2.0**9)": "any power of two",
+        "SCALES = (2.0**16, (2.0 * 8))": "any power of two",
+        "return is_exact and (abs(math.fsum(best) - 1) <= room)": EDGE,
+        "names = comparison.differing(gradient, comparison.accumulate(parts))": SYMMETRIC,
+        "names = self.comparison.differing(gradient, carried_gradient)": SYMMETRIC,
+        "for share, norm in zip(best, coefficients.norms, strict=False):": "each micro-batch has a coefficient and a norm",
     },
     "gradaccum/window_loop.py": {
         "by_name = dict(zip(self.count, totals[1:], strict=False))": "a reduction of another length was refused",

@@ -5,12 +5,12 @@ arguments for each micro-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from gradaccum.errors import require_weight
 from gradaccum.nests import leaves_of, spread, with_leaves
-from gradaccum.splitting import require_item_weights, require_one_size
+from gradaccum.splitting import LargeBatch
 
 Items: TypeAlias = Sequence[int]
 """Indices along the batch axis, in the order of the items in a micro-batch."""
@@ -18,8 +18,9 @@ KEY = "key"
 """Used instead of an axis for a random key, which each micro-batch gets whole."""
 
 
-class Batch:
-    """The arguments that the loss function gets after the model.
+class Batch(LargeBatch):
+    """The arguments that the loss function gets after the model. A micro-batch may have
+    any of the items, in any order.
 
     Args:
         arguments: nests of arrays.
@@ -40,55 +41,45 @@ class Batch:
         take: Callable[[Any, int | None, Items], Any],
         weight: Any = None,
     ) -> None:
-        self._arguments = arguments
-        self._leaves = leaves_of(arguments, "batch")
         self._is_array = is_array
         self._take = take
-        self._axes: list[int | None] = []
-        for leaf, axis in zip(
-            self._leaves, spread(axes, arguments, "axes"), strict=True
-        ):
-            has_axes = is_array(leaf.value) and bool(leaf.value.shape)  # type: ignore[attr-defined]
-            is_split = has_axes and axis not in (None, KEY)
-            self._axes.append(axis if is_split else None)  # type: ignore[arg-type]
-        self.items = require_one_size(
-            (path, array.shape[axis]) for path, array, axis in self._split()
+        values: list[Any] = [leaf.value for leaf in leaves_of(arguments)]
+        axes_of_arrays = (
+            axis if is_array(value) and value.shape and axis != KEY else None
+            for value, axis in zip(values, spread(axes, arguments, "axes"), strict=True)
         )
-        self.terms = max(math.prod(array.shape) for _, array, _ in self._split())
+        super().__init__(arguments, with_leaves(arguments, axes_of_arrays), weight)
+        self._axes_of_leaves = list(zip(self.leaves, self._axes, strict=True))
+        self._split: list[tuple[str, Any, int]] = [
+            (leaf.path, leaf.value, axis)
+            for leaf, axis in self._axes_of_leaves
+            if axis is not None
+        ]
+        self.terms = max(math.prod(array.shape) for _, array, _ in self._split)
         """The approximate number of terms that are added up for one element of a
         gradient.
         """
-        self._weight = weight
-        if weight is not None and not callable(weight):
-            self._weight = require_item_weights(weight, self.items)
 
     def part(self, items: Items) -> tuple[Any, ...]:
         """Return the arguments that the loss function gets for some of the items."""
-        values = []
-        for leaf, axis in zip(self._leaves, self._axes, strict=True):
-            value = leaf.value
-            if self._is_array(value):
-                value = self._take(value, axis, items)
-            values.append(value)
-        arguments: Any = with_leaves(self._arguments, iter(values))
+        values = (
+            self._take(leaf.value, axis, items)
+            if self._is_array(leaf.value)
+            else leaf.value
+            for leaf, axis in self._axes_of_leaves
+        )
+        arguments: Any = with_leaves(self._arguments, values)
         return tuple(arguments)
 
     def arrays(self, items: Items) -> list[tuple[str, Any]]:
         """Return, for each array that is split, its path and its slices for `items`."""
         return [
-            (path, self._take(array, axis, items))
-            for path, array, axis in self._split()
+            (path, self._take(array, axis, items)) for path, array, axis in self._split
         ]
 
     def weight(self, items: Items) -> float:
         """Return the weight of the micro-batch of these items."""
-        if self._weight is None:
-            return float(len(items))
         if callable(self._weight):
             return require_weight(self._weight(*self.part(items)))
-        return math.fsum(self._weight[item] for item in items)
-
-    def _split(self) -> Iterator[tuple[str, Any, int]]:
-        for leaf, axis in zip(self._leaves, self._axes, strict=True):
-            if axis is not None:
-                yield leaf.path, leaf.value, axis
+        weights = self._weight or [1.0] * self.items
+        return math.fsum(weights[item] for item in items)

@@ -13,15 +13,21 @@ largest gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
-from gradaccum.least_squares import Vector, dot, solve_updates
+from gradaccum.least_squares import (
+    GradientBasis,
+    Vector,
+    norm_of,
+    right_factors,
+)
 from gradaccum.options import Reduction
 from gradaccum.verification.batch import Items
-from gradaccum.verification.subject import Conditions, Run, Subject
+from gradaccum.verification.subject import Conditions, Subject
 
 PERTURBATIONS = 4
 """The number of perturbed runs from which the rounding error is measured, for the large
@@ -34,7 +40,7 @@ accumulation is right, the difference was at most 2 units.
 """
 SUM_ROUNDOFF = 2.0**-23
 """The roundoff of float32, the coarsest dtype in which sums are computed."""
-COEFFICIENT_ERROR = 0.02
+FIT_ERROR = 0.02
 """Coefficients are meaningful if their uncertainty, relative to the largest
 coefficient, is at most this number.
 """
@@ -45,9 +51,9 @@ Parts = tuple[tuple[int, ...], ...]
 """The indices of the items in each micro-batch, in order."""
 
 
-def partitions(items: int, steps: int) -> dict[Parts, str]:
-    """Return the partitions to compare with the large batch, each with its description.
-    The first partition is the same as in training.
+def partitions(items: int, steps: int) -> tuple[Parts, ...]:
+    """Return the partitions to compare with the large batch. The first partition is the
+    same as in training.
 
     No micro-batch has one item unless `steps` asks for it, because batch norm rejects a
     single item.
@@ -57,32 +63,22 @@ def partitions(items: int, steps: int) -> dict[Parts, str]:
     in_order = cut(places, size)
     steps = len(in_order)
     long = 2 * size if items >= 3 * size else size
-    candidates = {
-        f"{steps} micro-batches in order": in_order,
-        f"{steps} micro-batches, items dealt in turn": deal(places, steps),
-        f"{steps} micro-batches, the last one first": in_order[::-1],
-        "micro-batches of unequal size": (places[:long], *cut(places[long:], size)),
-        "two halves": cut(places, math.ceil(items / 2)),
-        "the large batch, items in reverse order": (places[::-1],),
-    }
-    by_parts: dict[Parts, str] = {}
-    for words, parts in candidates.items():
-        by_parts.setdefault(parts, words)
-    return by_parts
+    candidates = [
+        in_order,
+        tuple(places[start::steps] for start in range(steps)),
+        in_order[::-1],
+        (places[:long], *cut(places[long:], size)),
+        cut(places, math.ceil(items / 2)),
+        (places[::-1],),
+    ]
+    return tuple(dict.fromkeys(candidates))
 
 
-def cut(items: Items, size: int) -> Parts:
-    return tuple(
-        tuple(items[start : start + size]) for start in range(0, len(items), size)
-    )
+def cut(items: tuple[int, ...], size: int) -> Parts:
+    return tuple(items[start : start + size] for start in range(0, len(items), size))
 
 
-def deal(items: Items, steps: int) -> Parts:
-    return tuple(tuple(items[start::steps]) for start in range(steps))
-
-
-@dataclass(frozen=True)
-class Coefficients:
+class Coefficients(NamedTuple):
     """The weighted sum of the micro-batches' gradients that comes nearest to the large
     batch's gradient.
     """
@@ -110,7 +106,7 @@ class Coefficients:
     """
 
     def __str__(self) -> str:
-        if self.uncertainty > COEFFICIENT_ERROR:
+        if self.uncertainty > FIT_ERROR:
             return (
                 "No coefficients of the micro-batches give the large batch's gradient:"
                 f" the best coefficients leave {self.unexplained:.2g} of it"
@@ -127,6 +123,22 @@ class Coefficients:
         )
 
 
+class Weighting(NamedTuple):
+    """The factors with which micro-batches' gradients are added up."""
+
+    reduction: Reduction
+    weigh: Callable[[Items], float]
+    """Returns the weight of a micro-batch."""
+
+    def factors(self, parts: Sequence[Items]) -> tuple[float, ...]:
+        """Return a factor for each micro-batch, so that the sum is the gradient of the
+        large batch, not an update.
+        """
+        weights = [self.weigh(part) for part in parts]
+        large_weight = self.weigh(sorted(chain(*parts)))
+        return right_factors(self.reduction, weights, large_weight)
+
+
 @dataclass(frozen=True)
 class Comparison:
     """Compares the gradient of a large batch with the gradients of its partitions,
@@ -134,11 +146,9 @@ class Comparison:
     """
 
     subject: Subject
-    partitions: Mapping[Parts, str]
-    reduction: Reduction
+    partitions: tuple[Parts, ...]
+    weighting: Weighting
     conditions: Conditions = TRAINING
-    weighs_items: bool = False
-    """True if a micro-batch's weight is its number of items, not the user's weight."""
 
     def under(self, **conditions: Any) -> Comparison:
         """Return this comparison with some conditions changed."""
@@ -148,51 +158,23 @@ class Comparison:
     def items(self) -> tuple[int, ...]:
         return tuple(range(self.subject.batch.items))
 
-    @property
-    def first_parts(self) -> Parts:
-        """The micro-batches into which training splits the batch."""
-        return next(iter(self.partitions))
-
-    def runs(self, parts: Sequence[Items]) -> list[Run]:
-        return self.subject.window(parts, self.conditions)
+    def gradients(self, parts: Sequence[Items]) -> list[Vector]:
+        return self.subject.gradients(parts, self.conditions)
 
     @cached_property
-    def large(self) -> Run:
-        """The run of the whole batch as one micro-batch."""
-        return self.runs([self.items])[0]
+    def large(self) -> Vector:
+        """The gradient of the whole batch as one micro-batch."""
+        return self.gradients([self.items])[0]
 
-    def factors(self, runs: Sequence[Run], parts: Sequence[Items]) -> list[float]:
-        """Return the factor with which accumulation multiplies each micro-batch's
-        gradient, so that the sum is the gradient of the large batch.
-        """
-        if self.reduction == "sum":
-            return [1.0] * len(runs)
-        weights = [run.weight for run in runs]
-        if self.weighs_items:
-            weights = [float(len(part)) for part in parts]
-        total = math.fsum(weights)
-        if self.reduction == "sum_per_item":
-            return [self.large.weight / total] * len(runs)
-        return [weight / total for weight in weights]
-
-    def accumulate(self, parts: Sequence[Items]) -> Vector:
+    def accumulate(
+        self, parts: Sequence[Items], weighting: Weighting | None = None
+    ) -> Vector:
         """Return the accumulated gradient. A micro-batch with a factor of 0 is left
         out, even if its gradient is NaN.
         """
-        runs = self.runs(parts)
-        factors = self.factors(runs, parts)
-        return sum(
-            run.gradient * factor
-            for run, factor in zip(runs, factors, strict=True)
-            if factor
-        )
-
-    @property
-    def moved(self) -> tuple[str, ...]:
-        """The names of the parameters whose gradient differs from the large batch's
-        gradient by more than rounding.
-        """
-        return moved_names(self.errors)
+        factors = (weighting or self.weighting).factors(parts)
+        pairs = zip(self.gradients(parts), factors, strict=True)
+        return sum(gradient * factor for gradient, factor in pairs if factor)
 
     @cached_property
     def errors(self) -> dict[str, float]:
@@ -201,10 +183,24 @@ class Comparison:
         """
         worst = dict.fromkeys(self.subject.places, 0.0)
         for parts in self.partitions:
-            difference = self.accumulate(parts) - self.large.gradient
+            difference = self.accumulate(parts) - self.large
             for name, error in self.in_units(difference).items():
                 worst[name] = max(worst[name], error)
         return worst
+
+    @property
+    def moved(self) -> tuple[str, ...]:
+        """The names of the parameters whose gradient differs from the large batch's
+        gradient by more than rounding.
+        """
+        return moved_names(self.errors)
+
+    def is_right_with(self, weighting: Weighting) -> bool:
+        """True if accumulation is right with other factors."""
+        return not any(
+            self.differing(self.accumulate(parts, weighting), self.large)
+            for parts in self.partitions
+        )
 
     def differing(self, a: Vector, b: Vector) -> tuple[str, ...]:
         """Return the names of the parameters whose gradient differs between `a` and `b`
@@ -213,21 +209,23 @@ class Comparison:
         return moved_names(self.in_units(a - b))
 
     def in_units(self, gradient: Vector) -> dict[str, float]:
-        norms = self.norms(gradient)
-        return {name: norm / self.units[name] for name, norm in norms.items()}
+        """Return the 2-norm of a gradient for each parameter, in units of the rounding
+        error.
+        """
+        return self.norms(self.divided_by_units(gradient))
 
     def norms(self, gradient: Vector) -> dict[str, float]:
         """Return the 2-norm of a gradient for each parameter; inf if it is NaN."""
         norms = {}
         for name, place in self.subject.places.items():
-            square = dot(gradient[place], gradient[place])
-            norms[name] = math.inf if math.isnan(square) else math.sqrt(square)
+            norm = norm_of(gradient[place])
+            norms[name] = math.inf if math.isnan(norm) else norm
         return norms
 
     @cached_property
     def units(self) -> dict[str, float]:
         units = dict(self.floors)
-        for parts in ((self.items,), self.first_parts):
+        for parts in ((self.items,), self.partitions[0]):
             exact = self.accumulate(parts)
             for number in range(PERTURBATIONS):
                 perturbed_gradient = self.under(perturbation=number).accumulate(parts)
@@ -242,11 +240,11 @@ class Comparison:
         rounding the micro-batches' gradients and adding them up, and at least the
         smallest number of the dtype.
         """
-        runs = self.runs(self.first_parts)
+        parts = self.partitions[0]
         sizes = dict.fromkeys(self.subject.places, 0.0)
-        factors = self.factors(runs, self.first_parts)
-        for factor, run in zip(factors, runs, strict=True):
-            for name, norm in self.norms(run.gradient).items():
+        factors = self.weighting.factors(parts)
+        for gradient, factor in zip(self.gradients(parts), factors, strict=True):
+            for name, norm in self.norms(gradient).items():
                 if math.isfinite(norm):
                     sizes[name] += factor * norm
         largest = max(sizes.values())
@@ -259,7 +257,7 @@ class Comparison:
             if size <= sum_error * largest:
                 size = largest  # The terms cancel each other.
             absolute = smallest * math.sqrt(place.stop - place.start)
-            floors[name] = (roundoff + sum_error) * size + len(runs) * absolute
+            floors[name] = (roundoff + sum_error) * size + len(parts) * absolute
         return floors
 
     def coefficients(self, parts: Parts) -> Coefficients | None:
@@ -271,37 +269,34 @@ class Comparison:
         gradients do not hide small gradients. A micro-batch is left out if its gradient
         is not finite.
         """
-        runs = self.runs(parts)
-        large = self.large.gradient
         gradients = [
-            run.gradient if is_finite(run.gradient) else large * 0.0 for run in runs
+            self.divided_by_units(gradient if is_finite(gradient) else self.large * 0.0)
+            for gradient in self.gradients(parts)
         ]
-
-        def product(a: Vector, b: Vector) -> float:
-            return sum(
-                dot(a[place], b[place]) / self.units[name] / self.units[name]
-                for name, place in self.subject.places.items()
-            )
-
-        (solution,) = solve_updates(gradients, [large], product)
-        is_certain = solution.uncertainty <= COEFFICIENT_ERROR
-        if not is_certain and not solution.unexplained > COEFFICIENT_ERROR:
+        basis = GradientBasis(gradients)
+        large = self.divided_by_units(self.large)
+        fit = basis.weighted_sum(large)
+        if fit.uncertainty > FIT_ERROR and not fit.unexplained > FIT_ERROR:
             return None
-        rest = large
-        for gradient, best in zip(gradients, solution.coefficients, strict=True):
-            rest = rest - gradient * best
+        _, remainder = basis.project(large)
         return Coefficients(
-            best=solution.coefficients,
-            used=tuple(self.factors(runs, parts)),
-            unexplained=solution.unexplained,
-            uncertainty=solution.uncertainty,
-            error=max(self.in_units(rest).values()),
-            norms=solution.norms,
+            fit.coefficients,
+            self.weighting.factors(parts),
+            fit.unexplained,
+            fit.uncertainty,
+            max(self.norms(remainder).values()),
+            fit.norms,
         )
+
+    def divided_by_units(self, gradient: Vector) -> Vector:
+        divided = gradient * 1.0
+        for name, place in self.subject.places.items():
+            divided[place] /= self.units[name]
+        return divided
 
 
 def is_finite(gradient: Vector) -> bool:
-    return math.isfinite(dot(gradient, gradient))
+    return math.isfinite(norm_of(gradient))
 
 
 def moved_names(errors: Mapping[str, float]) -> tuple[str, ...]:

@@ -9,36 +9,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
+from functools import partial
+from itertools import chain
 
 from gradaccum.errors import require_int
-from gradaccum.least_squares import Vector
-from gradaccum.options import Reduction, require_reduction
+from gradaccum.options import require_reduction
 from gradaccum.refusals import DIVIDED_LOSS
 from gradaccum.verification.batch import Items
+from gradaccum.verification.causes import CAUSES, Cause
 from gradaccum.verification.comparison import (
     ROUNDING_LIMIT,
     Coefficients,
     Comparison,
-    Parts,
+    Weighting,
     is_finite,
     partitions,
 )
-from gradaccum.verification.report import Cause, VerificationReport
+from gradaccum.verification.report import VerificationReport
 from gradaccum.verification.subject import Subject
 
-KINDS = (
-    "not_finite",
-    "not_repeatable",
-    "custom_backward",
-    "hidden_state",
-    "batch_statistics",
-    "weights",
-    "coupled",
-)
-"""The kinds of causes, in the order in which the experiments look for them."""
 USUAL_STEPS = 4
-SCALES = (2.0**8, 2.0**16)
+SCALES = (2.0**16, 2.0**8)
 """Powers of two, which scale every step of a linear backward pass exactly. The larger
 scale is the initial scale of `torch.amp.GradScaler`.
 """
@@ -62,22 +53,26 @@ def examine(
     """Compare the partitions of the subject's batch, and look for the causes if their
     gradients differ.
     """
-    is_chosen = steps is not None
-    if not is_chosen:
-        steps = max(2, min(USUAL_STEPS, subject.batch.items))
-    number = require_int("steps", steps, at_least=2, fix="Write steps=2 or more.")
+    items = subject.batch.items
+    usual_steps = max(2, min(USUAL_STEPS, items))
+    number = require_int(
+        "steps",
+        usual_steps if steps is None else steps,
+        at_least=2,
+        fix="Write steps=2 or more.",
+    )
     require_int(
         "items in the batch",
-        subject.batch.items,
+        items,
         at_least=number,
         fix="Pass a larger batch or a smaller steps=.",
     )
-    by_parts = partitions(subject.batch.items, number)
-    comparison = Comparison(subject, by_parts, require_reduction(reduction))
+    weighting = Weighting(require_reduction(reduction), subject.batch.weight)
+    comparison = Comparison(subject, partitions(items, number), weighting)
     try:
         with subject.isolated():
-            examination = _Examination(comparison)
-            if is_chosen and subject.is_divided_by(number, comparison.reduction):
+            examination = Examination(comparison)
+            if steps is not None and subject.is_divided_by(number, weighting.reduction):
                 examination.notes.append(DIVIDED_LOSS.format(steps=number))
             return examination.report()
     except Exception as error:
@@ -85,280 +80,163 @@ def examine(
         raise
 
 
-class _Examination:
+class Examination:
     """Runs the experiments, and collects the causes that they have found."""
 
     def __init__(self, comparison: Comparison) -> None:
-        self.causes: list[Cause] = []
-        self.notes: list[str] = []
-        layers = comparison.subject.random_layers()
-        if layers:
-            comparison = comparison.under(quiet_layers=tuple(layers))
-            self.notes.append(
-                f"{joined_names(layers)}: compared in evaluation mode, because an item"
-                " gets different random numbers in a different micro-batch."
-            )
-        names = comparison.subject.unreached_parameters()
-        if names:
-            self.notes.append(f"{joined_names(names)}: not reached by the loss.")
         self.comparison = comparison
         """The comparison under the conditions of training, excluding the causes that
         were found.
         """
+        self.causes: list[Cause] = []
+        self.notes: list[str] = []
+        subject = comparison.subject
+        subject.quiet_layers = subject.random_layers()
+        for names, remark in (
+            (
+                subject.quiet_layers,
+                "compared in evaluation mode, because an item gets different random"
+                " numbers in a different micro-batch.",
+            ),
+            (subject.unreached_parameters(), "not reached by the loss."),
+        ):
+            if names:
+                self.notes.append(f"{joined_names(names)}: {remark}")
 
     def report(self) -> VerificationReport:
-        can_compare = (
-            self.is_finite()
-            and self.is_repeatable()
-            and self.follows_the_scale()
-            and not self.draws_random_numbers()
-        )
         comparison = self.comparison
-        if can_compare and comparison.moved:
+        if not self.is_unsteady() and comparison.moved:
             self.find_causes()
         return VerificationReport(
             not self.causes and not comparison.moved,
             tuple(self.causes),
             comparison.errors,
             comparison.units,
-            tuple(comparison.partitions.values()),
+            comparison.partitions,
             tuple(self.notes),
-            self.comparison.coefficients(comparison.first_parts),
+            self.comparison.coefficients(comparison.partitions[0]),
         )
 
-    def add(self, kind: str, where: str, explanation: str, fix: str) -> None:
-        self.causes.append(Cause(kind, where, explanation, fix))
+    def add(self, finding: str, names: Iterable[str] = (), **facts: object) -> bool:
+        """Add the cause that explains a finding, and return True."""
+        facts["names"] = joined_names(names)
+        texts = (text.format(**facts) for text in CAUSES[finding])
+        self.causes.append(Cause(*texts))
+        return True
+
+    def is_unsteady(self) -> bool:
+        """Test whether the large batch's gradient is not finite or not repeatable, or
+        does not follow the loss's scale. Scales that overflow are left out.
+        """
+        if self.is_infinite([self.comparison.items]):
+            return True
+        for scale in (1.0, *SCALES):
+            names = self.changed_names(scale=scale)
+            if names:
+                finding = "changing" if scale == 1 else "custom_backward"
+                return self.add(finding, names)
+        return False
+
+    def is_infinite(self, parts: Iterable[Items]) -> bool:
+        for part in parts:
+            (gradient,) = self.comparison.gradients([part])
+            norms = self.comparison.norms(gradient)
+            names = [name for name, norm in norms.items() if math.isinf(norm)]
+            if names:
+                return self.add("not_finite", names, items=part)
+        return False
+
+    def changed_names(self, **conditions: object) -> list[str]:
+        """Return the names of the parameters whose gradient of the large batch is
+        different under other conditions, unless this gradient is not finite.
+        """
+        comparison = self.comparison
+        gradient = comparison.under(**conditions).large
+        distances = comparison.norms(gradient - comparison.large)
+        # Units are measured with repeated runs, so they would hide a difference.
+        return [
+            name
+            for name, distance in distances.items()
+            if is_finite(gradient)
+            and distance > ROUNDING_LIMIT * comparison.floors[name]
+        ]
 
     def find_causes(self) -> None:
         """Look for causes one by one, until they explain the whole difference."""
+        if self.changed_names(seed=OTHER_SEED):
+            self.add("random")
+            return
         self.depends_on_state()
-        if (
-            not self.comparison.moved
-            or self.depends_on_places()
-            or self.has_other_weights()
-        ):
+        if self.depends_on_places() or self.is_explained():
             return
-        if self.depends_on_mode() and (
-            not self.comparison.moved or self.has_other_weights()
-        ):
+        if self.depends_on_mode() and self.is_explained():
             return
-        if self.has_infinite_parts():
-            return
-        self.add(
-            "coupled",
-            "the loss",
-            "No weights make the micro-batches add up to the large batch's gradient in"
-            f" {joined_names(self.comparison.moved)}. Either the loss of one item"
-            " depends on other items, as in contrastive, ranking and load-balancing"
-            " losses, statistics over the batch and branches that depend on the batch."
-            " Or the loss adds terms that need different weights, such as a sum over"
-            " the items and a penalty.",
-            "Split the loss into outputs per item and a loss of all outputs, and call"
-            " coupled_backward (torch) or coupled_value_and_grad (JAX, MindSpore). If"
-            " the loss only adds terms that divide by different counts, use"
-            " gradaccum.windows. Multiply a penalty beside a sum by the micro-batch's"
-            " share of the items.",
-        )
+        if not self.is_infinite(chain(*self.comparison.partitions)):
+            self.add("coupled", self.comparison.moved)
 
-    # Can the gradients be compared at all?
-
-    def is_finite(self) -> bool:
-        norms = self.comparison.norms(self.comparison.large.gradient)
-        names = [name for name, norm in norms.items() if math.isinf(norm)]
-        if names:
-            self.add(
-                "not_finite",
-                joined_names(names),
-                "The gradient of the large batch itself is not finite.",
-                "Make the loss finite first, or verify with another batch.",
-            )
-        return not names
-
-    def is_repeatable(self) -> bool:
-        comparison = self.comparison
-        again = comparison.runs([comparison.items])[0].gradient
-        distances = comparison.norms(again - comparison.large.gradient)
-        # Units are measured with repeated runs, so they would hide the difference.
-        names = [
-            name
-            for name, distance in distances.items()
-            if distance > ROUNDING_LIMIT * comparison.floors[name]
-        ]
-        if names:
-            self.add(
-                "not_repeatable",
-                "outside of the model",
-                "Two runs of the same batch, with the model's state and the random"
-                f" state restored, differ in {joined_names(names)}: the loss reads"
-                " something that changes from call to call, such as its own random"
-                " generator.",
-                "Make that value a buffer of the model, or a part of the batch.",
-            )
-        return not names
-
-    def follows_the_scale(self) -> bool:
-        """Test whether multiplying the loss by a number multiplies the gradient by the
-        same number. Scales that overflow are left out.
+    def is_explained(self) -> bool:
+        """True if the gradients do not differ, or if other weights remove the
+        difference.
         """
-        names: dict[str, None] = {}
-        for scale in SCALES:
-            gradient = self.comparison.under(scale=scale).large.gradient
-            if is_finite(gradient):
-                names |= dict.fromkeys(self.differing_from_large(gradient))
-        if names:
-            self.add(
-                "custom_backward",
-                joined_names(names),
-                "Multiplying the loss by a number does not multiply the gradient of"
-                f" {joined_names(names)} by the same number: a custom backward pass or"
-                " a hook ignores the gradient that it receives, and therefore also the"
-                " weight of a micro-batch.",
-                "Multiply by the incoming gradient in the custom backward pass. Replace"
-                " a hook that clips with clip_norm=.",
-            )
-        return not names
-
-    def differing_from_large(self, gradient: Vector) -> tuple[str, ...]:
-        return self.comparison.differing(gradient, self.comparison.large.gradient)
-
-    def draws_random_numbers(self) -> bool:
-        """Test whether the gradient changes because an item gets different random
-        numbers in a different micro-batch, even with random layers in evaluation mode.
-        """
-        if not self.comparison.moved:
-            return False
-        gradient = self.comparison.under(seed=OTHER_SEED).large.gradient
-        if not self.differing_from_large(gradient):
-            return False
-        self.add(
-            "not_repeatable",
-            "the loss",
-            "The loss draws random numbers. In a different micro-batch an item gets"
-            " different numbers, so the gradients cannot be compared. Drawing random"
-            " numbers is not a mistake in itself.",
-            "Pass the numbers in the batch, or verify without random numbers.",
-        )
-        return True
-
-    # Why do the gradients differ?
+        return not self.comparison.moved or self.has_other_weights()
 
     def depends_on_state(self) -> None:
         """Test whether a micro-batch leaves something behind that changes the gradient
         of the next micro-batch.
         """
-        comparison = self.comparison
-        alone = comparison.under(carry_state=False)
-        parts = comparison.first_parts
-        changed_state: dict[str, None] = {}
-        names: dict[str, None] = {}
-        for run, run_alone in zip(
-            comparison.runs(parts), alone.runs(parts), strict=True
-        ):
-            changed_state |= dict.fromkeys(run.changed_state)
-            gradients = (run.gradient, run_alone.gradient)
-            if any(map(is_finite, gradients)):
-                names |= dict.fromkeys(comparison.differing(*gradients))
-        if names:
+        alone = self.comparison.under(carry_state=False)
+        parts = self.comparison.partitions[0]
+        gradient = alone.accumulate(parts)
+        carried_gradient = self.comparison.accumulate(parts)
+        state = self.comparison.subject.state.changed_names()
+        names = self.comparison.differing(carried_gradient, gradient)
+        if names and is_finite(gradient):
             self.comparison = alone
-            self.add(
-                "hidden_state",
-                joined_names(changed_state) or "state of the model",
-                "The forward pass changes this state, and the loss reads it: if the"
-                " state is restored before each micro-batch, the gradient of"
-                f" {joined_names(names)} is different.",
-                "Update the state once per window, after the optimizer's step, or use"
-                " the value from before the window.",
-            )
+            state_names = joined_names(state) or "state of the model"
+            self.add("hidden_state", names, state=state_names)
 
     def depends_on_places(self) -> bool:
         """Test whether an item's gradient depends on its place in the micro-batch but
-        on no other item. If so, two pairs of items can swap their second items without
-        a change of the gradient.
+        on no other item. If so, two micro-batches can swap all items but the first
+        without a change of the gradient.
         """
         comparison = self.comparison
-        if len(comparison.items) < 4:
+        half = len(comparison.items) // 2
+        first = comparison.items[:half]
+        second = comparison.items[half : 2 * half]
+        gradient = comparison.accumulate([first, second])
+
+        def changed_names(*parts: Items) -> set[str]:
+            names = comparison.differing(comparison.accumulate(parts), gradient)
+            return set(names).intersection(comparison.moved)
+
+        if changed_names(first[:1] + second[1:], second[:1] + first[1:]):
             return False
-        try:
-            gradients = comparison.accumulate([(0, 1), (2, 3)])
-            swapped_gradients = comparison.accumulate([(0, 3), (2, 1)])
-            turned_gradients = comparison.accumulate([(1, 0), (2, 3)])
-        except Exception:  # The user's loss may reject such a batch.
+        if not changed_names(first[::-1], second):
             return False
-        by_neighbour = comparison.differing(gradients, swapped_gradients)
-        by_place = comparison.differing(gradients, turned_gradients)
-        moved = {*comparison.moved}
-        if moved.intersection(by_neighbour) or not moved.intersection(by_place):
-            return False
-        self.add(
-            "not_repeatable",
-            "the loss",
-            "The loss gives an item a number that depends on its place in the"
-            " micro-batch and is the same in every micro-batch. This happens if a seed,"
-            " a key or a generator is created in the loss, or if the loss reads a"
-            " table.",
-            "Seed once, at the start of the program, or pass the numbers in the batch."
-            " In JAX split one key into a key per item, or verify without dropout.",
-        )
-        return True
+        return self.add("by_place")
 
     def has_other_weights(self) -> bool:
         """Test whether another reduction or other weights make accumulation right."""
-        if self.has_other_reduction("sum") or self.has_other_reduction("mean"):
-            return True
-        fits = {}
-        for parts in self.comparison.partitions:
-            fit = self.comparison.coefficients(parts)
-            if fit is not None and len(parts) > 1:
-                fits[parts] = fit
-        if not fits or not all(map(are_weights, fits.values())):
-            return False
-        where = "the denominator of the loss"
-        fix = (
-            "Write reduction='mean', and pass as weight= a function that returns the"
-            " number by which the loss divides in a micro-batch."
-        )
-        for code in self.counts(self.comparison.items):
-            if all(self.is_count(code, *pair) for pair in fits.items()):
-                where = code
-                fix = f"Write reduction='mean', weight=lambda *batch: {code}."
-                break
-        self.add(
-            "weights",
-            where,
-            "The loss is a weighted mean whose weight differs between micro-batches: it"
-            " divides by a count, such as the number of tokens, of labels that are not"
-            " ignored or of positives, or by a sum of class weights.",
-            fix,
-        )
-        return True
+        comparison = self.comparison
+        weightings = {"sum": Weighting("sum", len), "mean": Weighting("mean", len)}
+        for code in self.counts(comparison.items):
+            count = partial(self.count, code)
+            weightings[code] = Weighting("mean", count)
+        for name, weighting in weightings.items():
+            if comparison.is_right_with(weighting):
+                finding = name if name in CAUSES else "count"
+                reduction = comparison.weighting.reduction
+                return self.add(finding, count=name, reduction=reduction)
+        # The last partition has one micro-batch, whose coefficient is always 1.
+        coefficients = map(comparison.coefficients, comparison.partitions[:-1])
+        certain = [each for each in coefficients if each is not None]
+        if certain and all(map(are_weights, certain)):
+            return self.add("unknown_count")
+        return False
 
-    def has_other_reduction(self, right: Reduction) -> bool:
-        """Test whether reduction `right` without weights makes accumulation right."""
-        if replace(self.comparison, reduction=right, weighs_items=True).moved:
-            return False
-        fix = "Write reduction='mean' and no weight=."
-        if right == "sum":
-            fix = (
-                "Write reduction='sum'. For the mean over the window's items write"
-                " reduction='sum_per_item', and pass the number of items as weight=."
-            )
-        self.add(
-            "weights",
-            "the loss",
-            f"With reduction={self.comparison.reduction!r} and your weights the"
-            f" gradient is wrong. With reduction={right!r} and no weights it is right.",
-            fix,
-        )
-        return True
-
-    def is_count(self, code: str, parts: Parts, fit: Coefficients) -> bool:
-        counts = [self.counts(part)[code] for part in parts]
-        total = math.fsum(counts) or 1.0
-        room = SAME + fit.uncertainty
-        return all(
-            abs(count / total - share) < room
-            for count, share in zip(counts, fit.best, strict=True)
-        )
+    def count(self, code: str, part: Items) -> float:
+        return self.counts(part)[code]
 
     def counts(self, part: Items) -> dict[str, float]:
         """Return the numbers that a loss may divide by, computed from a micro-batch's
@@ -383,46 +261,25 @@ class _Examination:
         evaluation = self.comparison.under(training=False)
         if evaluation.moved and not layers:
             return False
-        gradient = "is wrong for another reason" if evaluation.moved else "is right"
+        verdict = "is wrong for another reason" if evaluation.moved else "is right"
         self.comparison = evaluation
-        self.add(
-            "batch_statistics",
-            joined_names(layers) or "the model",
-            "In training mode the output for one item depends on the other items of the"
-            f" micro-batch. In evaluation mode the gradient {gradient}.",
-            "Use GroupNorm or LayerNorm, freeze the statistics (evaluation mode for"
-            " these layers), or accept statistics per micro-batch.",
-        )
-        return True
-
-    def has_infinite_parts(self) -> bool:
-        for parts, words in self.comparison.partitions.items():
-            runs = self.comparison.runs(parts)
-            if not all(is_finite(run.gradient) for run in runs):
-                self.add(
-                    "not_finite",
-                    "the loss",
-                    f"The gradient of a micro-batch ({words}) is not finite: the loss"
-                    " divides by a count that is zero in this micro-batch, or by a"
-                    " standard deviation over too few items.",
-                    "Divide by max(count, 1), and pass the count as weight=.",
-                )
-                return True
-        return False
+        names = joined_names(layers) or "the model"
+        return self.add("batch_statistics", layers=names, verdict=verdict)
 
 
-def are_weights(fit: Coefficients) -> bool:
+def are_weights(coefficients: Coefficients) -> bool:
     """True if the micro-batches' gradients add up to the large batch's gradient with
     these coefficients, and the coefficients are positive and add up to 1. If the loss
     is a maximum, one item has the coefficient 1 and all other items have 0; such
     coefficients do not count as weights.
     """
-    for share, norm in zip(fit.best, fit.norms, strict=True):
+    best = coefficients.best
+    for share, norm in zip(best, coefficients.norms, strict=True):
         if norm and share < SAME:
             return False
-    is_exact = fit.error <= ROUNDING_LIMIT * len(fit.best)
-    room = SAME + fit.uncertainty * len(fit.best)
-    return is_exact and abs(math.fsum(fit.best) - 1) < room
+    is_exact = coefficients.error <= ROUNDING_LIMIT * len(best)
+    room = SAME + coefficients.uncertainty * len(best)
+    return is_exact and abs(math.fsum(best) - 1) < room
 
 
 def joined_names(names: Iterable[str]) -> str:

@@ -4,26 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from gradaccum.errors import ArgumentTypeError, BackendNotFoundError
 from gradaccum.options import Reduction
-from gradaccum.registry import Backend, available_backends, backend_of, load_backend
+from gradaccum.registry import available_backends, backend_of, load_backend
 from gradaccum.verification.examination import examine
 from gradaccum.verification.report import VerificationReport
-from gradaccum.verification.subject import Subject
-
-
-@runtime_checkable
-class VerifyingBackend(Protocol):
-    """A backend that can check whether accumulation is right for a loss."""
-
-    def verifies(self, model: object) -> bool:
-        """True if `model` belongs to this framework: a module, or a nest of arrays."""
-        ...
-
-    subject_type: type[Subject]
-    """What `gradaccum.verify` examines in this framework."""
 
 
 def verify(
@@ -79,8 +66,10 @@ def verify(
             adds a note to it.
     """
     for backend in _backends(model_or_params):
-        if isinstance(backend, VerifyingBackend) and backend.verifies(model_or_params):
-            subject = backend.subject_type(
+        # A backend need not offer this check.
+        subject_type = getattr(backend, "subject_type", None)
+        if subject_type is not None and backend.verifies(model_or_params):
+            subject = subject_type(
                 model_or_params,
                 loss_fn,
                 batch,
@@ -97,7 +86,7 @@ def verify(
     )
 
 
-def _backends(model: object) -> Iterator[Backend]:
+def _backends(model: object) -> Iterator[Any]:
     """Load the backend that the model's type belongs to first, because loading another
     backend imports another framework.
     """

@@ -5,34 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gradaccum.verification.comparison import ROUNDING_LIMIT, Coefficients, moved_names
-
-PAGE = "gradaccum/VERIFY.md"
-"""The page with a section for each kind of cause."""
-
-
-@dataclass(frozen=True)
-class Cause:
-    """One reason why accumulation does not give the large batch's gradient."""
-
-    kind: str
-    """The kind of cause, such as ``"batch_statistics"``. ``gradaccum/VERIFY.md`` has a
-    section of that name.
-    """
-    where: str
-    """The layer, state, parameter or part of the batch that is the cause, or "the
-    loss".
-    """
-    explanation: str
-    """What the experiments showed, and why it matters."""
-    fix: str
-    """What to write instead."""
-
-    def __str__(self) -> str:
-        return (
-            f"{self.kind} ({self.where}): {self.explanation}\n    What to do:"
-            f" {self.fix}"
-        )
+from gradaccum.verification.causes import PAGE, Cause
+from gradaccum.verification.comparison import (
+    ROUNDING_LIMIT,
+    Coefficients,
+    Parts,
+    moved_names,
+)
 
 
 @dataclass(frozen=True)
@@ -53,8 +32,10 @@ class VerificationReport:
     units: Mapping[str, float]
     """For each parameter, the 2-norm of the change that rounding makes to its gradient.
     """
-    partitions: tuple[str, ...]
-    """The partitions and orders of the batch that were compared, in words."""
+    partitions: tuple[Parts, ...]
+    """The partitions and orders of the batch that were compared: for each micro-batch,
+    the indices of its items.
+    """
     notes: tuple[str, ...] = ()
     """Remarks about the loss that do not report a mistake."""
     coefficients: Coefficients | None = None
@@ -70,11 +51,17 @@ class VerificationReport:
         return moved_names(self.errors)
 
     def __str__(self) -> str:
-        lines = [
-            self._verdict(),
-            *(f"  {cause}" for cause in self.causes),
-            *(f"  note: {note}" for note in self.notes),
-        ]
+        kinds = ", ".join(dict.fromkeys(cause.kind for cause in self.causes))
+        verdict = f"Accumulation is WRONG for this loss: {kinds}."
+        if kinds == "not_repeatable":
+            verdict = f"Accumulation cannot be compared for this loss: {kinds}."
+        if self.equivalent:
+            verdict = (
+                f"Accumulation is right for this loss: {len(self.errors)} parameters,"
+                f" {len(self.partitions)} partitions compared."
+            )
+        lines = [verdict, *(f"  {cause}" for cause in self.causes)]
+        lines += [f"  note: {note}" for note in self.notes]
         if self.moved:
             name = max(self.moved, key=lambda name: self.errors[name])
             lines.append(
@@ -88,17 +75,5 @@ class VerificationReport:
             lines.append(f"  More about each cause: {PAGE}.")
         return "\n".join(lines)
 
-    def __repr__(self) -> str:
-        # A notebook shows the last value of a cell through its repr.
-        return str(self)
-
-    def _verdict(self) -> str:
-        if self.equivalent:
-            return (
-                f"Accumulation is right for this loss: {len(self.errors)} parameters,"
-                f" {len(self.partitions)} partitions compared."
-            )
-        kinds = ", ".join(dict.fromkeys(cause.kind for cause in self.causes))
-        if kinds == "not_repeatable":
-            return "Accumulation cannot be compared for this loss: not_repeatable."
-        return f"Accumulation is WRONG for this loss: {kinds}."
+    # A notebook shows the last value of a cell through its repr.
+    __repr__ = __str__

@@ -11,10 +11,10 @@ import inspect
 import random
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from gradaccum.least_squares import Vector
 from gradaccum.options import Reduction
@@ -29,9 +29,6 @@ class Conditions:
 
     training: bool = True
     """False means that the model runs in evaluation mode."""
-    quiet_layers: tuple[str, ...] = ()
-    """The names of layers that run in evaluation mode because they draw random numbers.
-    """
     carry_state: bool = True
     """False means that the model's state is restored before each micro-batch."""
     seed: int = 0
@@ -48,21 +45,49 @@ class Conditions:
     """
 
 
-class Run(NamedTuple):
-    """The results of the forward and backward pass of one micro-batch."""
+class ModelState:
+    """A copy of a model's state. The state of a JAX model is part of its parameters, so
+    that there is nothing to restore.
+    """
 
-    gradient: Vector
-    weight: float
-    """The weight of the micro-batch: the user's ``weight=``, or the number of items."""
-    changed_state: tuple[str, ...] = ()
-    """Names of the buffers and attributes that the forward pass changed."""
+    def restore(self) -> None:
+        """Restore the parameters, buffers and attributes that have changed."""
+
+    def changed_names(self) -> tuple[str, ...]:
+        """Return the names of the parameters, buffers and attributes that have
+        changed.
+        """
+        return ()
+
+
+class HostRandom:
+    """The random states of Python and NumPy at the time when the object was created.
+    NumPy must be imported.
+    """
+
+    def __init__(self) -> None:
+        self._numpy: Any = sys.modules["numpy"].random
+        self._python_state = random.getstate()
+        self._numpy_state = self._numpy.get_state()
+
+    def restore(self, seed: int = 0) -> None:
+        """Restore the saved random states, or set other states if `seed` is not 0."""
+        random.setstate(self._python_state)
+        self._numpy.set_state(self._numpy_state)
+        if seed:
+            random.seed(seed)
+            self._numpy.seed(seed)
 
 
 class Subject(ABC):
     """A model, its loss and one batch; see `gradaccum.verify` for the arguments."""
 
-    calls_model = True
-    """False if a model of this framework is a nest of arrays, which cannot be called.
+    is_model: Callable[[object], bool] | None = None
+    """Returns True for the model, and for a module that shares parameters with it. None
+    means that a model of this framework cannot be called.
+    """
+    quiet_layers: Sequence[str] = ()
+    """The names of layers that run in evaluation mode because they draw random numbers.
     """
     places: Mapping[str, slice]
     """For each parameter with respect to which the loss is differentiated, the place of
@@ -80,8 +105,9 @@ class Subject(ABC):
         has_aux: bool = False,
     ) -> None:
         self.model = model
-        is_model = self.is_model if self.calls_model else None
-        self._loss_fn, arguments = as_loss(loss_fn, batch, is_model)
+        self.state = ModelState()
+        self.random_state = HostRandom()
+        self._loss_fn, arguments = as_loss(loss_fn, batch, self.is_model)
         self._has_aux = has_aux
         self.batch = Batch(arguments, axes, self.is_array, self.take, weight)
 
@@ -91,37 +117,36 @@ class Subject(ABC):
             loss, _ = loss
         return loss
 
-    def window(self, parts: Sequence[Items], conditions: Conditions) -> list[Run]:
-        """Run each of `parts` in order as one micro-batch."""
+    def gradients(self, parts: Sequence[Items], conditions: Conditions) -> list[Vector]:
+        """Run each of `parts` in order as one micro-batch, and return the gradients."""
         self.prepare(conditions)
-        runs = []
+        gradients = []
         for part in parts:
             if not conditions.carry_state:
                 self.prepare(conditions)
-            self.set_random_state(conditions.seed)
-            gradient = self.gradient(part, conditions)
-            is_exact = conditions.perturbation is None
-            changed_state = self.changed_state() if is_exact else ()
-            runs.append(Run(gradient, self.batch.weight(part), changed_state))
-        return runs
+            self.random_state.restore(conditions.seed)
+            gradients.append(self.gradient(part, conditions))
+        return gradients
 
-    @abstractmethod
-    def isolated(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def isolated(self) -> Iterator[None]:
         """Restore the user's model and random states at the end of the block. All
-        windows are run inside the block.
+        micro-batches are run inside the block.
         """
+        try:
+            yield
+        finally:
+            self.state.restore()
+            self.random_state.restore()
 
     def prepare(self, conditions: Conditions) -> None:
         """Restore the model, set the mode of its layers, and perturb its parameters."""
-        self.restore_model()
+        self.state.restore()
         for name, layer in self.named_layers():
-            if not conditions.training or name in conditions.quiet_layers:
+            if not conditions.training or name in self.quiet_layers:
                 layer.training = False
         if conditions.perturbation is not None:
             self.perturb(conditions.perturbation)
-
-    @abstractmethod
-    def restore_model(self) -> None: ...
 
     @abstractmethod
     def perturb(self, seed: int) -> None:
@@ -142,10 +167,6 @@ class Subject(ABC):
             for name, layer in self.named_layers()
             if layer.training and word in type(layer).__name__
         ]
-
-    @abstractmethod
-    def set_random_state(self, seed: int) -> None:
-        """Restore the user's random states, or set other states if `seed` is not 0."""
 
     @abstractmethod
     def gradient(self, part: Items, conditions: Conditions) -> Vector:
@@ -172,10 +193,6 @@ class Subject(ABC):
         dtype, and the smallest positive number of a gradient.
         """
 
-    def is_model(self, value: object) -> bool:
-        """True for the model, and for a module that shares parameters with it."""
-        return False
-
     @staticmethod
     @abstractmethod
     def is_array(value: object) -> bool: ...
@@ -194,12 +211,6 @@ class Subject(ABC):
         """
         return self.batch.arrays(part)
 
-    def changed_state(self) -> tuple[str, ...]:
-        """Return the names of the buffers and attributes that have changed since
-        `prepare`.
-        """
-        return ()
-
     def random_layers(self) -> Sequence[str]:
         """Return the names of the layers that draw random numbers in training mode."""
         return ()
@@ -215,27 +226,6 @@ def places_of(sizes: Mapping[str, int]) -> dict[str, slice]:
         places[name] = slice(start, start + size)
         start += size
     return places
-
-
-class HostRandom:
-    """The random states of Python and NumPy at the time when the object was created."""
-
-    def __init__(self) -> None:
-        self._state = random.getstate()
-        numpy = sys.modules.get("numpy")
-        self._numpy: Any = getattr(numpy, "random", None)
-        if self._numpy is not None:
-            self._numpy_state = self._numpy.get_state()
-
-    def restore(self, seed: int = 0) -> None:
-        """Restore the saved random states, or set other states if `seed` is not 0."""
-        random.setstate(self._state)
-        if self._numpy is not None:
-            self._numpy.set_state(self._numpy_state)
-        if seed:
-            random.seed(seed)
-        if seed and self._numpy is not None:
-            self._numpy.seed(seed)
 
 
 OUTPUTS = ("input", "output", "out", "logits", "pred", "y_pred", "y_hat")
@@ -261,28 +251,34 @@ def as_loss(
         is_model: returns True for the model and for its wrappers. None means that the
             model cannot be called, as in JAX.
     """
-    arguments = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+    arguments = as_arguments(batch)
     body = getattr(loss_fn, "forward", getattr(loss_fn, "construct", loss_fn))
     try:
         signature = inspect.signature(body)
     except ValueError:  # A compiled function has no signature.
         return loss_fn, arguments
-    refers_to_model = is_model is not None and any(map(is_model, _reached(loss_fn)))
     if isinstance(batch, dict):
         if _takes(signature, 1, batch):
             return lambda model, keywords: loss_fn(model, **keywords), arguments
         if _takes(signature, 0, batch):
             return lambda model, keywords: loss_fn(**keywords), arguments
-    names = list(signature.parameters)
-    is_criterion = body is not loss_fn or (bool(names) and names[0].startswith(OUTPUTS))
     count = len(arguments)
     if is_model is None or not _takes(signature, count):
         return loss_fn, arguments
-    if refers_to_model:
+    if any(map(is_model, _referred_values(loss_fn))):
         return lambda model, *batch: loss_fn(*batch), arguments
+    first_name = next(iter(signature.parameters), "")
+    is_criterion = body is not loss_fn or first_name.startswith(OUTPUTS)
     if is_criterion or not _takes(signature, count + 1):
         return lambda model, x, *targets: loss_fn(model(x), *targets), arguments
     return loss_fn, arguments
+
+
+def as_arguments(batch: Any) -> tuple[Any, ...]:
+    """Return the arguments of the loss for a batch: the elements of a tuple or list, or
+    the batch itself.
+    """
+    return tuple(batch) if isinstance(batch, list | tuple) else (batch,)
 
 
 def _takes(
@@ -295,7 +291,7 @@ def _takes(
     return True
 
 
-def _reached(loss_fn: Any, depth: int = 2) -> list[object]:
+def _referred_values(loss_fn: Any, depth: int = 2) -> list[object]:
     """Return the loss function itself, the values of the variables that it closes over
     or reads as globals, and the attributes of the object that a method belongs to. The
     same is done for functions among these values, `depth` functions deep.
@@ -303,11 +299,9 @@ def _reached(loss_fn: Any, depth: int = 2) -> list[object]:
     instance = getattr(loss_fn, "__self__", None)
     values = [loss_fn, *getattr(instance, "__dict__", {}).values()]
     function = inspect.unwrap(getattr(loss_fn, "__func__", loss_fn))
-    if inspect.isfunction(function):
+    if depth and inspect.isfunction(function):
         variables = inspect.getclosurevars(function)
-        found = [*variables.nonlocals.values(), *variables.globals.values()]
-        values += found
-        for value in found:
-            if depth > 1 and inspect.isfunction(value):
-                values += _reached(value, depth - 1)
+        for value in (*variables.nonlocals.values(), *variables.globals.values()):
+            is_function = inspect.isfunction(value)
+            values += _referred_values(value, depth - 1) if is_function else [value]
     return values

@@ -195,7 +195,7 @@ def test_usual_number_of_micro_batches_fits_the_batch(
 ) -> None:
     report = verify(backend, plain, X[:items], Y[:items], steps=None)
     assert report.equivalent, str(report)
-    assert report.partitions[0] == "3 micro-batches in order"
+    assert len(report.partitions[0]) == 3
 
 
 def test_loss_of_groups_is_coupled(backend: VerifyingHarness) -> None:
