@@ -64,11 +64,14 @@ class AutoMicroBatchSize:
         before_retry: Callable[[], object] = lambda: None,
     ) -> R:
         """Run a batch with smaller and smaller micro-batches until they fit in memory.
-        Return the result of the last attempt, and remember its size for `key`.
+        Return the result of the last attempt. Remember its size for `key` if a larger
+        size did not fit.
 
         Args:
-            key: the size that fitted for this key before is tried first.
-            items: the size that is tried first for a new key.
+            key: identifies calls that need about the same memory per item. If a larger
+                size did not fit for this key before, the size that fitted is tried
+                first.
+            items: the number of items, which is tried first otherwise.
             attempt: ``attempt(size, smaller_size)`` runs the batch with micro-batches
                 of `size` items. If they do not fit in memory, it raises
                 `SmallerSizeError`, normally with `smaller_size`, from the framework's
@@ -78,7 +81,8 @@ class AutoMicroBatchSize:
         Raises:
             UsageError: a micro-batch of one item does not fit in memory.
         """
-        size = min(self._choices.get(key, items), items)
+        first_size = min(self._choices.get(key, items), items)
+        size = first_size
         while True:
             smaller_size = math.ceil(size / 2) if size > 1 else 0
             try:
@@ -89,7 +93,8 @@ class AutoMicroBatchSize:
                     raise too_small_error(self.memory_limit) from error.__cause__
                 size = error.size
             else:
-                self._choices[key] = size
+                if size < first_size:
+                    self._choices[key] = size
                 self.size = size
                 return result
             before_retry()
@@ -253,7 +258,8 @@ class LargeBatch:
             index = batch_axis(leaf, shape, cast(int, axis))
             self._axes.append(index)
             sizes.append((leaf.path, shape[index]))
-        self.items = require_one_size(sizes, lists_of_one_kind(arguments, axes))
+        lists = [] if self._is_flat else lists_of_one_kind(arguments, axes)
+        self.items = require_one_size(sizes, lists)
         self._weight = weight
         if weight is not None and not callable(weight):
             numbers = weight.tolist() if hasattr(weight, "tolist") else weight
@@ -262,23 +268,20 @@ class LargeBatch:
     def micro_batches(
         self, division: Division, options: Options
     ) -> Iterator[MicroBatch]:
-        for cut in divided(division, self.items):
-            arguments = self.arguments_of(cut)
+        cuts = divided(division, self.items)
+        columns = [
+            slices_of(leaf.value, axis, cuts)
+            for leaf, axis in zip(self.leaves, self._axes, strict=True)
+        ]
+        for cut, *slices in zip(cuts, *columns, strict=True):
+            arguments: Any = tuple(slices)
+            if not self._is_flat:
+                arguments = with_leaves(self._arguments, iter(slices))
             weight = self.weight_of(cut)
             if callable(self._weight):
                 weight = require_weight(self._weight(*arguments))
             factor = float(contribution(weight, options)) if weight else 0.0
             yield MicroBatch(arguments, weight, factor)
-
-    def arguments_of(self, cut: Cut) -> tuple[Any, ...]:
-        slices = [
-            slice_of(leaf.value, axis, cut)
-            for leaf, axis in zip(self.leaves, self._axes, strict=True)
-        ]
-        if self._is_flat:
-            return tuple(slices)
-        arguments: Any = with_leaves(self._arguments, iter(slices))
-        return arguments  # type: ignore[no-any-return]
 
     def weight_of(self, cut: Cut) -> float:
         """Return the sum of the weights of the items in `cut`; their number if the user
@@ -309,16 +312,16 @@ def batch_axis(leaf: Leaf, shape: tuple[int, ...], axis: int) -> int:
     return axis % len(shape)
 
 
-def slice_of(value: Any, axis: int | None, cut: Cut) -> Any:
-    """Return the items in `cut`, as a view of an array; all of `value` if `axis` is
-    None.
+def slices_of(value: Any, axis: int | None, cuts: list[Cut]) -> list[Any]:
+    """Return the items in each of `cuts`, as views of an array; all of `value` if
+    `axis` is None.
     """
     if axis is None:
-        return value
+        return [value] * len(cuts)
     if axis == 0:
-        return value[cut.start : cut.stop]
+        return [value[start:stop] for start, stop in cuts]
     before = (slice(None),) * axis
-    return value[(*before, slice(cut.start, cut.stop))]
+    return [value[(*before, slice(start, stop))] for start, stop in cuts]
 
 
 def merged_aux(

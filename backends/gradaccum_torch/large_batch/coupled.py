@@ -150,7 +150,7 @@ def run_twice(
     value = loss.detach().clone()
     del loss  # This also frees the graph of all items.
     before.buffers.put_back()
-    differences = []
+    differences: list[Tensor] = []
     for micro_batch, random_state, first_outputs in zip(
         micro_batches, random_states, outputs, strict=True
     ):

@@ -90,8 +90,8 @@ class GradientsInGrad:
         self._earlier_gradients: dict[Tensor, Tensor | None] = {}
         self._wide_sums: dict[Tensor, Tensor] = {}
         self._without_gradient: list[Tensor] = []
-        self._sum_versions: list[tuple[int, int]] = []
-        """For each gradient sum, its id and the number of writes into it. Both must not
+        self._sum_versions: list[int] = []
+        """The ids of the gradient sums, and how often each was written to. Neither may
         change while the user's functions run.
         """
         self._handles: list[RemovableHandle] = []
@@ -167,10 +167,11 @@ class GradientsInGrad:
             ]
         self._sum_versions = self._current_versions()
 
-    def _current_versions(self) -> list[tuple[int, int]]:
+    def _current_versions(self) -> list[int]:
         totals = [leaf.grad for leaf in self._earlier_gradients]
         totals += self._wide_sums.values()
-        return [(id(total), version(total)) for total in totals if total is not None]
+        sums = [total for total in totals if total is not None]
+        return [*map(id, sums), *map(version, sums)]
 
     def require_untouched(self) -> None:
         """Raise if the user's function has changed a gradient sum, for example through
