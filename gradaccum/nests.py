@@ -173,7 +173,7 @@ def _inside(prefix: Nest) -> list[tuple[str, Nest]] | None:
 
 
 def _is_dataclass(nest: Nest) -> bool:
-    return dataclasses.is_dataclass(nest) and not isinstance(nest, type)
+    return hasattr(type(nest), "__dataclass_fields__")
 
 
 def _rebuilt(nest: Nest, children: list[Nest]) -> Nest:

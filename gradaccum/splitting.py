@@ -9,7 +9,7 @@ import math
 import reprlib
 import traceback
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, SupportsFloat, cast
+from typing import Any, NamedTuple, SupportsFloat, TypeVar, cast
 
 from gradaccum.errors import (
     ArgumentTypeError,
@@ -23,6 +23,7 @@ from gradaccum.nests import (
     PLAIN,
     Leaf,
     Nest,
+    children_of,
     is_column,
     leaves_of,
     lists_of_one_kind,
@@ -32,9 +33,7 @@ from gradaccum.nests import (
 from gradaccum.options import Options
 from gradaccum.transitions import contribution
 
-# The largest micro-batch that fits is found once and remembered. The backend notices
-# when memory runs out. The first attempt is the whole batch, or the size that fitted
-# last time. After a failure the size is halved and rounded up, down to 1.
+R = TypeVar("R")
 
 
 class AutoMicroBatchSize:
@@ -57,28 +56,48 @@ class AutoMicroBatchSize:
         call.
         """
 
-    def start(self, key: Hashable, items: int) -> int:
-        """Return the number of items to try first: the size that fitted in memory
-        before for the same `key`, or all `items`.
-        """
-        return min(self._choices.get(key, items), items)
+    def search(
+        self,
+        key: Hashable,
+        items: int,
+        attempt: Callable[[int, int], R],
+        before_retry: Callable[[], object] = lambda: None,
+    ) -> R:
+        """Run a batch with smaller and smaller micro-batches until they fit in memory.
+        Return the result of the last attempt. Remember its size for `key` if a larger
+        size did not fit.
 
-    def after_failure(self, size: int) -> int:
-        """Return the number of items to try after `size` items did not fit in memory:
-        half of `size`, rounded up.
+        Args:
+            key: identifies calls that need about the same memory per item. If a larger
+                size did not fit for this key before, the size that fitted is tried
+                first.
+            items: the number of items, which is tried first otherwise.
+            attempt: ``attempt(size, smaller_size)`` runs the batch with micro-batches
+                of `size` items. If they do not fit in memory, it raises
+                `SmallerSizeError`, normally with `smaller_size`, from the framework's
+                own error.
+            before_retry: a function that is called before each attempt but the first.
 
         Raises:
-            UsageError: `size` is already 1. Raise this error from the framework's own
-                error.
+            UsageError: a micro-batch of one item does not fit in memory.
         """
-        if size <= 1:
-            raise too_small_error(self.memory_limit)
-        return math.ceil(size / 2)
-
-    def remember(self, key: Hashable, size: int) -> None:
-        """Record that `size` items fitted in memory for `key`."""
-        self._choices[key] = size
-        self.size = size
+        first_size = min(self._choices.get(key, items), items)
+        size = first_size
+        while True:
+            smaller_size = math.ceil(size / 2) if size > 1 else 0
+            try:
+                result = attempt(size, smaller_size)
+            except SmallerSizeError as error:
+                free_frames(error)
+                if not error.size:
+                    raise too_small_error(self.memory_limit) from error.__cause__
+                size = error.size
+            else:
+                if size < first_size:
+                    self._choices[key] = size
+                self.size = size
+                return result
+            before_retry()
 
     def forget(self) -> None:
         """Forget all sizes, so that the next call tries the whole batch again. Use this
@@ -90,6 +109,15 @@ class AutoMicroBatchSize:
 
 SHARED = AutoMicroBatchSize()
 """The instance that ``micro_batch_size="auto"`` uses."""
+
+
+class SmallerSizeError(Exception):
+    """Micro-batches do not fit in memory. The call has to start over with micro-batches
+    of `size` items. A size of 0 means that a single item does not fit.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
 
 
 def free_frames(error: BaseException) -> None:
@@ -107,7 +135,6 @@ def free_frames(error: BaseException) -> None:
 
 
 def too_small_error(limit: int | None) -> UsageError:
-    """Return the error for a micro-batch of one item that does not fit in memory."""
     known = "" if limit is None else f" into {limit} bytes"
     return UsageError(
         "micro_batch_size: expected a micro-batch of one item to fit in memory; got an"
@@ -217,6 +244,7 @@ class LargeBatch:
         self, arguments: tuple[Any, ...], axes: Nest, weight: Any = None
     ) -> None:
         self._arguments = arguments
+        self._is_flat = all(children_of(argument) is None for argument in arguments)
         self.leaves = leaves_of(arguments, "batch")
         self._axes: list[int | None] = []
         sizes: list[tuple[str, int]] = []
@@ -230,7 +258,8 @@ class LargeBatch:
             index = batch_axis(leaf, shape, cast(int, axis))
             self._axes.append(index)
             sizes.append((leaf.path, shape[index]))
-        self.items = require_one_size(sizes, lists_of_one_kind(arguments, axes))
+        lists = [] if self._is_flat else lists_of_one_kind(arguments, axes)
+        self.items = require_one_size(sizes, lists)
         self._weight = weight
         if weight is not None and not callable(weight):
             numbers = weight.tolist() if hasattr(weight, "tolist") else weight
@@ -239,12 +268,15 @@ class LargeBatch:
     def micro_batches(
         self, division: Division, options: Options
     ) -> Iterator[MicroBatch]:
-        for cut in divided(division, self.items):
-            slices = [
-                slice_of(leaf.value, axis, cut)
-                for leaf, axis in zip(self.leaves, self._axes, strict=True)
-            ]
-            arguments: Any = with_leaves(self._arguments, iter(slices))
+        cuts = divided(division, self.items)
+        columns = [
+            slices_of(leaf.value, axis, cuts)
+            for leaf, axis in zip(self.leaves, self._axes, strict=True)
+        ]
+        for cut, *slices in zip(cuts, *columns, strict=True):
+            arguments: Any = tuple(slices)
+            if not self._is_flat:
+                arguments = with_leaves(self._arguments, iter(slices))
             weight = self.weight_of(cut)
             if callable(self._weight):
                 weight = require_weight(self._weight(*arguments))
@@ -280,16 +312,16 @@ def batch_axis(leaf: Leaf, shape: tuple[int, ...], axis: int) -> int:
     return axis % len(shape)
 
 
-def slice_of(value: Any, axis: int | None, cut: Cut) -> Any:
-    """Return the items in `cut`, as a view of an array; all of `value` if `axis` is
-    None.
+def slices_of(value: Any, axis: int | None, cuts: list[Cut]) -> list[Any]:
+    """Return the items in each of `cuts`, as views of an array; all of `value` if
+    `axis` is None.
     """
     if axis is None:
-        return value
+        return [value] * len(cuts)
     if axis == 0:
-        return value[cut.start : cut.stop]
+        return [value[start:stop] for start, stop in cuts]
     before = (slice(None),) * axis
-    return value[(*before, slice(cut.start, cut.stop))]
+    return [value[(*before, slice(start, stop))] for start, stop in cuts]
 
 
 def merged_aux(

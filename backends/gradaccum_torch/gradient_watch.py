@@ -309,7 +309,7 @@ WATCHES: weakref.WeakSet[GradientWatch] = weakref.WeakSet()
 
 
 def is_watched(parameter: Tensor) -> bool:
-    return any(parameter in watch for watch in list(WATCHES))
+    return bool(WATCHES) and any(parameter in watch for watch in list(WATCHES))
 
 
 def remove(handles: dict[int, RemovableHandle]) -> None:

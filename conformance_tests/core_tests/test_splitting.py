@@ -185,26 +185,64 @@ def test_frames_of_a_failed_attempt_are_freed() -> None:
     assert [each() for each in alive] == [None] * 3
 
 
+class Attempts:
+    """Attempts in which up to `most` items fit; `tried` has their sizes."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.tried: list[int] = []
+
+    def __call__(self, size: int, smaller_size: int) -> str:
+        self.tried.append(size)
+        if size > self.most:
+            raise kit.SmallerSizeError(smaller_size) from MemoryError()
+        return f"by {size}"
+
+
 def test_automatic_size_halves_and_remembers() -> None:
     sizes = AutoMicroBatchSize(memory_limit=100)
-    tried = [sizes.start("step", 13)]
-    while tried[-1] > 1:
-        tried.append(sizes.after_failure(tried[-1]))
-    assert tried == [13, 7, 4, 2, 1]
+    attempts = Attempts(0)
+    retries: list[int] = []
     with pytest.raises(
         UsageError,
         match=(
             "micro-batch of one item to fit in memory; got an item that does not fit"
             " into 100 bytes"
         ),
+    ) as raised:
+        sizes.search("step", 13, attempts, lambda: retries.append(1))
+    assert isinstance(raised.value.__cause__, MemoryError)
+    assert (attempts.tried, len(retries), sizes.size) == ([13, 7, 4, 2, 1], 4, None)
+    attempts = Attempts(4)
+    assert sizes.search("step", 13, attempts) == "by 4"
+    assert (attempts.tried, sizes.size) == ([13, 7, 4], 4)
+    for key, items, tried in (
+        ("step", 13, [4]),
+        ("step", 3, [3]),
+        ("step", 13, [4]),
+        ("other", 3, [3]),
+        ("other", 8, [8, 4]),
     ):
-        sizes.after_failure(1)
-    sizes.remember("step", 4)
-    assert (
-        sizes.size,
-        sizes.start("step", 13),
-        sizes.start("step", 3),
-        sizes.start("other", 13),
-    ) == (4, 4, 3, 13)
+        attempts = Attempts(4)
+        sizes.search(key, items, attempts)
+        assert attempts.tried == tried
     sizes.forget()
-    assert (sizes.size, sizes.start("step", 13)) == (None, 13)
+    assert sizes.size is None
+    attempts = Attempts(13)
+    sizes.search("step", 13, attempts)
+    assert attempts.tried == [13]
+
+
+def test_another_worker_chooses_the_size() -> None:
+    """The size that an error names is tried next, even if it is not half."""
+    sizes = AutoMicroBatchSize()
+    tried = []
+
+    def attempt(size: int, smaller_size: int) -> int:
+        tried.append((size, smaller_size))
+        if size > 3:
+            raise kit.SmallerSizeError(3)
+        return size
+
+    assert sizes.search("step", 16, attempt) == 3
+    assert tried == [(16, 8), (3, 2)]

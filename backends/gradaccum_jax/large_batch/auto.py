@@ -85,22 +85,17 @@ class SizeSearch:
             limit = free_bytes((model_arguments, batch))
         leaves, structure = jax.tree.flatten((model_arguments, batch))
         key = (self.identity, structure, *map(_type_of, leaves))
-        size = self.sizes.start(key, batch.items)
-        failure: Exception | None = None
-        while size:
+
+        def attempt(size: int, smaller_size: int) -> Any:
             small_batch = cut_batch(batch, size, model_arguments)
             try:
-                result = self.attempt((key, size), model_arguments, small_batch, limit)
+                return self.attempt((key, size), model_arguments, small_batch, limit)
             except jax.errors.JaxRuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
-                kit.free_frames(error)
-                failure = error
-                size = self.sizes.after_failure(size) if size > 1 else 0
-            else:
-                self.sizes.remember(key, size)
-                return result
-        raise kit.too_small_error(self.sizes.memory_limit) from failure
+                raise kit.SmallerSizeError(smaller_size) from error
+
+        return self.sizes.search(key, batch.items, attempt)
 
     def attempt(
         self, name: Hashable, model_arguments: Tree, batch: LargeBatch, limit: int

@@ -69,31 +69,13 @@ class MicroBatch(NamedTuple):
     items: int
 
 
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class Constant:
-    """A value in a batch that is not an array. It is a part of the batch's tree
-    structure.
-
-    A program is compiled for each value and type. The type is compared too, because 1
-    equals True.
+class Constant(NamedTuple):
+    """A value in a batch that is not an array. A program is compiled for each value and
+    type. The type is compared too, because 1 equals True.
     """
 
     kind: type
     value: Any
-
-
-def with_values(tree: Tree) -> Tree:
-    """Replace each `Constant` in `tree` with its value."""
-
-    def is_constant_node(node: object) -> bool:
-        return isinstance(node, Constant)
-
-    return jax.tree.map(
-        lambda node: node.value if is_constant_node(node) else node,
-        tree,
-        is_leaf=is_constant_node,
-    )
 
 
 def call_with(
@@ -116,8 +98,8 @@ class EqualMicroBatches(NamedTuple):
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["trees"],
-    meta_fields=["axes", "items", "size", "blocks"],
+    data_fields=["arrays"],
+    meta_fields=["structure", "axes", "items", "size", "blocks"],
 )
 @dataclass(frozen=True)
 class LargeBatch:
@@ -125,12 +107,14 @@ class LargeBatch:
     micro-batches.
     """
 
-    trees: tuple[Tree, ...]
-    """The first three fields of a `MicroBatch`, but for all items of the batch. Each
-    value that is not an array is a `Constant`.
+    arrays: list[Array]
+    """The arrays among the leaves of the batch."""
+    structure: Any
+    """The tree structure of the first three fields of a `MicroBatch`."""
+    axes: tuple[Axis | Constant, ...]
+    """For each leaf of the batch, its batch axis, or its value if the leaf is not an
+    array.
     """
-    axes: tuple[Axis, ...]
-    """The batch axis of each array, in the order of `jax.tree.leaves`."""
     items: int
     size: int
     """The number of items in a micro-batch; the last micro-batch may be smaller."""
@@ -159,17 +143,20 @@ class LargeBatch:
         """
         start = number * (self.size // self.blocks)
         length = items // self.blocks
-        leaves, structure = jax.tree.flatten(self.trees)
-        for place, axis in enumerate(self.axes):
+        arrays = iter(self.arrays)
+        leaves = []
+        for axis in self.axes:
+            if isinstance(axis, Constant):
+                leaves.append(axis.value)
+                continue
+            array = next(arrays)
             if axis == KEY:
                 for key_number in key_numbers:
-                    leaves[place] = jax.random.fold_in(leaves[place], key_number)
+                    array = jax.random.fold_in(array, key_number)
             elif axis is not None:
-                leaves[place] = take_items(
-                    leaves[place], int(axis), start, length, self.blocks
-                )
-        trees = with_values(jax.tree.unflatten(structure, leaves))
-        arguments, keywords, item_weights = trees
+                array = take_items(array, int(axis), start, length, self.blocks)
+            leaves.append(array)
+        arguments, keywords, item_weights = jax.tree.unflatten(self.structure, leaves)
         return MicroBatch(arguments, keywords, item_weights, items)
 
 
@@ -198,12 +185,10 @@ def read_batch(
     keyword_axis = splitting.axes if isinstance(splitting.axes, int) else 0
     for leaf in jax.tree.leaves(keywords):
         axes.append(None if is_constant(leaf) else keyword_axis)
-    nodes: list[Any] = []
-    leaf_axes: list[Axis] = []
+    arrays: list[Array] = []
+    batch_axes: list[Axis | Constant] = []
     sizes: list[tuple[str, int]] = []
-    paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(
-        (arguments, keywords)
-    )
+    paths_and_leaves = jax.tree_util.tree_leaves_with_path((arguments, keywords))
     for (path, leaf), axis in zip(paths_and_leaves, axes, strict=True):
         is_plain = isinstance(leaf, PLAIN) and not isinstance(leaf, np.generic)
         if is_plain and axis != KEY:
@@ -211,10 +196,10 @@ def read_batch(
         name = f"batch{jax.tree_util.keystr(path[1:])}"
         axis = axis_of(name, leaf, axis)
         if is_constant(leaf):
-            nodes.append(Constant(type(leaf), leaf))
+            batch_axes.append(Constant(type(leaf), leaf))
             continue
-        nodes.append(leaf)
-        leaf_axes.append(axis)
+        arrays.append(leaf)
+        batch_axes.append(axis)
         if isinstance(axis, int):
             sizes.append((name, np.shape(leaf)[axis]))
     lists = [
@@ -225,9 +210,10 @@ def read_batch(
     kit.require_items(items)
     item_weights = _weights_of_items(splitting.weight, items)
     if item_weights is not None:
-        leaf_axes.append(0)
-    trees = (*jax.tree.unflatten(structure, nodes), item_weights)
-    return LargeBatch(trees, tuple(leaf_axes), items, size=items)
+        arrays.append(item_weights)
+        batch_axes.append(0)
+    structure = jax.tree.structure((arguments, keywords, item_weights))
+    return LargeBatch(arrays, structure, tuple(batch_axes), items, size=items)
 
 
 def _weights_of_items(weight: Weight, items: int) -> Array:
@@ -263,9 +249,10 @@ def cut_batch(batch: LargeBatch, size: int, others: Tree = ()) -> LargeBatch:
     """
     known_shards = 1
     possible_shards = 1
-    for leaf, axis in zip(jax.tree.leaves(batch.trees), batch.axes, strict=True):
+    array_axes = [axis for axis in batch.axes if not isinstance(axis, Constant)]
+    for array, axis in zip(batch.arrays, array_axes, strict=True):
         if isinstance(axis, int):
-            shards: AxisShards = axis_shards(leaf, axis, others)
+            shards: AxisShards = axis_shards(array, axis, others)
             known_shards = math.lcm(known_shards, shards.known)
             possible_shards = math.lcm(possible_shards, shards.possible)
     possible_shards = math.gcd(possible_shards, batch.items)

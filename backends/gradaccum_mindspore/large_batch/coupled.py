@@ -12,6 +12,7 @@ Both passes run in PyNative mode, even if graph mode is set.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mindspore as ms
@@ -45,33 +46,31 @@ from gradaccum_mindspore.mindspore_private import context, refuse_trace
 class CoupledGradient(nn.Cell):  # type: ignore[misc]
     """The function that `coupled_value_and_grad` returns."""
 
-    def __init__(
-        self,
-        outputs_fn: Function,
-        loss_fn: Function,
-        weights: Parameter | Sequence[Parameter],
-        options: CallOptions,
-        accumulate_dtype: object,
-        modules: Sequence[nn.Cell],
-    ) -> None:
+    def __init__(self, passes: CoupledPasses) -> None:
         super().__init__(auto_prefix=False)
-        self.is_single = isinstance(weights, Parameter)
-        attributes = {
-            "outputs_fn": outputs_fn,
-            "loss_fn": loss_fn,
-            "parameters": (weights,) if self.is_single else tuple(weights),
-            "options": options,
-            "accumulate_dtype": accumulate_dtype,
-            "modules": modules,
-        }
-        for name, value in attributes.items():
-            # With plain assignments, the Cell would list the parameters of these
-            # objects as its own.
-            object.__setattr__(self, name, value)
+        self.passes = passes
 
     def __call__(self, *batch: Nest, **keywords: Nest) -> tuple[Tensor, Any]:
         refuse_trace()
-        batch = positional(self.outputs_fn, batch, keywords)
+        return self.passes.run(positional(self.passes.outputs_fn, batch, keywords))
+
+
+@dataclass(frozen=True)
+class CoupledPasses:
+    """The two passes over the micro-batches. They are not methods of the Cell, because
+    a Cell would list the parameters of its attributes as its own.
+    """
+
+    outputs_fn: Function
+    loss_fn: Function
+    parameters: Sequence[Parameter]
+    is_single: bool
+    """Whether the user passed one Parameter instead of a sequence."""
+    options: CallOptions
+    accumulate_dtype: object
+    modules: Sequence[nn.Cell]
+
+    def run(self, batch: Batch) -> tuple[Tensor, Any]:
         total = TensorSum(self.accumulate_dtype)
         with (
             context(mode=ms.PYNATIVE_MODE),
@@ -229,9 +228,17 @@ def coupled_value_and_grad(
         )
     division = make_division(steps, micro_batch_size)
     options = CallOptions(division, make_options(None, reduction="sum"), axes=axes)
-    return CoupledGradient(
-        outputs_fn, loss_fn, weights, options, accumulate_dtype, known_modules
+    is_single = isinstance(weights, Parameter)
+    passes = CoupledPasses(
+        outputs_fn,
+        loss_fn,
+        (weights,) if is_single else tuple(weights),
+        is_single,
+        options,
+        accumulate_dtype,
+        known_modules,
     )
+    return CoupledGradient(passes)
 
 
 def tensors_of(outputs: Nest) -> list[Any]:

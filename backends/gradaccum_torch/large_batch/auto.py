@@ -29,8 +29,7 @@ from gradaccum.kit import (
     LargeBatch,
     MicroBatch,
     Options,
-    free_frames,
-    too_small_error,
+    SmallerSizeError,
 )
 from gradaccum_torch.large_batch.gradients import GradientsInGrad, collecting
 from gradaccum_torch.large_batch.replay import Before
@@ -93,28 +92,20 @@ def run_divided(
     if group is None and processes() > 1:
         group = dist.group.WORLD
     versions = Versions(tensors)
-    key = key_of(function, tensors)
-    size = sizes.start(key, large.items or FITS)
-    while True:
-        try:
-            smaller_size = sizes.after_failure(size) if size > 1 else 0
-            result = attempt(
-                division._replace(micro_batch_size=size),
-                agreement(smaller_size, group),
-            )
-        except SmallerSizeError as error:
-            free_frames(error)
-            size = error.size
-            if not size:
-                raise too_small_error(sizes.memory_limit) from error.__cause__
-        else:
-            sizes.remember(key, size)
-            return result
+
+    def attempt_size(size: int, smaller_size: int) -> T:
+        sized_division = division._replace(micro_batch_size=size)
+        return attempt(sized_division, agreement(smaller_size, group))
+
+    def before_retry() -> None:
         if versions.moved():
             raise written_error()
         gc.collect()
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
+
+    key = key_of(function, tensors)
+    return sizes.search(key, large.items or FITS, attempt_size, before_retry)
 
 
 def written_error() -> UsageError:
@@ -159,15 +150,6 @@ RAISED = -1
 """A worker's vote if it raised an error other than out of memory. A vote of 0 means
 that a single item does not fit into memory.
 """
-
-
-class SmallerSizeError(Exception):
-    """The call has to start over with micro-batches of `size` items. A size of 0 means
-    that a single item does not fit into memory.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size = size
 
 
 @contextmanager

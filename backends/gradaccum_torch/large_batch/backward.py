@@ -8,6 +8,7 @@ which its backward pass starts, so that no operation is added to the user's grap
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -126,15 +127,8 @@ def backward(
     is_automatic = isinstance(division.micro_batch_size, AutoMicroBatchSize)
     is_alone = optimizer is None and processes() > 1
 
-    def run(
-        micro_batches: list[kit.MicroBatch], destination: GradientsInGrad
-    ) -> tuple[Tensor, Any]:
-        return run_micro_batches(
-            loss_fn, micro_batches, destination, has_aux, merge_aux
-        )
-
     loss, aux = run_divided(
-        run,
+        partial(run_micro_batches, loss_fn, has_aux=has_aux, merge_aux=merge_aux),
         loss_fn,
         kit.LargeBatch(batch, axes, weight),
         division,
@@ -167,7 +161,8 @@ def run_micro_batches(
             wide_dtype = torch.promote_types(dtype, torch.float32)
             total = torch.zeros_like(loss, dtype=wide_dtype)
         if micro_batch.factor:
-            total += loss.to(wide_dtype) * (micro_batch.factor / destination.divisor)
+            share = micro_batch.factor / destination.divisor
+            total.add_(loss.to(wide_dtype), alpha=share)
         auxes.append(aux)
     assert total is not None
     if not has_aux:

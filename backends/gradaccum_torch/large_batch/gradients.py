@@ -36,7 +36,7 @@ from gradaccum_torch.torch_private.names import (
 )
 from gradaccum_torch.whole_window import WholeWindow
 
-LEAF_NODE = "torch::autograd::AccumulateGrad"
+LEAF_NODE = "AccumulateGrad"
 REENTRANT_NODE = "CheckpointFunctionBackward"
 """The graph node of a reentrant checkpoint. The graph inside the checkpoint exists only
 during the backward pass.
@@ -76,6 +76,13 @@ class GradientsInGrad:
         passes.
         """
         self._known_ids = set(ignored_ids)
+        self._refused_nodes: set[str] = set()
+        self._needs_optimizer = self.window is None and processes() > 1
+        """Whether modules that several workers train need a wrapped optimizer."""
+        if self.window is None:
+            self._refused_nodes.add(REENTRANT_NODE)
+        if before.notes_calls:
+            self._refused_nodes.add(COMPILED_NODE)
         self._leaf_nodes: set[Node] = set()
         """The graph nodes of the leaves found so far. They are kept alive because
         autograd would otherwise create new nodes for the same leaves.
@@ -83,8 +90,8 @@ class GradientsInGrad:
         self._earlier_gradients: dict[Tensor, Tensor | None] = {}
         self._wide_sums: dict[Tensor, Tensor] = {}
         self._without_gradient: list[Tensor] = []
-        self._sum_versions: list[tuple[int, int]] = []
-        """For each gradient sum, its id and the number of writes into it. Both must not
+        self._sum_versions: list[int] = []
+        """The ids of the gradient sums, and how often each was written to. Neither may
         change while the user's functions run.
         """
         self._handles: list[RemovableHandle] = []
@@ -106,14 +113,9 @@ class GradientsInGrad:
         """Prepare to collect the gradients of all leaves in the graph of `tensors`.
         Return the leaves whose nodes were not in `leaf_nodes` before.
         """
-        refused_nodes = set()
-        if self.window is None:
-            refused_nodes.add(REENTRANT_NODE)
-            if processes() > 1:
-                require_alone(self.before.buffers.modules.values())
-        if self.before.notes_calls:
-            refused_nodes.add(COMPILED_NODE)
-        leaves = leaves_of_graph(tensors, leaf_nodes, refused_nodes)
+        if self._needs_optimizer:
+            require_alone(self.before.buffers.modules.values())
+        leaves = leaves_of_graph(tensors, leaf_nodes, self._refused_nodes)
         for leaf in leaves:
             if id(leaf) in self._known_ids:
                 continue
@@ -157,15 +159,19 @@ class GradientsInGrad:
         """Copy new gradients into whose memory other code may write. Record the number
         of writes into each gradient sum.
         """
-        for leaf in self._without_gradient:
-            keep_own(leaf)
-        self._without_gradient = [p for p in self._without_gradient if p.grad is None]
+        if self._without_gradient:
+            for leaf in self._without_gradient:
+                keep_own(leaf)
+            self._without_gradient = [
+                leaf for leaf in self._without_gradient if leaf.grad is None
+            ]
         self._sum_versions = self._current_versions()
 
-    def _current_versions(self) -> list[tuple[int, int]]:
+    def _current_versions(self) -> list[int]:
         totals = [leaf.grad for leaf in self._earlier_gradients]
         totals += self._wide_sums.values()
-        return [(id(total), version(total)) for total in totals if total is not None]
+        sums = [total for total in totals if total is not None]
+        return [*map(id, sums), *map(version, sums)]
 
     def require_untouched(self) -> None:
         """Raise if the user's function has changed a gradient sum, for example through
@@ -310,16 +316,16 @@ def leaves_of_graph(
             waiting.append(tensor.grad_fn)
         elif tensor.requires_grad:
             leaves.append(tensor)
-    seen = leaf_nodes | set(waiting)
+    seen: set[Node] = {None, *leaf_nodes, *waiting}
     for node in waiting:  # The list grows during the loop.
-        name = node.name()
+        name = type(node).__name__
         if name == LEAF_NODE:
             leaf_nodes.add(node)
             leaves.append(node.variable)
         elif name in refused_nodes:
             raise hidden_error(name)
         for inner_node, _ in node.next_functions:
-            if inner_node is not None and inner_node not in seen:
+            if inner_node not in seen:
                 seen.add(inner_node)
                 waiting.append(inner_node)
     return leaves

@@ -267,7 +267,7 @@ MUTANTS = (
     ),
     Mutant(
         "give_every_micro_batch_one_key",
-        "                    leaves[place] = jax.random.fold_in(leaves[place], key_number)\n",
+        "                    array = jax.random.fold_in(array, key_number)\n",
         "                    pass\n",
         "test_jax_large_batch.py::test_every_micro_batch_has_its_own_key",
     ),
