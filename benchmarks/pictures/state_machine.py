@@ -24,7 +24,7 @@ STEPS = (
     ("Decide", "update, clipped or not, or skip"),
     ("Update", "the optimizer runs, or does not"),
     ("Clear", "the sum"),
-    ("Move", "the loss scale"),
+    ("Adjust", "the loss scale"),
     ("Count", "optimizer_step or skipped_windows"),
 )
 """The steps at a window's end, as the page on concepts has it."""

@@ -45,7 +45,7 @@ def test_wrapped_loop_makes_the_large_batches_updates() -> None:
     ratios = [usual / large for usual, large in pairs]
     assert ratios[0] == pytest.approx(1, rel=1e-12), "equal micro-batches"
     assert all(abs(ratio - 1) > 0.2 for ratio in ratios[1:])
-    shown = "{}, {}, {} and {} of them".format(*(f"{each:.2g}" for each in ratios))
+    shown = "{}, {}, {} and {} times".format(*(f"{each:.2g}" for each in ratios))
     assert shown in (ROOT / "gradaccum/CONCEPTS.md").read_text(encoding="utf-8")
 
 

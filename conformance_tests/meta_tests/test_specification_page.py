@@ -58,4 +58,4 @@ def test_vectors_fit_their_schema(kind: str) -> None:
 def test_number_of_vectors() -> None:
     number = sum(len(read(kind)) for kind in KINDS)
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    assert f"with {number} vectors in JSON" in " ".join(changelog.split())
+    assert f"with {number} test vectors in JSON" in " ".join(changelog.split())

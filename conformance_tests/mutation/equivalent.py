@@ -29,7 +29,6 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     },
     "gradaccum/verification/batch.py": {
         "self._axes_of_leaves = list(zip(self.leaves, self._axes, strict=False))": "each leaf has an axis or None",
-        "for value, axis in zip(values, spread(axes, arguments, 'axes'), strict=False)": "each leaf has an axis or None",
     },
     "gradaccum/verification/comparison.py": {
         "self.differing(self.large, self.accumulate(parts, weighting))": SYMMETRIC,

@@ -25,7 +25,7 @@ MUTANTS = (
     ),
     Mutant(
         "sum_half_precision_in_itself",
-        'return jnp.dtype("float32") if leaf_dtype.itemsize < 4 else leaf_dtype',
+        "return wider(leaf_dtype, jnp.float32)",
         "return leaf_dtype",
         "test_half_precision.py::test_sum_is_float32",
     ),
@@ -37,8 +37,8 @@ MUTANTS = (
     ),
     Mutant(
         "apply_in_mid_window",
-        "Ending(bare_state, start_total, jnp.asarray(False), zero + 1, zero)",
-        "Ending(bare_state, start_total, jnp.asarray(True), zero + 1, zero)",
+        "Ending(bare_state, start_total, jnp.asarray(False), unused, unused)",
+        "Ending(bare_state, start_total, jnp.asarray(True), unused, unused)",
         "test_windows.py::test_nothing_moves_between_window_ends",
     ),
     Mutant(

@@ -171,9 +171,9 @@ MUTANTS = (
         "let_the_inner_optimizer_be_called",
         (
             '        self.inner_attributes["construct"] = self.guard\n'
-            "        # In graph mode"
+            "        # Without this line, a call"
         ),
-        "        # In graph mode",
+        "        # Without this line, a call",
         "test_mindspore_everyday.py::test_inner_optimizer_is_not_called",
     ),
     Mutant(
