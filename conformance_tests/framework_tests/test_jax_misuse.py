@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
@@ -19,8 +18,7 @@ import gradaccum_jax
 PARAMS = {"a": jnp.asarray([1.0, 2.0]), "b": {"c": jnp.asarray([[3.0]])}}
 GRADS = jax.tree.map(lambda p: p * 0.25, PARAMS)
 SGD = optax.sgd(1.0)
-ONE, X = jnp.ones(()), np.ones((6, 2), np.float32)
-TYPE, VALUE = gradaccum.ArgumentTypeError, gradaccum.ArgumentValueError
+TYPE = gradaccum.ArgumentTypeError
 USAGE, GRADIENT = gradaccum.UsageError, gradaccum.GradientError
 
 
@@ -39,10 +37,6 @@ def flush(tx: Any, **extra: Any) -> Any:
 
 def loss(params: Any, *batch: Any) -> Any:
     return jnp.mean(params * jax.tree.leaves(batch)[0])
-
-
-def large_batch(params: Any, *batch: Any, **keywords: Any) -> Any:
-    return gradaccum_jax.value_and_grad(loss, steps=2)(params, *batch, **keywords)
 
 
 def layered(tx: Any) -> Any:

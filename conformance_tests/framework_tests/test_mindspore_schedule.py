@@ -40,6 +40,7 @@ def test_compiled_schedule_returns_a_number_of_unknown_kind():
     closed = [bool(call(1.0)) for _ in range(7)]
     assert closed == [True, True, False, True, False, False, True]
     load_checkpoint_into(optimizer, entries_of(optimizer))
+    assert "micro-batch 0 of 3, update 4" in repr(optimizer)
 
 
 @pytest.mark.parametrize("steps", [shrinking, gradaccum.until_weight(shrinking)])
