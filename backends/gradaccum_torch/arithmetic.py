@@ -60,7 +60,7 @@ def add(total: Tensor, gradient: Tensor) -> Tensor:
 
 def divide(tensors: Sequence[Tensor], divisor: float) -> None:
     """Divide `tensors` in place, unless `divisor` is 1."""
-    if divisor == 1 or not tensors:
+    if divisor == 1:
         return
     with torch.no_grad():
         for group in groups_of(map(elements, tensors)):

@@ -69,7 +69,7 @@ def test_inner_step_is_refused() -> None:
 
 def test_inner_optimizer_is_free_again() -> None:
     """As a copy, or without its wrapper; a copy of the wrapper has its own."""
-    _, opt = make()
+    model, opt = make()
     inner, copied = opt.optimizer, copy.deepcopy(opt)
     copy.deepcopy(inner).step()
     with pytest.raises(gradaccum.UsageError, match="inner optimizer's SGD"):
@@ -77,6 +77,7 @@ def test_inner_optimizer_is_free_again() -> None:
     del opt
     inner.step()
     assert not inner._optimizer_step_pre_hooks
+    assert not model[0].weight._post_accumulate_grad_hooks
 
 
 def test_second_wrapper_is_refused() -> None:

@@ -176,7 +176,7 @@ def test_begun_window_is_refused(is_counted: bool) -> None:
         opt.step()
     held = gradients(model)
     kept = copy.deepcopy(held)
-    with pytest.raises(gradaccum.UsageError, match=r"discard|zero_grad"):
+    with pytest.raises(gradaccum.UsageError, match=r"opt\.discard"):
         split(lambda x: model(x).std(), X, optimizer=opt)
     assert opt.result.micro_step == is_counted
     assert all(a is b for a, b in zip(gradients(model), held, strict=True))

@@ -88,7 +88,7 @@ def test_window_is_one_scaler_step(kind: str) -> None:
 
 @by_kind
 def test_scale_changes_only_between_windows(kind: str) -> None:
-    loop = Loop(kind)
+    loop = Loop(kind, init_scale=2.0)
     for gradient in (1.0, 1.0, 3.0, 3.0):
         if gradient == 3.0 and not loop.opt.result.micro_step:
             loop.scaler.update(32.0)

@@ -109,10 +109,17 @@ def test_gradient_that_somebody_holds_is_reduced_in_a_copy(dtype: torch.dtype) -
                 opt.backward(loss)
             assert len(calls) == (index == 3)
             opt.step()
-    assert opt.result.loss == -2 - 2**20
+        opt.backward(small.float().sum())
+        opt.step()
+        opt.backward(small.float().sum())
+        opt.discard()
+        for _ in range(2):
+            opt.backward(small.float().sum() + large.float().sum())
+            opt.step()
+    assert opt.result.loss == -3 - 3 * 2**20
     assert bool((held == 1).all())
-    assert bool((large == -1.5).all())
-    assert gradients == [None, None]
+    assert bool((large == -2.5).all())
+    assert gradients == [None, None, None]
 
 
 class Scale(nn.Module):

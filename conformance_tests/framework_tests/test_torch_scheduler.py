@@ -68,6 +68,7 @@ def test_gated_scheduler_moves_once_per_update(kind: str) -> None:
     expected = KINDS[kind](other)
     opt = make()
     gated = gradaccum.wrap(KINDS[kind](opt))
+    gated.step()
     assert isinstance(gated, lr_scheduler.LRScheduler)
     for update in range(4):
         for _ in range(2):

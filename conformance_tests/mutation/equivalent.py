@@ -92,6 +92,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         ),
     },
     "backends/gradaccum_torch/window.py": {
+        "self.gradient_sum = GradientSum(self.watch, masters.parameters)": "another object replaces it before anything reads it",
         "self.extensions, numbers, strict=False": "each extension has its numbers",
         "if total.dtype is dtype or (norm / divisor < torch.finfo(dtype).max):": "at the limit the elements tell the same",
         "(id(parameter), parameter.requires_grad, parameter.dtype)": "marks are only compared with each other",
