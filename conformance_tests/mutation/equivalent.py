@@ -38,6 +38,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "SCALES = (2.0**16, 2.0**9)": "any power of two",
         "SCALES = (2.0**16, (2.0 * 8))": "any power of two",
         "return is_exact and (abs(math.fsum(best) - 1) <= room)": EDGE,
+        "if norm and (share <= SAME):": EDGE,
         "names = comparison.differing(gradient, comparison.accumulate(parts))": SYMMETRIC,
         "names = self.comparison.differing(gradient, carried_gradient)": SYMMETRIC,
         "for share, norm in zip(best, coefficients.norms, strict=False):": "each micro-batch has a coefficient and a norm",
