@@ -12,7 +12,8 @@ classes, is in `gradaccum` itself.
 - `Listeners`: functions that are called after each window. Closed windows need to be
   recorded only while ``added`` is not empty;
 - `described`, `status`: a description of the state in one line;
-- `examine`, `Subject`, `Conditions`, `places_of`: the experiments of `gradaccum.verify`;
+- `examine`, `Subject`, `Conditions`, `ModelState`, `HostRandom`, `places_of`: the
+  experiments of `gradaccum.verify`;
 - `Backend`: the protocol that a backend implements;
 - `Steps`, `WrapOptions`, `wrap_with`: the parts of a backend's own typed ``wrap``.
 """
