@@ -287,6 +287,12 @@ def test_words_of_a_cause() -> None:
         assert examine(subject, 4, reduction).causes[0].fix.startswith(fix)
 
 
+def test_mode_that_does_not_explain_everything_says_so() -> None:
+    for slopes, verdict in ((in_training, "is right"), (coupled, "is wrong for")):
+        report = examine(PlainSubject(slopes, layers=["norm"]), 4)
+        assert f"In evaluation mode the gradient {verdict}" in str(report)
+
+
 def test_items_of_a_gradient_that_is_not_finite_are_named() -> None:
     (cause,) = examine(PlainSubject(deviating), 4).causes
     assert "The gradient of the items 0, 1 as one" in cause.explanation
@@ -341,13 +347,14 @@ def test_floor_of_a_unit(
     """Each of two gradients (3, 6) is rounded once, and its sum as often as it is added
     up in pairs, in float32 at the coarsest.
     """
-    subject = PlainSubject(lambda x, n, world: {"w": 3.0}, names=["w"])
+    subject = PlainSubject(lambda x, n, world: {"w": 3.0, "v": 3.0})
     subject.precision = (2.0**-8, 1e-3)
     subject.batch.terms = terms
     comparison = compared(subject, 2, reduction)
     relative = (2.0**-8 + additions * 2.0**-23) * 2 * factor * math.hypot(3, 6)
     floor = relative + 2 * 1e-3 * math.sqrt(2)
-    assert comparison.floors == {"w": pytest.approx(floor, rel=1e-12)}
+    approximate_floor = pytest.approx(floor, rel=1e-12)
+    assert comparison.floors == {"w": approximate_floor, "v": approximate_floor}
 
 
 def test_floor_is_measured_in_the_partition_of_training() -> None:

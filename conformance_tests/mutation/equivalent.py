@@ -32,6 +32,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "self.differing(self.large, self.accumulate(parts, weighting))": SYMMETRIC,
         "for gradient, factor in zip(self.gradients(parts), factors, strict=False):": "each micro-batch has a factor",
         "pairs = zip(self.gradients(parts), factors, strict=False)": "each micro-batch has a factor",
+        "if (size < sum_error * largest):": EDGE,
     },
     "gradaccum/verification/examination.py": {
         "SCALES = (2.0**17, 2.0**8)": "any power of two",
@@ -39,6 +40,8 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "SCALES = (2.0**16, (2.0 * 8))": "any power of two",
         "return is_exact and (abs(math.fsum(best) - 1) <= room)": EDGE,
         "if norm and (share <= SAME):": EDGE,
+        "and (distance >= ROUNDING_LIMIT * comparison.floors[name])": EDGE,
+        "if not changed_names(second, first[::-1]):": SYMMETRIC,
         "names = comparison.differing(gradient, comparison.accumulate(parts))": SYMMETRIC,
         "names = self.comparison.differing(gradient, carried_gradient)": SYMMETRIC,
         "for share, norm in zip(best, coefficients.norms, strict=False):": "each micro-batch has a coefficient and a norm",
