@@ -12,7 +12,8 @@ classes, is in `gradaccum` itself.
 - `Listeners`: functions that are called after each window. While its ``added`` is
   empty, a backend need not record closed windows;
 - `described`, `status`: one-line descriptions of the state;
-- `examine`, `Subject`, `Conditions`, `places_of`: the experiments of `gradaccum.verify`;
+- `examine`, `Subject`, `Conditions`, `ModelState`, `HostRandom`, `places_of`: the
+  experiments of `gradaccum.verify`;
 - `Backend`: the protocol that a backend implements;
 - `Steps`, `WrapOptions`, `wrap_with`: the building blocks of a backend's own typed
   ``wrap``.

@@ -113,7 +113,7 @@ class PlainSubject(Subject):
         layers = self.layers.values()
         world = World(
             1.5 * move[-1],
-            conditions.training and all(each.training for each in layers),
+            all(layer.training for layer in layers) if layers else conditions.training,
             conditions.scale,
             self.memory,
             len(part) == items,
@@ -285,6 +285,11 @@ def drawing(x, counts, world):
 
 def drawing_always(x, counts, world):
     return multiplied(sound(x, counts, world), noise(x, world))
+
+
+def drawing_from_host(x, counts, world):
+    """Each micro-batch begins with the same random state."""
+    return multiplied(sound(x, counts, world), 1 + random.random())
 
 
 def drawing_and_counting(x, counts, world):

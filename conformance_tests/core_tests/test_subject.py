@@ -71,6 +71,7 @@ def closing_over_its_model(x: Any, y: Any) -> Any:
         (Trainer().loss, (1, 2), (("out", 1), 2)),
         (usual, {"y": 2, "x": 1}, (MODEL, 1, 2)),
         (lambda model, **batch: batch, {"y": 2}, {"y": 2}),
+        (lambda x, y: (x, y), {"y": 2, "x": 1}, (1, 2)),
         (lambda model, batch: batch, {"y": 2}, {"y": 2}),
     ],
 )

@@ -39,6 +39,7 @@ from .plain_subject import (
     drawing,
     drawing_always,
     drawing_and_counting,
+    drawing_from_host,
     hardly_maximal,
     ignoring_scale,
     in_training,
@@ -95,6 +96,7 @@ BY_MEANS: list[Caused] = [
     (PlainSubject(summed), "weights", "the loss"),
     (PlainSubject(sound, weights=COUNTS), "weights", "the loss"),
     (counted(by_count, readable=TOKENS), "weights", "(batch[1] != 0).sum()"),
+    (PlainSubject(by_count), "weights", "the denominator of the loss"),
     (
         counted(by_later_counts, readable=TOKENS),
         "weights",
@@ -158,6 +160,7 @@ def test_cause_by_its_definition(case: Caused, reduction: str) -> None:
         (PlainSubject(by_count, weights=COUNTS), "mean"),
         (PlainSubject(sound, layers=["norm"]), "mean"),
         (PlainSubject(drawing, drawing=["dropout"]), "mean"),
+        (PlainSubject(drawing_from_host), "mean"),
         (PlainSubject(lambda x, n, world: {"w": mean(x)}), "mean"),
         (PlainSubject(lambda x, n, world: {"w": 0.0, "v": 1e-320}), "mean"),
     ],
@@ -275,12 +278,26 @@ def test_small_gradient_counts_in_its_own_units() -> None:
 
 def test_words_of_a_cause() -> None:
     assert joined_names(["a", "b", "c", "d", "e"]) == "a, b, c, d, e"
+    assert joined_names(list("abcdef")) == "a, b, c, d, e and 1 more"
     assert joined_names(list("abcdefg")) == "a, b, c, d, e and 2 more"
     for subject, reduction, fix in (
         (PlainSubject(summed), "mean", "Write reduction='sum'. For the mean over"),
         (PlainSubject(sound), "sum", "Write reduction='mean' and no weight=."),
     ):
         assert examine(subject, 4, reduction).causes[0].fix.startswith(fix)
+
+
+def test_mode_that_does_not_explain_everything_says_so() -> None:
+    for slopes, verdict in ((in_training, "is right"), (coupled, "is wrong for")):
+        report = examine(PlainSubject(slopes, layers=["norm"]), 4)
+        assert f"In evaluation mode the gradient {verdict}" in str(report)
+
+
+def test_items_of_a_gradient_that_is_not_finite_are_named() -> None:
+    (cause,) = examine(PlainSubject(deviating), 4).causes
+    assert "The gradient of the items 0, 1 as one" in cause.explanation
+    whole = PlainSubject(lambda x, n, world: {"w": math.nan})
+    assert "items 0, 1, 2, 3, 4 and 3 more" in str(examine(whole, 4))
 
 
 def test_scales_that_overflow_are_left_out() -> None:
@@ -330,13 +347,14 @@ def test_floor_of_a_unit(
     """Each of two gradients (3, 6) is rounded once, and its sum as often as it is added
     up in pairs, in float32 at the coarsest.
     """
-    subject = PlainSubject(lambda x, n, world: {"w": 3.0}, names=["w"])
+    subject = PlainSubject(lambda x, n, world: {"w": 3.0, "v": 3.0})
     subject.precision = (2.0**-8, 1e-3)
     subject.batch.terms = terms
     comparison = compared(subject, 2, reduction)
     relative = (2.0**-8 + additions * 2.0**-23) * 2 * factor * math.hypot(3, 6)
     floor = relative + 2 * 1e-3 * math.sqrt(2)
-    assert comparison.floors == {"w": pytest.approx(floor, rel=1e-12)}
+    approximate_floor = pytest.approx(floor, rel=1e-12)
+    assert comparison.floors == {"w": approximate_floor, "v": approximate_floor}
 
 
 def test_floor_is_measured_in_the_partition_of_training() -> None:

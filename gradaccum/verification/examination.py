@@ -143,7 +143,8 @@ class Examination:
             norms = self.comparison.norms(gradient)
             names = [name for name, norm in norms.items() if math.isinf(norm)]
             if names:
-                return self.add("not_finite", names, items=part)
+                items = joined_names(map(str, part))
+                return self.add("not_finite", names, items=items)
         return False
 
     def changed_names(self, **conditions: object) -> list[str]:
