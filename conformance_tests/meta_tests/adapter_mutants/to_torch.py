@@ -371,7 +371,7 @@ MUTANTS = (
     ),
     Mutant(
         "take_the_hooks_of_compiled_code_for_granted",
-        "        if self.before.notes_calls:\n",
+        "        if before.notes_calls:\n",
         "        if False:\n",
         OWN
         + "test_torch_large_batch_counts.py::test_compiled_statistics_move_once_or_are_refused",
