@@ -25,6 +25,7 @@ from gradaccum.loop_check import (
     loop_report,
 )
 from gradaccum.nests import (
+    PLAIN,
     Leaf,
     Nest,
     children_of,
@@ -145,6 +146,7 @@ __all__ = [
     "DIVIDED_LOSS",
     "FIELD_DTYPES",
     "FORMAT",
+    "PLAIN",
     "RATE_MOVED",
     "Backend",
     "Conditions",
