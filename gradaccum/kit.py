@@ -22,6 +22,7 @@ classes, is in `gradaccum` itself.
 from gradaccum.errors import require_bool, require_choice, require_weight
 from gradaccum.loop_check import LoopReport, items_of, loop_report
 from gradaccum.nests import (
+    PLAIN,
     Leaf,
     Nest,
     children_of,
@@ -144,6 +145,7 @@ __all__ = [
     "DIVIDED_LOSS",
     "FIELD_DTYPES",
     "FORMAT",
+    "PLAIN",
     "RATE_MOVED",
     "Backend",
     "Conditions",

@@ -23,7 +23,9 @@ Nest: TypeAlias = object
 """Containers around leaves of any kind."""
 
 PLAIN = (str, bytes, bool, int, float, complex, type(None))
-"""The types of values that contain no array."""
+"""The types of plain Python values, which contain no array and are not split: every
+micro-batch gets the whole value.
+"""
 
 
 class Leaf(NamedTuple):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import gradaccum
 from gradaccum import AutoMicroBatchSize, UsageError
+from gradaccum.kit import SmallerSizeError
 from gradaccum_torch.large_batch import backward, coupled_backward
 from gradaccum_torch.large_batch.auto import is_out_of_memory, key_of
 
@@ -155,7 +156,7 @@ def test_error_leaves_everything(
     size = AutoMicroBatchSize() if automatic else 4
     if automatic:
         key = key_of(run.outputs_of if coupled else run.loss_of, [X])
-        size.search(key, 4, lambda size, smaller_size: size)
+        size.search(key, 8, only_half_fits)
     before = run.state()
     with pytest.raises(error) as raised:
         run.call(size)
@@ -163,6 +164,11 @@ def test_error_leaves_everything(
     assert run.state() == before
     run.points.clear()
     require_same_as(4, run, place, run.call(size))
+
+
+def only_half_fits(size: int, smaller_size: int) -> None:
+    if size == 8:
+        raise SmallerSizeError(smaller_size)
 
 
 @by_place

@@ -47,18 +47,16 @@ class LargeBatchFunction(ABC):
     ) -> Any:
         """Split the batch into micro-batches, and run the compiled function on them."""
         batch = read_batch(arguments, keywords, self.splitting)
-        if self._size_search is not None:
-            return self._size_search(model_arguments, batch)
+        sizes = self.splitting.division.micro_batch_size
+        if isinstance(sizes, AutoMicroBatchSize):
+            return self._size_search(sizes, model_arguments, batch)
         size = kit.divided(self.splitting.division, batch.items)[0].items
         batch = cut_batch(batch, size, model_arguments)
         return call_jitted(self._jitted, model_arguments, batch)
 
     @cached_property
-    def _size_search(self) -> SizeSearch | None:
-        sizes = self.splitting.division.micro_batch_size
-        if isinstance(sizes, AutoMicroBatchSize):
-            return SizeSearch(self._jitted, sizes)
-        return None
+    def _size_search(self) -> SizeSearch:
+        return SizeSearch(self._jitted)
 
     @cached_property
     def _jitted(self) -> Callable[..., Any]:
@@ -70,17 +68,19 @@ class SizeSearch:
     programs that were compiled for the sizes tried.
     """
 
-    def __init__(self, jitted: Any, sizes: AutoMicroBatchSize) -> None:
+    def __init__(self, jitted: Any) -> None:
         self.jitted = jitted
-        self.sizes = sizes
         self.programs: dict[Hashable, Callable[..., Any]] = {}
         self.identity = object()
-        """An object that identifies this function in the keys of `sizes`. The keys keep
-        the object alive, so no later function can get the same identity.
+        """An object that identifies this function in the keys of an
+        `AutoMicroBatchSize`. The keys keep the object alive, so no later function can
+        get the same identity.
         """
 
-    def __call__(self, model_arguments: Tree, batch: LargeBatch) -> Any:
-        limit = self.sizes.memory_limit
+    def __call__(
+        self, sizes: AutoMicroBatchSize, model_arguments: Tree, batch: LargeBatch
+    ) -> Any:
+        limit = sizes.memory_limit
         if limit is None:
             limit = free_bytes((model_arguments, batch))
         leaves, structure = jax.tree.flatten((model_arguments, batch))
@@ -95,7 +95,7 @@ class SizeSearch:
                     raise
                 raise kit.SmallerSizeError(smaller_size) from error
 
-        return self.sizes.search(key, batch.items, attempt)
+        return sizes.search(key, batch.items, attempt)
 
     def attempt(
         self, name: Hashable, model_arguments: Tree, batch: LargeBatch, limit: int

@@ -34,10 +34,6 @@ from gradaccum_jax.checks import as_weight
 from gradaccum_jax.sharding import AxisShards, axis_shards, divide_axis, merge_axis
 
 C = TypeVar("C")
-PLAIN = (str, bytes, bool, int, float, complex)
-"""The types of plain Python values, which are not split: every micro-batch gets the
-whole value.
-"""
 Weight = Callable[..., Any] | Array | None
 """The user's `weight` option: either a function of a micro-batch's arguments, an array
 with one number per item, or None, which means weight 1 for each item.
@@ -190,7 +186,7 @@ def read_batch(
     sizes: list[tuple[str, int]] = []
     paths_and_leaves = jax.tree_util.tree_leaves_with_path((arguments, keywords))
     for (path, leaf), axis in zip(paths_and_leaves, axes, strict=True):
-        is_plain = isinstance(leaf, PLAIN) and not isinstance(leaf, np.generic)
+        is_plain = isinstance(leaf, kit.PLAIN) and not isinstance(leaf, np.generic)
         if is_plain and axis != KEY:
             axis = None
         name = f"batch{jax.tree_util.keystr(path[1:])}"
