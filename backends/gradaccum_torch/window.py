@@ -96,11 +96,12 @@ class Window:
         self.warn = Warnings()
         self.window_loss = WindowLoss(options)
         self.changed_rate_warning = ChangedRateWarning(masters.inner, self.warn)
+        self.divided_loss_warning = DividedLossWarning(options, self.warn)
         self.extensions: list[Extension] = [
             self.window_loss,
             self.changed_rate_warning,
             LeftoverLoopWarning(self.warn),
-            DividedLossWarning(options, self.warn),
+            self.divided_loss_warning,
             NonFiniteLossWarning(self.window_loss, workers.place, self.warn),
         ]
         self.use_of_weights = kit.use_of_weights(options)
@@ -259,8 +260,7 @@ class Window:
         micro_batch.require_same_weight(weight)
         if is_weighed and micro_batch.is_weighed and micro_batch.has_loss:
             self.warn(WEIGHED_TWICE)
-        for extension in self.extensions:
-            extension.loss_given(loss)
+        self.divided_loss_warning.loss_given(loss)
         if weight:
             self.current_state()
             factor = self.factor(weight)
@@ -324,8 +324,7 @@ class Window:
         micro_batch.set_weight(weight)
         micro_batch.is_scaled_by_hand = True
         micro_batch.has_loss = True
-        for extension in self.extensions:
-            extension.loss_given(loss)
+        self.divided_loss_warning.loss_given(loss)
         micro_batch.losses.append(as_number(loss))
         self.current_state()
         factor = self.factor(weight)
@@ -601,6 +600,7 @@ class Window:
             self.scaler.window_closed(self.state, decision.overflow)
         for extension in self.extensions:
             extension.window_closed(state, divided_by)
+        self.extensions = [each for each in self.extensions if not each.is_finished]
         if self.listeners.added:
             self.listeners.note(
                 self.result,
@@ -611,6 +611,9 @@ class Window:
 
     def call_listeners_after(self, close: Callable[[], None]) -> None:
         """Call `close`, and then call the listeners for each window that it closed."""
+        if not self.listeners.added:
+            close()
+            return
         with self.listeners.settled():
             close()
 
@@ -765,7 +768,10 @@ def with_factor(
     if factor == 1:
         return arguments
     gradient = arguments.get("gradient")
+    if gradient is None and factor <= torch.finfo(torch.float16).max:
+        return {**arguments, "gradient": torch.full_like(loss, factor)}
     if gradient is None:
+        # `torch.full_like` raises an error if the factor is too large for the dtype.
         gradient = torch.ones_like(loss)
     return {**arguments, "gradient": gradient * factor}
 
