@@ -85,8 +85,8 @@ def require_number(
     if `or_equal` is true).
     """
     # float() raises one of these errors for an array of several numbers and for a traced
-    # value. A loop may check one weight per micro-batch, and ``suppress`` takes twice
-    # as long as ``try``.
+    # value. ``suppress`` would take longer than the rest of this function, which loops
+    # call with each micro-batch's weight.
     try:
         is_text = isinstance(value, (bool, str))
         number = None if is_text else float(cast(SupportsFloat, value))

@@ -74,10 +74,6 @@ def round_to_float32(value: float) -> float:
     bits as the float32 operation (S. Figueroa, "When is double rounding innocuous?",
     1995).
     """
-    if value % 1 == 0 and abs(value) <= 2.0**24:
-        # Such an integer is a float32. Most weights and loss scales are, and the
-        # conversion takes three times as long as this comparison.
-        return value
     return ctypes.c_float(value).value
 
 

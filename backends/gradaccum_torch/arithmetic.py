@@ -117,15 +117,14 @@ def measure(sums: Sequence[Tensor]) -> tuple[float, bool]:
     """Return the global norm of `sums`, and whether all of their elements are finite.
     Waits for the device.
     """
-    with torch.no_grad():
-        tensors = [real_elements(total) for total in sums]
-        norm = norm_of(tensors)
-        is_float16 = torch.float16 in [tensor.dtype for tensor in tensors]
-        faint = FAINT_HALF if is_float16 else FAINT
-        if not faint <= norm < math.inf and tensors:
-            # Compute the norm again in float64, because the squares of finite elements
-            # may have overflowed or underflowed.
-            norm = norm_of(tensor.double() for tensor in tensors)
+    tensors = [real_elements(total) for total in sums]
+    norm = norm_of(tensors)
+    is_float16 = torch.float16 in [tensor.dtype for tensor in tensors]
+    faint = FAINT_HALF if is_float16 else FAINT
+    if not faint <= norm < math.inf and tensors:
+        # Compute the norm again in float64, because the squares of finite elements may
+        # have overflowed or underflowed.
+        norm = norm_of(tensor.double() for tensor in tensors)
     return (norm, True) if norm < math.inf else (math.inf, False)
 
 
@@ -171,10 +170,8 @@ def complete(gradient: Tensor) -> Tensor:
     """Return `gradient` without partial sums: a sparse gradient is coalesced, and a
     `DTensor` with the placement ``Partial`` is reduced over the processes.
     """
-    if gradient.is_sparse:
-        return gradient.coalesce()
     if not is_sharded(gradient):
-        return gradient
+        return gradient.coalesce() if gradient.is_sparse else gradient
     from torch.distributed.tensor import Replicate
 
     sharded_gradient: Any = gradient

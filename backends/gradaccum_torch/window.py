@@ -102,8 +102,11 @@ class Window:
             self.changed_rate_warning,
             LeftoverLoopWarning(self.warn),
             self.divided_loss_warning,
-            NonFiniteLossWarning(self.window_loss, workers.place, self.warn),
         ]
+        if workers.is_shared:
+            self.extensions.append(
+                NonFiniteLossWarning(self.window_loss, workers.place, self.warn)
+            )
         self.use_of_weights = kit.use_of_weights(options)
         self.measures = kit.measures(options)
         """Whether closing a window requires the norm of its gradient."""
@@ -364,6 +367,7 @@ class Window:
         """
         self._require_usable("step()")
         micro_batch = self.micro_batch
+        watch = self.watch
         state = self.current_state()
         if not state.micro_step:
             self.size = window_size(self.options, state.optimizer_step)
@@ -377,13 +381,13 @@ class Window:
         is_own_pass_expected = (
             micro_batch.has_loss and not micro_batch.is_scaled_by_hand
         )
-        if is_own_pass_expected and self.watch.has_plain_pass:
+        if is_own_pass_expected and watch.has_plain_pass:
             micro_batch.losses = []  # The loss of the plain pass is not known.
         micro_batch.is_first = not state.micro_step
-        micro_batch.passes = self.watch.passes
+        micro_batch.passes = watch.passes
         micro_batch.window_size = self.size
-        if self.watch.engine_passes:
-            self.expects_one_pass = self.watch.engine_passes == 1
+        if watch.engine_passes:
+            self.expects_one_pass = watch.engine_passes == 1
         is_finite = self.gradient_sum.add_micro_batch(self.update)
         self.update.is_broken = True
         added_weight = weight if kit.usable(state, weight, is_finite) else 0.0
@@ -504,6 +508,8 @@ class Window:
         sums = self.gradient_sum.gradients()
         is_changed = False
         for parameter, total in sums.items():
+            if type(total) is Tensor and not total.is_sparse:
+                continue  # This is the usual case, and needs no call.
             complete_total = complete(total)
             if complete_total is not total:
                 sums[parameter] = complete_total
