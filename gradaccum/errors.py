@@ -86,12 +86,14 @@ def require_number(
     """Return `value` as a float. Raise unless it is finite and > `above` (or >= `above`
     if `or_equal` is true).
     """
-    number: float | None = None
-    if not isinstance(value, (bool, str)):
-        # float() raises one of these errors if the value is an array with several
-        # elements, or a traced value.
-        with suppress(TypeError, ValueError, RuntimeError):
-            number = float(cast(SupportsFloat, value))
+    # float() raises one of these errors if the value is an array with several elements,
+    # or a traced value. ``suppress`` would take longer than the rest of this function,
+    # which loops call with each micro-batch's weight.
+    try:
+        is_text = isinstance(value, (bool, str))
+        number = None if is_text else float(cast(SupportsFloat, value))
+    except (TypeError, ValueError, RuntimeError):
+        number = None
     if number is not None and (
         above < number < math.inf or (or_equal and number == above)
     ):

@@ -48,24 +48,24 @@ class MicroBatch:
     which ``step`` has not counted yet.
     """
 
+    weight: float | None = None
+    is_weighed = False
+    """Whether the user has passed the weight."""
+    has_loss = False
+    """Whether a loss of this micro-batch was passed to ``backward`` or ``scale``."""
+    is_scaled_by_hand = False
+    """Whether the loss was already scaled when the user called ``backward()`` on it, as
+    in ``opt.scale(loss).backward()``.
+    """
+    is_first = False
+    """Whether this micro-batch is the first of its window."""
+    passes = 0
+    """How many backward passes the micro-batch has run."""
+    window_size: Size = None
+
     def __init__(self) -> None:
-        self.weight: float | None = None
-        self.is_weighed = False
-        """Whether the user has passed the weight."""
-        self.has_loss = False
-        """Whether a loss of this micro-batch was passed to ``backward`` or ``scale``.
-        """
-        self.is_scaled_by_hand = False
-        """Whether the user has called ``backward()`` on a loss that was already scaled,
-        as in ``opt.scale(loss).backward()``.
-        """
         self.losses: list[float | Tensor] = []
         """The unscaled losses that the user passed."""
-        self.is_first = False
-        """Whether this micro-batch is the first of its window."""
-        self.passes = 0
-        """The number of backward passes that have run for this micro-batch."""
-        self.window_size: Size = None
 
     def require_same_weight(self, weight: float) -> None:
         if self.weight not in (None, weight):
@@ -81,8 +81,11 @@ class Extension:
     the method's docstring states. No method may change the window.
     """
 
-    def loss_given(self, loss: Tensor) -> None:
-        """Called when the user has passed a loss, before the loss's backward pass."""
+    is_finished = False
+    """Whether nothing remains to be observed. The window then no longer calls this
+    observer, so that the micro-batches of a long run do not pay for the warnings about
+    its beginning.
+    """
 
     def micro_batch_added(self, micro_batch: MicroBatch, weight: float) -> None:
         """Called after a micro-batch was counted. `weight` is 0 if the micro-batch's
@@ -128,14 +131,14 @@ def as_number(loss: object) -> float | Tensor:
         return math.nan
     if loss.numel() != 1 or loss.is_complex():
         return math.nan
-    scalar: Any = loss.detach()
+    scalar: Any = loss
     if is_sharded(scalar):
-        scalar = scalar.full_tensor()
-    # Copy the loss, because every replay of a captured CUDA graph writes its loss to
-    # the same memory.
+        scalar = scalar.detach().full_tensor()
     if scalar.is_cpu:
         return float(scalar.item())
-    copied_scalar: Tensor = scalar.reshape(()).clone()
+    # Copy the loss, because each replay of a captured CUDA graph writes its loss into
+    # the same memory.
+    copied_scalar: Tensor = scalar.detach().reshape(()).clone()
     return copied_scalar
 
 
@@ -310,14 +313,15 @@ class LeftoverLoopWarning(Extension):
         self._steps = 0
 
     def micro_batch_added(self, micro_batch: MicroBatch, weight: float) -> None:
-        if self._steps > 2:
+        if self.is_finished:
             return
         self._steps += 1
         passes = micro_batch.passes
         if passes < 3 or passes != micro_batch.window_size:
-            self._steps = 3
+            self.is_finished = True
         elif self._steps == 2:
             self._warn(LEFTOVER_LOOP.format(passes=passes))
+            self.is_finished = True
 
 
 class NonFiniteLossWarning(Extension):
@@ -363,11 +367,12 @@ class DividedLossWarning(Extension):
         self._steps = size if isinstance(size, int) else 1
         self._reduction = options.reduction
         self._warn = warn
-        self._is_active = self._steps > 1
+        self.is_finished = self._steps == 1
         self._is_divided = False
 
     def loss_given(self, loss: Tensor) -> None:
-        if not self._is_active:
+        """Observe a loss that the user has passed, before its backward pass."""
+        if self.is_finished:
             return
         division = last_division(loss)
         self._is_divided = is_divided_by(division, self._steps, self._reduction)
@@ -378,7 +383,7 @@ class DividedLossWarning(Extension):
         self._is_divided = False
 
     def window_closed(self, state: Fields, options: Options) -> None:
-        self._is_active = False
+        self.is_finished = True
 
     def load_state_dict(self, entries: dict[str, Any]) -> None:
-        self._is_active = False
+        self.is_finished = True

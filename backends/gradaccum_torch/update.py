@@ -75,10 +75,7 @@ class Update:
         that the inner optimizer reads.
         """
         same_dtype: list[Tensor] = []
-        # Do not iterate over list(sums.items()), because the list would keep every sum
-        # in memory until the loop ends.
-        for parameter in list(sums):
-            total = sums[parameter]
+        for parameter, total in sums.items():
             target = self.masters.worked_on(parameter)
             dtype = gradient_dtype(target)
             if total.requires_grad and divisor != 1:
@@ -90,12 +87,13 @@ class Update:
             if total.dtype == dtype:
                 same_dtype.append(total)
             else:
-                # Divide and cast the sums one by one, so that each sum is freed as soon
-                # as it has been cast.
-                sums[parameter] = narrowed(total, divisor, dtype)
+                # Cast the sums one by one, so that each sum is freed as soon as it has
+                # been cast.
+                total = narrowed(total, divisor, dtype)
+                sums[parameter] = total
+            if target.grad is not total:
+                target.grad = total
         divide(same_dtype, divisor)
-        for parameter, total in sums.items():
-            self.masters.worked_on(parameter).grad = total
 
 
 def hooks_of(wrapper: torch.optim.Optimizer, kind: str) -> list[Callable[..., Any]]:
@@ -103,8 +101,8 @@ def hooks_of(wrapper: torch.optim.Optimizer, kind: str) -> list[Callable[..., An
     wrapped optimizer. The proxy with which Lightning replaces an optimizer has no
     hooks.
     """
-    hooks: Hooks = vars(wrapper).get(f"_optimizer_{kind}_hooks", OrderedDict())
-    return list(hooks.values())
+    hooks: Hooks | None = vars(wrapper).get(f"_optimizer_{kind}_hooks")
+    return list(hooks.values()) if hooks else []
 
 
 def hook_tables() -> dict[str, Hooks]:

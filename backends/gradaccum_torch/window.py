@@ -97,13 +97,17 @@ class Window:
         self.warn = Warnings()
         self.window_loss = WindowLoss(options)
         self.changed_rate_warning = ChangedRateWarning(masters.inner, self.warn)
+        self.divided_loss_warning = DividedLossWarning(options, self.warn)
         self.extensions: list[Extension] = [
             self.window_loss,
             self.changed_rate_warning,
             LeftoverLoopWarning(self.warn),
-            DividedLossWarning(options, self.warn),
-            NonFiniteLossWarning(self.window_loss, workers.place, self.warn),
+            self.divided_loss_warning,
         ]
+        if workers.is_shared:
+            self.extensions.append(
+                NonFiniteLossWarning(self.window_loss, workers.place, self.warn)
+            )
         self.use_of_weights = kit.use_of_weights(options)
         self.measures = kit.measures(options)
         """Whether closing a window requires the norm of its gradient."""
@@ -264,8 +268,7 @@ class Window:
         micro_batch.require_same_weight(weight)
         if is_weighed and micro_batch.is_weighed and micro_batch.has_loss:
             self.warn(WEIGHED_TWICE)
-        for extension in self.extensions:
-            extension.loss_given(loss)
+        self.divided_loss_warning.loss_given(loss)
         if weight:
             self.current_state()
             factor = self.factor(weight)
@@ -330,8 +333,7 @@ class Window:
         micro_batch.set_weight(weight)
         micro_batch.is_scaled_by_hand = True
         micro_batch.has_loss = True
-        for extension in self.extensions:
-            extension.loss_given(loss)
+        self.divided_loss_warning.loss_given(loss)
         micro_batch.losses.append(as_number(loss))
         self.current_state()
         factor = self.factor(weight)
@@ -372,6 +374,7 @@ class Window:
         """
         self._require_usable("step()")
         micro_batch = self.micro_batch
+        watch = self.watch
         state = self.current_state()
         if not state.micro_step:
             self.size = window_size(self.options, state.optimizer_step)
@@ -386,13 +389,13 @@ class Window:
         is_own_pass_expected = (
             micro_batch.has_loss and not micro_batch.is_scaled_by_hand
         )
-        if is_own_pass_expected and self.watch.has_plain_pass:
+        if is_own_pass_expected and watch.has_plain_pass:
             micro_batch.losses = []  # The loss of the plain pass is not known.
         micro_batch.is_first = not state.micro_step
-        micro_batch.passes = self.watch.passes
+        micro_batch.passes = watch.passes
         micro_batch.window_size = self.size
-        if self.watch.engine_passes:
-            self.expects_one_pass = self.watch.engine_passes == 1
+        if watch.engine_passes:
+            self.expects_one_pass = watch.engine_passes == 1
         is_finite = self.gradient_sum.add_micro_batch(self.update)
         self.update.is_broken = True
         added_weight = weight if kit.usable(state, weight, is_finite) else 0.0
@@ -510,7 +513,17 @@ class Window:
         sums are reduced over the processes.
         """
         sums = self.gradient_sum.gradients()
-        return {parameter: complete(total) for parameter, total in sums.items()}
+        is_changed = False
+        for parameter, total in sums.items():
+            if type(total) is Tensor and not total.is_sparse:
+                continue  # This is the usual case, and needs no call.
+            complete_total = complete(total)
+            if complete_total is not total:
+                sums[parameter] = complete_total
+                is_changed = True
+        if is_changed:
+            self.gradient_sum.replace(sums)
+        return sums
 
     def _reduce(self, parameters: list[Tensor] | None = None) -> bool:
         """Add up the gradient sums and weights of all workers, or only the gradient
@@ -599,6 +612,7 @@ class Window:
             self.scaler.window_closed(self.state, decision.overflow)
         for extension in self.extensions:
             extension.window_closed(state, divided_by)
+        self.extensions = [each for each in self.extensions if not each.is_finished]
         if self.listeners.added:
             self.listeners.note(
                 self.result,
@@ -611,6 +625,9 @@ class Window:
         """Call `close`, and then call the listeners for each window that `close` has
         closed.
         """
+        if not self.listeners.added:
+            close()
+            return
         with self.listeners.settled():
             close()
 
@@ -765,7 +782,10 @@ def with_factor(
     if factor == 1:
         return arguments
     gradient = arguments.get("gradient")
+    if gradient is None and factor <= torch.finfo(torch.float16).max:
+        return {**arguments, "gradient": torch.full_like(loss, factor)}
     if gradient is None:
+        # `torch.full_like` raises an error if the factor is too large for the dtype.
         gradient = torch.ones_like(loss)
     return {**arguments, "gradient": gradient * factor}
 

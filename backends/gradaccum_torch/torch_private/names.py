@@ -46,6 +46,11 @@ def buffers_of(module: torch.nn.Module) -> dict[str, Any]:
     return module._buffers
 
 
+_queue_callback: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
+
+
 def call_at_the_end_of_backward(function: Callable[[], None]) -> bool:
     """Make autograd call `function` at the end of the running backward pass, unless the
     pass raises an error. Return False if autograd's engine is not running, in which
@@ -58,7 +63,7 @@ def call_at_the_end_of_backward(function: Callable[[], None]) -> bool:
     if compiled_autograd is not None and compiled_autograd.in_compiled_autograd_region:
         return False
     try:
-        torch.autograd.Variable._execution_engine.queue_callback(function)
+        _queue_callback(function)
     except RuntimeError:
         return False
     return True
