@@ -617,9 +617,6 @@ class Window:
 
     def call_listeners_after(self, close: Callable[[], None]) -> None:
         """Call `close`, and then call the listeners for each window that it closed."""
-        if not self.listeners.added:
-            close()
-            return
         with self.listeners.settled():
             close()
 
