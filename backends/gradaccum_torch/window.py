@@ -625,9 +625,6 @@ class Window:
         """Call `close`, and then call the listeners for each window that `close` has
         closed.
         """
-        if not self.listeners.added:
-            close()
-            return
         with self.listeners.settled():
             close()
 

@@ -64,9 +64,7 @@ def test_steps_inside_windows_run_no_operation(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_window_end_makes_two_passes(fused: bool) -> None:
-    """One pass takes the norm, the other one divides. A fused kernel divides by itself,
-    so that only the first is left.
-    """
+    """One pass takes the norm, and the other pass divides."""
     model, opt = setting(fused=fused)
     micro_batches(model, opt, 2 * STEPS - 1)
     backward(model)
