@@ -250,7 +250,9 @@ class LoopReader:
                 f" was taken, so the update is about {count} times too large.",
             ),
             (
-                share < 1 and same(ratios, share),
+                share < 1
+                and is_whole
+                and (same(ratios, share) or same(coefficients, 1 / full_size)),
                 "short_window",
                 short,
             ),
@@ -326,6 +328,8 @@ class LoopReader:
 
     def _names(self, members: Iterable[int]) -> str:
         places = sorted({member % self._length + 1 for member in members})
+        if not places:
+            return "no micro-batch"
         if len(places) == 1:
             return f"micro-batch {places[0]}"
         if places == list(range(places[0], places[-1] + 1)):

@@ -118,6 +118,14 @@ def test_update_without_a_micro_batch_is_noted() -> None:
     assert "Update 2 contains no micro-batch" in str(report)
 
 
+def test_update_after_the_last_window_is_off_by_a_boundary() -> None:
+    report = read((1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), steps=2)
+    assert kinds(report) == ["lost", "boundary"]
+    assert "it should contain micro-batches 1 to 2" in str(report)
+    late = read((1, 0, 0, 0), (0, 0, 1, 0), (0, 1, 0, 0), steps=2, weights=(1.0,) * 4)
+    assert kinds(late) == ["lost", "boundary"]
+
+
 def test_what_no_coefficients_explain() -> None:
     update = WeightedSum(RIGHT, 0.5, 0.2, 1.0)
     report = LoopReport([update], WEIGHTS)
