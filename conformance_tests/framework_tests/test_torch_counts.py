@@ -81,9 +81,7 @@ def test_window_end_makes_two_passes(fused: bool) -> None:
     # The divisor is a power of two, by whose inverse a CPU multiplies in half the time.
     assert (extra["_foreach_div_"], extra["_foreach_mul_"]) == (0, 1)
     assert sum(extra.values()) <= 5, "no other pass over the gradients"
-    # One wait for the device. The fused optimizer also rounds its divisor, which is on
-    # the host.
-    assert extra["_local_scalar_dense"] <= (2 if fused else 1)
+    assert extra["_local_scalar_dense"] <= 1, "one wait for the device"
 
 
 @pytest.mark.parametrize("layers", [1, 30])
