@@ -41,6 +41,19 @@ def test_sparse_gradients_equal_the_large_batch(
     torch.testing.assert_close(model.weight.detach(), large.weight.detach())
 
 
+@by_float_place
+def test_dense_gradient_is_added_to_a_sparse_sum(place: str) -> None:
+    """As of an embedding whose weight is the output layer's too."""
+    table = nn.Embedding(2, 1, sparse=True)
+    before = table.weight.detach().clone()
+    inner = torch.optim.SGD(table.parameters(), lr=1.0)
+    opt = gradaccum.wrap(inner, steps=2, **PLACES[place])
+    for loss in ((2 * table(torch.tensor([0]))).sum(), table.weight.sum()):
+        loss.backward()
+        opt.step()
+    torch.testing.assert_close(before - table.weight, torch.tensor([[1.5], [0.5]]))
+
+
 def test_complex_parameters_are_trained() -> None:
     parameter = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     opt = gradaccum.wrap(torch.optim.SGD([parameter], lr=1.0), steps=2)
