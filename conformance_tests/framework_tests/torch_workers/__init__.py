@@ -8,6 +8,7 @@ from . import (
     loop_checks,
     overlapping,
     process_groups,
+    random_programs,
     refusals,
     windows,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "loop_checks",
     "overlapping",
     "process_groups",
+    "random_programs",
     "refusals",
     "windows",
 ]
