@@ -110,6 +110,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "if (number_of_elements(map_over(shape_of, sums)) < PACKED):": TUNED,
         "return max(length for length in range(1, (ROW - 1)) if size % length == 0)": TUNED,
         "return max(length for length in range(1, ROW + 2) if size % length == 0)": TUNED,
+        "return concat((*flat, zeros_to_full_rows(size, dtype))).reshape(ROW, -1)": "the elements are divided into rows again",
         "return False": UNREAD,
         "wide = ops.addn((cast(part, ms.float32), cast(total, ms.float32)))": "the sum of two",
         "pairs = zip(sums, dtypes, strict=False)": LENGTHS,
