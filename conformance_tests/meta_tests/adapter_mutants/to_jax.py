@@ -39,11 +39,7 @@ MUTANTS = (
         "apply_in_mid_window",
         "Ending(bare_state, start_total, jnp.asarray(False), unused, unused)",
         "Ending(bare_state, start_total, jnp.asarray(True), unused, unused)",
-<<<<<<< ours
         "test_windows.py::test_nothing_moves_between_window_ends",
-=======
-        SUITE + "test_windows.py::test_nothing_moves_between_window_ends",
->>>>>>> theirs
     ),
     Mutant(
         "apply_what_is_to_be_skipped",
