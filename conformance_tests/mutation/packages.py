@@ -27,6 +27,11 @@ class Package(NamedTuple):
     """Modules that the tests' process has imported already; none of them imports the
     package.
     """
+    last_tests: tuple[str, ...] = ()
+    """Tests of several processes and of compiled code. They take long, and no record
+    says which lines they run, so only a mutant that `tests` let live gets them, and all
+    of them.
+    """
 
     def environment(self, folder: Path) -> dict[str, str]:
         """The environment of the tests; what they compile is kept in `folder`."""
@@ -122,7 +127,13 @@ TORCH = _adapter(
         "layered",
     ),
 )
+WORKERS = "gradaccum_conformance/suite/test_workers*.py"
 TORCH = TORCH._replace(
+    last_tests=(
+        WORKERS,
+        "framework_tests/test_torch_compile.py",
+        "framework_tests/test_torch_workers.py",
+    ),
     # The other tests there are about the large batch.
     tests=(
         *TORCH.tests,
@@ -137,8 +148,9 @@ JAX = _adapter(
     ("leaves", "norm", "program", "multisteps", "combinators"),
 )
 JAX = JAX._replace(
+    last_tests=(WORKERS, "framework_tests/test_jax_workers.py"),
     # The other checks of several devices run in a process of their own.
-    tests=(*JAX.tests, "framework_tests/test_jax_workers.py::test_one_device")
+    tests=(*JAX.tests, "framework_tests/test_jax_workers.py::test_one_device"),
 )
 MINDSPORE = _adapter(
     "mindspore",
@@ -151,5 +163,8 @@ MINDSPORE = _adapter(
         "training_cell",
         "interrupted",
     ),
+)
+MINDSPORE = MINDSPORE._replace(
+    last_tests=(WORKERS, "framework_tests/test_mindspore_workers.py")
 )
 PACKAGES = {"core": CORE, "torch": TORCH, "jax": JAX, "mindspore": MINDSPORE}

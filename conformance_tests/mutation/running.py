@@ -20,6 +20,7 @@ from .covering import Covered
 from .operators import Mutation, mutations_of
 from .packages import ROOT, Package
 
+TESTS = ROOT / "conformance_tests"
 WALL_SECONDS = 3600.0
 """At most how long a run of all tests lasts, or one of a mutant that sleeps."""
 
@@ -100,6 +101,7 @@ def verdicts(
         promises = Counter(
             {test: 30 / lines for test, lines in covered.lines().items()}
         )
+        is_tried = False  # Whether the last tests pass without a mutant.
         for number, mutant in enumerate(mutants):
             tests, killer = (
                 _chosen(covered, mutant, package, promises, most_seconds),
@@ -114,6 +116,12 @@ def verdicts(
                     folder / str(number),
                 )
             promises[killer] += 1
+            if package.last_tests and not killer:
+                site = folder / str(number)
+                if not is_tried:
+                    is_tried = _last_status(server, package, None, site) == 0
+                status = _last_status(server, package, mutant, site)
+                killer = f"exit status {status}" if status else ""
             yield Verdict(mutant, killer)
 
 
@@ -192,6 +200,26 @@ def _killer(
         if status == 1 and len(left) == 1
         else f"exit status {status}"
     )
+
+
+def _last_status(
+    server: Preloaded, package: Package, mutant: Mutant | None, site: Path
+) -> int:
+    """Run the tests of several processes, and return their exit status."""
+    files = [
+        str(file.relative_to(TESTS))
+        for test in package.last_tests
+        for file in sorted(TESTS.glob(test))
+    ]
+    program = _program(package, mutant, site, "", files)
+    try:
+        status, said = server.run(program, WALL_SECONDS)
+    except TimeoutError:
+        return 1
+    shutil.rmtree(site, ignore_errors=True)
+    if status and mutant is None:
+        raise RuntimeError(f"the tests fail without a mutant too:\n{said[-3000:]}")
+    return status
 
 
 def _program(
