@@ -312,16 +312,19 @@ def batch_axis(leaf: Leaf, shape: tuple[int, ...], axis: int) -> int:
     return axis % len(shape)
 
 
-def slices_of(value: Any, axis: int | None, cuts: list[Cut]) -> list[Any]:
-    """Return the items in each of `cuts`, as views of an array; all of `value` if
-    `axis` is None.
+def slices_of(value: Any, axis: int | None, cuts: list[Cut]) -> Iterator[Any]:
+    """Yield the items in each of `cuts`, as views of an array; all of `value` if `axis`
+    is None. An array that is not in memory, or whose slices are copies, is sliced only
+    when the micro-batch is needed.
     """
-    if axis is None:
-        return [value] * len(cuts)
-    if axis == 0:
-        return [value[start:stop] for start, stop in cuts]
-    before = (slice(None),) * axis
-    return [value[(*before, slice(start, stop))] for start, stop in cuts]
+    before = (slice(None),) * (axis or 0)
+    for start, stop in cuts:
+        if axis is None:
+            yield value
+        elif axis == 0:
+            yield value[start:stop]
+        else:
+            yield value[(*before, slice(start, stop))]
 
 
 def merged_aux(

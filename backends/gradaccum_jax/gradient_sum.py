@@ -41,7 +41,8 @@ def sum_dtype(leaf: Array, accumulate_dtype: DType) -> DType:
     if not takes_part(leaf):
         return leaf_dtype
     if accumulate_dtype is None:
-        return wider(leaf_dtype, jnp.float32)
+        # JAX does not promote dtypes of fewer than 16 bits.
+        return jnp.dtype("float32") if leaf_dtype.itemsize < 4 else leaf_dtype
     chosen_dtype = jnp.dtype(accumulate_dtype)
     if jnp.issubdtype(leaf_dtype, jnp.complexfloating):
         return jnp.promote_types(chosen_dtype, jnp.complex64)

@@ -82,7 +82,7 @@ def scalar_for(group: Sequence[Tensor], number: float) -> Any:
     device, a tensor would have to be copied there.
     """
     if type(group[0]) is Tensor and all(tensor.is_cpu for tensor in group):
-        return torch.tensor(number, dtype=torch.float64)
+        return torch.tensor(number, dtype=torch.float64, device="cpu")
     return number
 
 

@@ -55,6 +55,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "pass  # self._last_end = 0.0": "to add a listener sets it, and without one no window is noted",
     },
     "backends/gradaccum_jax/gradient_sum.py": {
+        'return jnp.dtype("float32") if (leaf_dtype.itemsize <= 4) else leaf_dtype': "the floating dtype of 4 bytes is float32 itself",
         "for leaf, dtype in zip(jax.tree.leaves(accumulator), dtypes, strict=False):": LENGTHS,
         "SMALL_SIZE = 2**15": TUNED,
         "return bool((array.size >= SMALL_SIZE))": TUNED,

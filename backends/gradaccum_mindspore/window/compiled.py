@@ -308,6 +308,7 @@ class CompiledWindow(CellOfOnePhase):
         self.note_weighed(weight is not None)
         if self.options.on_overflow == "drop_micro_batch" or isinstance(weight, Tensor):
             return False
+        checks.check_compiled_weight(weight)
         is_known: bool = weight is None or is_certain(weight)
         return is_known
 
