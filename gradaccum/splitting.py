@@ -83,6 +83,7 @@ class AutoMicroBatchSize:
         """
         first_size = min(self._choices.get(key, items), items)
         size = first_size
+        did_not_fit = False
         while True:
             smaller_size = math.ceil(size / 2) if size > 1 else 0
             try:
@@ -92,9 +93,10 @@ class AutoMicroBatchSize:
                 if not error.size:
                     raise too_small_error(self.memory_limit) from error.__cause__
                 size = error.size
+                did_not_fit = True
             else:
-                if size < first_size:
-                    self._choices[key] = size
+                if did_not_fit:
+                    self._choices[key] = min(self._choices.get(key, size), size)
                 self.size = size
                 return result
             before_retry()

@@ -75,13 +75,16 @@ def divide(tensors: Sequence[Tensor], divisor: float) -> None:
 
 def scalar_for(group: Sequence[Tensor], number: float) -> Any:
     """Return `number` as the argument with which a ``torch._foreach`` call on `group`
-    is quickest. It gives the same bits in any case.
+    is quickest. The result has the same bits in any case.
 
     On a CPU, torch 2.13 converts a Python number into a tensor once per tensor of the
     group, which takes longer than the multiplication of a small tensor. On another
-    device, a tensor would have to be copied there.
+    device, a tensor would have to be copied there. With a tensor of no axes, a float64
+    scalar would be computed with in float64.
     """
-    if type(group[0]) is Tensor and all(tensor.is_cpu for tensor in group):
+    if type(group[0]) is Tensor and all(
+        tensor.is_cpu and tensor.ndim for tensor in group
+    ):
         return torch.tensor(number, dtype=torch.float64, device="cpu")
     return number
 
@@ -117,8 +120,15 @@ def measure(sums: Sequence[Tensor]) -> tuple[float, bool]:
     if not faint <= norm < math.inf and tensors:
         # Compute the norm again in float64, because the squares of finite elements may
         # have overflowed or underflowed.
-        norm = norm_of(tensor.double() for tensor in tensors)
+        norm = norm_of(map(doubled, tensors))
     return (norm, True) if norm < math.inf else (math.inf, False)
+
+
+def doubled(tensor: Tensor) -> Tensor:
+    """Return `tensor` in float64, on the CPU if its device is MPS, which has no
+    float64.
+    """
+    return (tensor.cpu() if tensor.is_mps else tensor).double()
 
 
 def real_elements(tensor: Tensor) -> Tensor:
@@ -142,7 +152,7 @@ def norm_of(tensors: Iterable[Tensor]) -> float:
         return 0.0
     device = norms[0].device
     if any(norm.device != device for norm in norms):
-        norms = [norm.to(device) for norm in norms]
+        norms = [norm.cpu() for norm in norms]
     return math.hypot(*torch.stack(norms).tolist())
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from copy import deepcopy
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -56,9 +55,11 @@ class TorchSubject(Subject):
         """Return a copy, because a loss may write into its inputs."""
         if isinstance(array, Tensor):
             array = array.detach()
-        if axis is None:
-            return deepcopy(array)
-        return array[(*(slice(None),) * axis, list(items))]
+            if axis is None:
+                return array.clone()
+            index = torch.tensor(items, device=array.device)
+            return array.index_select(axis, index)
+        return array.copy() if axis is None else array.take(items, axis)
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
@@ -238,6 +239,7 @@ class TorchState(ModelState):
             for path, dictionary, before in self._dictionaries
             for name, value in dictionary.items()
             if value is not before.get(name) and isinstance(value, int | float | Tensor)
+            if name != "training"
         ]
         return tuple(dict.fromkeys(names))
 

@@ -441,6 +441,10 @@ class Window:
             is_users = self.size == 1 and factor == 1 and not self.workers.is_reducing
             if not is_users:
                 raise checks.changed_gradients_error()
+            # The changed values are now the window's sum. A loop that changes .grad
+            # also needs it after the backward pass, so the next window must not begin
+            # its reduction during that pass.
+            watch.reset()
 
     def _has_begun(self) -> bool:
         """True if a micro-batch has begun, even if it has no gradient yet."""

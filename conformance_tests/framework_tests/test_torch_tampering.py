@@ -251,3 +251,18 @@ def test_change_before_a_half_precision_group_is_caught() -> None:
     opt.backward(early.sum() + late.sum())
     with pytest.raises(gradaccum.UsageError, match=r"\.grad: expected"):
         opt.step()
+
+
+def test_changed_window_can_be_closed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the norm could not be computed, for example because memory ran out."""
+    weight = torch.ones(2, requires_grad=True)
+    opt = gradaccum.wrap(torch.optim.SGD([weight], lr=1.0), steps=1)
+    opt.backward(weight.sum())
+    nn.utils.clip_grad_norm_([weight], 0.5)
+    with monkeypatch.context() as patch:
+        patch.setattr("gradaccum_torch.window.measure", lambda sums: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            opt.step()
+    opt.flush()
+    assert opt.result.applied
+    assert float((1 - weight.detach()).norm()) == pytest.approx(0.5, rel=1e-4)

@@ -42,7 +42,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "SCALES = (2.0**16, (2.0 * 8))": "any power of two",
         "return is_exact and (abs(math.fsum(best) - 1) <= room)": EDGE,
         "if norm and (share <= SAME):": EDGE,
-        "and (distance >= ROUNDING_LIMIT * comparison.floors[name])": EDGE,
+        "if is_finite(gradient) and (distance >= ROUNDING_LIMIT * limits[name])": EDGE,
         "if not changed_names(second, first[::-1]):": SYMMETRIC,
         "names = comparison.differing(gradient, comparison.accumulate(parts))": SYMMETRIC,
         "names = self.comparison.differing(gradient, carried_gradient)": SYMMETRIC,

@@ -154,12 +154,14 @@ class Examination:
         comparison = self.comparison
         gradient = comparison.under(**conditions).large
         distances = comparison.norms(gradient - comparison.large)
-        # Units are measured with repeated runs, so they would hide a difference.
+        # Units are measured with repeated runs, so they would hide that the gradient
+        # changes from run to run.
+        is_repetition = conditions == {"scale": 1.0}
+        limits = comparison.floors if is_repetition else comparison.units
         return [
             name
             for name, distance in distances.items()
-            if is_finite(gradient)
-            and distance > ROUNDING_LIMIT * comparison.floors[name]
+            if is_finite(gradient) and distance > ROUNDING_LIMIT * limits[name]
         ]
 
     def find_causes(self) -> None:

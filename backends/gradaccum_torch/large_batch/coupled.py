@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import chain
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -109,8 +108,11 @@ def coupled_backward(
     # The loss is a single loss of all items, so its gradient is not divided.
     undivided = make_options(None, reduction="sum")
 
+    def run(micro_batches: list[MicroBatch], destination: GradientsInGrad) -> Tensor:
+        return run_twice(outputs_fn, loss_fn, micro_batches, destination)
+
     return run_divided(
-        partial(run_twice, outputs_fn, loss_fn),
+        run,
         outputs_fn,
         LargeBatch(batch, axes),
         division,
@@ -139,67 +141,81 @@ def run_twice(
     # Before torch 2.8 the cache of an outer autocast contains weights that were cast
     # without a graph.
     torch.clear_autocast_cache()
-    outputs = [tensors_of(nest) for nest in nests]
-    for tensor in chain(*outputs):
-        tensor.requires_grad_(tensor.is_floating_point() or tensor.is_complex())
-        destination.ignore([id(tensor)])
-    loss = require_scalar(loss_fn(concatenated(nests, torch.cat)))
+    outputs = Outputs(nests)
+    loss = require_scalar(loss_fn(outputs.nest))
     random_state_after = before.random_state()
     buffers_after = Buffers(before.buffers.modules.values())
+    destination.ignore(map(id, outputs.tensors))
     destination.add_loss(loss, 1.0, 1.0)
     value = loss.detach().clone()
     del loss  # This also frees the graph of all items.
     before.buffers.put_back()
-    differences: list[Tensor] = []
-    for micro_batch, random_state, first_outputs in zip(
-        micro_batches, random_states, outputs, strict=True
-    ):
-        random_state.put_back()
+    for index, micro_batch in enumerate(micro_batches):
+        random_states[index].put_back()
         with torch.enable_grad():
-            new_outputs = tensors_of(outputs_fn(*micro_batch.arguments))
-        differences += map(differs, first_outputs, new_outputs)
-        add_gradients(first_outputs, new_outputs, destination)
-        del new_outputs  # This also frees their graph.
-    require_same(differences)
+            tensors, gradients = outputs.gradients_of(
+                index, outputs_fn(*micro_batch.arguments)
+            )
+        if tensors:
+            destination.add_outputs(tensors, gradients)
+        del tensors  # This also frees their graph.
+    outputs.require_same()
     random_state_after.put_back()
     buffers_after.put_back()
     return value
 
 
-def add_gradients(
-    first_outputs: list[Tensor],
-    new_outputs: list[Tensor],
-    destination: GradientsInGrad,
-) -> None:
-    """Propagate the gradients of a micro-batch's `first_outputs` back through the
-    `new_outputs`, which the second pass computed. Outputs without a gradient are left
-    out.
-    """
-    tensors = []
-    gradients = []
-    for first, new in zip(first_outputs, new_outputs, strict=True):
-        if new.requires_grad and first.grad is not None:
-            tensors.append(new)
-            gradients.append(first.grad.to(new.dtype))
-    if tensors:
-        destination.add_outputs(tensors, gradients)
+class Outputs:
+    """The outputs of all micro-batches in the first pass, concatenated."""
+
+    def __init__(self, nests: list[Nest]) -> None:
+        columns = zip(*map(tensors_of, nests), strict=True)
+        self._starts = [[0, *accumulate(map(len, column))] for column in columns]
+        """For each tensor of the outputs, the rows at which the micro-batches begin."""
+        self.nest = concatenated(nests, torch.cat)
+        nests.clear()
+        self.tensors = tensors_of(self.nest)
+        for tensor in self.tensors:
+            tensor.requires_grad_(tensor.is_floating_point() or tensor.is_complex())
+        self._differences: list[Tensor] = []
+        """For each output tensor of each micro-batch, a scalar bool tensor: whether the
+        second pass gave different values.
+        """
+
+    def gradients_of(
+        self, index: int, outputs: Nest
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the tensors in `outputs`, which micro-batch `index` has given in the
+        second pass, and their gradients. Tensors without a gradient are left out.
+        """
+        tensors = []
+        gradients = []
+        for tensor, starts, new_tensor in zip(
+            self.tensors, self._starts, tensors_of(outputs), strict=True
+        ):
+            rows = slice(*starts[index : index + 2])
+            self._differences.append(
+                differs(tensor.detach()[rows], new_tensor.detach())
+            )
+            if new_tensor.requires_grad and tensor.grad is not None:
+                tensors.append(new_tensor)
+                gradients.append(tensor.grad[rows].to(new_tensor.dtype))
+        return tensors, gradients
+
+    def require_same(self) -> None:
+        """Raise unless both passes gave the same outputs up to rounding. Waits for the
+        device.
+        """
+        if any(self._differences):
+            raise UsageError(
+                "outputs_fn: expected a function that returns the same outputs when it"
+                " is called again; got outputs that differed by more than rounding"
+                " error in the second pass. Draw random numbers from the global"
+                " generators of torch, NumPy or Python, and keep any state that changes"
+                " between calls in module buffers."
+            )
 
 
-def require_same(differences: list[Tensor]) -> None:
-    """Raise unless both passes gave the same outputs up to rounding. Waits for the
-    device.
-    """
-    if any(differences):
-        raise UsageError(
-            "outputs_fn: expected a function that returns the same outputs when it is"
-            " called again; got outputs that differed by more than rounding error in"
-            " the second pass. Draw random numbers from the global generators of torch,"
-            " NumPy or Python, and keep any state that changes between calls in module"
-            " buffers."
-        )
-
-
-@torch.no_grad()
 def differs(first: Tensor, second: Tensor) -> Tensor:
     """True, as a scalar bool tensor, if `second` agrees with `first` in fewer than half
     of the digits. False if either tensor contains inf or NaN.

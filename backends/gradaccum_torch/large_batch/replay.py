@@ -22,16 +22,17 @@ from gradaccum_torch.torch_private.names import (
 
 
 class RandomState:
-    """A copy of the random states of Python, of `numpy.random` if it is imported, and of
-    torch on the CPU and on `devices`.
+    """A copy of the random states of Python, of NumPy if it is imported, and of torch on
+    the CPU and on `devices`.
     """
 
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
         self._python = random.getstate()
         self._numpy: Any = None
-        # NumPy 2 imports this module only if a program uses it.
-        if "numpy.random" in sys.modules:
-            self._numpy = sys.modules["numpy.random"].get_state()
+        # NumPy 2 imports numpy.random when it is first used, which may be inside the
+        # user's function.
+        if "numpy" in sys.modules:
+            self._numpy = sys.modules["numpy"].random.get_state()
         self._cpu = torch.get_rng_state()
         self._of_devices = {
             device: torch.get_device_module(device).get_rng_state(device)
@@ -42,7 +43,7 @@ class RandomState:
     def put_back(self) -> None:
         random.setstate(self._python)
         if self._numpy is not None:
-            sys.modules["numpy.random"].set_state(self._numpy)
+            sys.modules["numpy"].random.set_state(self._numpy)
         torch.set_rng_state(self._cpu)
         for device, state in self._of_devices.items():
             torch.get_device_module(device).set_rng_state(state, device)

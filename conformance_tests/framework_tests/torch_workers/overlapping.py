@@ -139,6 +139,31 @@ def changed_gradients_are_noticed(rank: int) -> None:
 
 
 @check
+def loop_that_changes_gradients_reduces_in_step(rank: int) -> None:
+    """In windows of one micro-batch the user may change .grad, and the change is what
+    the workers reduce.
+    """
+    with LARGE:
+        model, parallel, opt = make_shared(usual(), steps=1)
+        for batch in usual_batches(rank)[:3]:
+            opt.backward(loss_of(parallel, batch))
+            for parameter in filter(
+                lambda each: each.requires_grad, model.parameters()
+            ):
+                parameter.grad.mul_(3)
+            opt.step()
+            opt.zero_grad()
+    reference = usual()
+    other = gradaccum.wrap(sgd(reference), steps=WORLD, process_group="alone")
+    for window in windows_of([usual_batches(each) for each in range(WORLD)], 1)[:3]:
+        for batch in window:
+            other.backward(3 * loss_of(reference, batch))
+            other.step()
+            other.zero_grad()
+    require_equal(model, reference)
+
+
+@check
 def discarding_worker_is_reported(rank: int) -> None:
     """Also one whose backward pass raises; all go on after opt.discard()."""
     for raises in (False, True):
