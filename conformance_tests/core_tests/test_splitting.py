@@ -246,3 +246,37 @@ def test_another_worker_chooses_the_size() -> None:
 
     assert sizes.search("step", 16, attempt) == 3
     assert tried == [(16, 8), (3, 2)]
+
+
+def test_agreed_size_is_remembered_after_a_short_batch() -> None:
+    """Another worker with a full batch has found 32, which is more than the 4 items."""
+    sizes = AutoMicroBatchSize()
+    tried: list[int] = []
+
+    def attempt(size: int, _: int) -> None:
+        tried.append(size)
+        if size in (4, 64):
+            raise kit.SmallerSizeError(32)
+
+    sizes.search("step", 4, attempt)
+    sizes.search("step", 64, attempt)
+    assert tried == [4, 32, 32]
+
+
+class Unread:
+    """An array that counts how often it is sliced."""
+
+    shape = (6,)
+    reads = 0
+
+    def __getitem__(self, items: slice) -> list[int]:
+        self.reads += 1
+        return list(range(6))[items]
+
+
+def test_array_is_sliced_when_a_micro_batch_needs_it() -> None:
+    array = Unread()
+    batch = kit.LargeBatch((array,), 0)
+    micro_batches = batch.micro_batches(kit.make_division(3), kit.make_options(3))
+    assert next(micro_batches).arguments == ([0, 1],)
+    assert array.reads == 1

@@ -170,3 +170,15 @@ def test_signs_of_zeros(name: str) -> None:
     tiny = jnp.asarray([-(2.0**-26), 2.0**-26], jnp.float32)
     p = jnp.full(2, 2.0**-4, jnp.float16)
     assert bits(optax.apply_updates(p, distance(p, tiny))).tolist() == [2**15, 0]
+
+
+def test_float8_parameter_has_a_float32_master() -> None:
+    """Its gradients are of the float32 parameters with which the loss is computed."""
+    params = jnp.ones(2, jnp.float8_e4m3fn)
+    tx = gradaccum.wrap(optax.sgd(0.25), steps=1, master_weights=True)
+    state = tx.init(params)
+    assert state.accumulator.dtype == jnp.float32
+    updates, state = tx.update(jnp.ones(2), state, params)
+    made = gradaccum_jax.apply_updates(params, updates, state)
+    assert made.dtype == params.dtype
+    np.testing.assert_array_equal(made.astype(jnp.float32), 0.75)

@@ -157,9 +157,9 @@ def test_compiled_code_refuses_gradients(make):
     assert optimizer.result.micro_step == 0
 
 
-@pytest.mark.parametrize("weight", [-2.0, True])
+@pytest.mark.parametrize("weight", [-2.0, True, (3, 2)])
 def test_compiled_code_refuses_a_constant_weight(weight):
-    optimizer = wrapped()
+    optimizer = wrapped(reduction="sum_per_item")
 
     @ms.jit
     def step(a, b):

@@ -62,3 +62,25 @@ def test_complex_parameters_are_trained() -> None:
         opt.step()
     assert opt.result.grad_norm == pytest.approx(math.sqrt(50))
     assert parameter.tolist() == [-3 + 4j] * 2
+
+
+def test_parameter_without_axes_is_divided_as_others_are() -> None:
+    """A clipped window's divisor has more digits than float32."""
+    gradient = torch.linspace(0.1, 9.7, 97)
+    scalars = [nn.Parameter(torch.zeros(())) for _ in gradient]
+    vector = nn.Parameter(torch.zeros(97))
+    sgd = torch.optim.SGD([*scalars, vector], lr=1.0)
+    opt = gradaccum.wrap(sgd, steps=1, clip_norm=1.0)
+    opt.backward((torch.stack(scalars) + vector) @ gradient)
+    opt.step()
+    assert torch.equal(torch.stack(scalars), vector)
+
+
+def test_default_device_need_not_be_the_parameters() -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    opt = gradaccum.wrap(torch.optim.SGD([weight], lr=1.0), steps=2)
+    for _ in range(2):
+        opt.backward(weight.sum())
+        with torch.device("meta"):
+            opt.step()
+    assert weight.tolist() == [-1.0] * 3

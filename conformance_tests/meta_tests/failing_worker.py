@@ -1,8 +1,11 @@
-"""A worker that fails as it is told: ``python failing_worker.py BACKEND DESCRIPTOR``."""
+"""A worker that fails as it is told. It holds a lock for as long as it lives:
+``python failing_worker.py BACKEND DESCRIPTOR``.
+"""
 
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import os
 import signal
 import sys
@@ -15,7 +18,8 @@ from gradaccum_conformance.workers.worker import serve
 
 class FailingWorker:
     def join(self, rank: int, workers: int, folder: Path, port: int) -> None:
-        pass
+        self.lock = (folder / f"alive-{rank}").open("w")
+        fcntl.flock(self.lock, fcntl.LOCK_EX)
 
     def work(self) -> str:
         return "done"

@@ -1,9 +1,14 @@
-"""Workers that fail are named by rank, and none outlives the failure."""
+"""Workers that fail are named by rank, and none outlives its test: neither after a
+failure nor when the test process is killed.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +18,14 @@ from gradaccum_conformance.workers import Pool, WorkerError
 from gradaccum_conformance.workers.messages import Request
 
 COMMAND = (sys.executable, str(Path(__file__).with_name("failing_worker.py")))
+SCRIPT = f"""
+from gradaccum_conformance.workers import Pool
+from gradaccum_conformance.workers.messages import Request
+
+pool = Pool("none", 2, command={COMMAND!r})
+print("joined", flush=True)
+pool.ask([Request("hang"), Request("hang")])
+"""
 
 
 @pytest.fixture
@@ -51,3 +64,33 @@ def test_failed_worker_is_named(
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_killed_test_leaves_no_worker(tmp_path: Path) -> None:
+    """Its workers are in the middle of an event then."""
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, env=environment
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"joined\n"
+        locks = sorted(tmp_path.glob("workers-*/meeting/alive-*"))
+        assert len(locks) == 2
+        assert not any(map(is_free, locks))
+    finally:
+        process.kill()
+        process.communicate()
+    deadline = time.monotonic() + 20
+    while not all(map(is_free, locks)):
+        assert time.monotonic() < deadline, "a worker outlived the test process"
+        time.sleep(0.02)
+
+
+def is_free(lock: Path) -> bool:
+    with lock.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True

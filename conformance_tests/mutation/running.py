@@ -101,7 +101,7 @@ def verdicts(
         promises = Counter(
             {test: 30 / lines for test, lines in covered.lines().items()}
         )
-        is_tried = False  # Whether the last tests pass without a mutant.
+        is_unchanged_tried = False
         for number, mutant in enumerate(mutants):
             tests, killer = (
                 _chosen(covered, mutant, package, promises, most_seconds),
@@ -118,8 +118,9 @@ def verdicts(
             promises[killer] += 1
             if package.last_tests and not killer:
                 site = folder / str(number)
-                if not is_tried:
-                    is_tried = _last_status(server, package, None, site) == 0
+                if not is_unchanged_tried:
+                    _last_status(server, package, None, site)
+                    is_unchanged_tried = True
                 status = _last_status(server, package, mutant, site)
                 killer = f"exit status {status}" if status else ""
             yield Verdict(mutant, killer)
@@ -205,7 +206,9 @@ def _killer(
 def _last_status(
     server: Preloaded, package: Package, mutant: Mutant | None, site: Path
 ) -> int:
-    """Run the tests of several processes, and return their exit status."""
+    """Run the tests of several processes, and return their exit status; it is 1 too if
+    the tests never end.
+    """
     files = [
         str(file.relative_to(TESTS))
         for test in package.last_tests
@@ -215,7 +218,7 @@ def _last_status(
     try:
         status, said = server.run(program, WALL_SECONDS)
     except TimeoutError:
-        return 1
+        status, said = 1, "They never end."
     shutil.rmtree(site, ignore_errors=True)
     if status and mutant is None:
         raise RuntimeError(f"the tests fail without a mutant too:\n{said[-3000:]}")

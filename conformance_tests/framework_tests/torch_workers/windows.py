@@ -87,14 +87,15 @@ class Sums(dict[Tensor, Tensor]):
 @check
 def large_and_strided_sums_are_reduced(rank: int) -> None:
     """Above four mebibytes a tensor is reduced alone; a layout that is not contiguous,
-    as of a convolution in channels_last, is packed, and each dtype by itself.
+    as of a convolution in channels_last, is packed, and each dtype by itself. The
+    small tensors do not wait for the large one that comes after them.
     """
     strided = torch.full((1200, 1000), 2.0 + rank).t()
     tensors = [
+        torch.full((1100, 1000), 1.0 + rank),
         torch.full((5,), 5.0 + rank).double(),
         torch.full((3, 2), 3.0 + rank).t(),
         strided if rank else strided.contiguous(),
-        torch.full((1100, 1000), 1.0 + rank),
     ]
     strides = [each.stride() for each in tensors]
     sums = Sums({each: each for each in tensors})
@@ -104,9 +105,9 @@ def large_and_strided_sums_are_reduced(rank: int) -> None:
             reduction.launch()
         reduction.wait()
     sizes = [call.args[0].numel() for call in called.call_args_list]
-    assert sizes == [1_100_000, 1_200_000, 6, 5]
+    assert sizes == [1_200_000, 6, 5, 1_100_000]
     totals = [sums[each].unique().tolist() for each in tensors]
-    assert totals == [[11.0], [7.0], [5.0], [3.0]]
+    assert totals == [[3.0], [11.0], [7.0], [5.0]]
     assert [sums[each].stride() for each in tensors] == strides
 
 
