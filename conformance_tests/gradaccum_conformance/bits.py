@@ -53,8 +53,8 @@ RUNS: dict[str, dict[str, Option]] = {
 }
 PACKAGES = {"torch": ("torch",), "jax": ("jax", "optax"), "mindspore": ("mindspore",)}
 """By backend: the packages whose versions the bits depend on."""
-Held = dict[tuple[str, str], list[str]]
-"""The hashes by environment and run."""
+Held = dict[str, list[str]]
+"""The hashes by environment and run, as `section` joins them."""
 
 
 def micro_batches() -> list[Batch]:
@@ -82,6 +82,11 @@ def bits_of(harness: Harness, run: str) -> list[str]:
             hashes.append(hash_of(session.parameters()))
     session.flush()
     return [*hashes, hash_of(session.parameters())]
+
+
+def section(place: str, run: str) -> str:
+    """An environment and a run, as they stand in the file."""
+    return f"{place}; {run}"
 
 
 def environment(harness: Harness) -> str:
@@ -121,15 +126,14 @@ def read(file: Path = FILE) -> Held:
         if line and not line.startswith("#")
     ]
     return {
-        (place, run): hashes.split()
-        for place, run, hashes in (line.split(" | ") for line in lines)
+        name: hashes.split() for name, hashes in (line.split(" | ") for line in lines)
     }
 
 
-def found(names: Iterable[str]) -> Iterator[tuple[tuple[str, str], list[str]]]:
+def found(names: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
     """What the bits of these backends are here and now."""
     for name in names:
         harness = load_harness(name)
         place = environment(harness)
         for run in RUNS:
-            yield (place, run), bits_of(harness, run)
+            yield section(place, run), bits_of(harness, run)

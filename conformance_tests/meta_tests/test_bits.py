@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import typer
 
+from conformance_tests.record.__main__ import main
 from gradaccum_conformance import bits
 from gradaccum_conformance.harness import Setup
 from gradaccum_conformance.reference.harness import NumpyHarness, NumpySession, harness
@@ -53,8 +55,8 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_one_unit_in_the_last_place_is_seen(file: Path) -> None:
     """In one micro-batch of the second window, and in each window after it."""
     recorded = bits.bits_of(harness, RUN)
-    line = f"{bits.environment(harness)} | {RUN} | {' '.join(recorded)}\n"
-    file.write_text(line, encoding="utf-8")
+    section = bits.section(bits.environment(harness), RUN)
+    file.write_text(f"{section} | {' '.join(recorded)}\n", encoding="utf-8")
     suite.test_bits(harness, RUN, {})
     altered = bits.bits_of(sixth_micro_batch(), RUN)
     same = [a == b for a, b in zip(recorded, altered, strict=True)]
@@ -68,3 +70,21 @@ def test_unknown_environment_compares_a_run_with_itself(file: Path) -> None:
     factors = (ONE_UNIT_MORE if n > 20 else 1.0 for n in itertools.count())
     with pytest.raises(AssertionError, match="other bits"):
         suite.test_bits(Altered(factors), RUN, {})
+
+
+def test_record_ignores_the_run_that_an_environment_does_not_hold(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another processor may hold the first run of an environment only."""
+    monkeypatch.setattr(bits, "FILE", file)
+    file.write_text("here; one | a\n", encoding="utf-8")
+    found = [("here; one", ["a"]), ("here; two", ["b"])]
+    monkeypatch.setattr(bits, "found", lambda names: found)
+    with pytest.raises(typer.Exit) as end:
+        main(["bits"], ["numpy"])
+    assert end.value.exit_code == 0
+    assert "not held: here; two" in capsys.readouterr().out
+    found[0] = ("here; one", ["other"])
+    with pytest.raises(typer.Exit) as end:
+        main(["bits"], ["numpy"])
+    assert end.value.exit_code == 1

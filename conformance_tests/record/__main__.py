@@ -30,9 +30,8 @@ def found(part: str, backends: list[str]) -> tuple[Path, Facts]:
         return file_of(part), names.found(backends)
     if part == "refusals":
         return file_of(part), refusals.found()
-    facts: Facts = {}
-    for (place, run), hashes in bits.found(backends):
-        facts.setdefault(place, []).append(f"{run} | {' '.join(hashes)}")
+    # Each run is a section, because an environment may hold some of the runs only.
+    facts = {name: [" ".join(hashes)] for name, hashes in bits.found(backends)}
     return bits.FILE, facts
 
 

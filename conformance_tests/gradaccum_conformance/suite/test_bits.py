@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradaccum_conformance.bits import RUNS, bits_of, environment, read
+from gradaccum_conformance.bits import RUNS, bits_of, environment, read, section
 from gradaccum_conformance.harness import Harness
 
 
@@ -24,7 +24,7 @@ def test_bits(backend: Harness, run: str, places: dict[str, str]) -> None:
     place = places.get(backend.name) or places.setdefault(
         backend.name, environment(backend)
     )
-    expected = read().get((place, run)) or bits_of(backend, run)
+    expected = read().get(section(place, run)) or bits_of(backend, run)
     fix = "Write meant ones: python -m conformance_tests.record --part bits --write"
     assert bits_of(backend, run) == expected, (
         f"other bits than before, inside of the tolerance, in {place}. {fix}"
