@@ -5,7 +5,6 @@ reader reads, so size is counted in tokens. A formatter changes tokens per line 
 so style is counted per statement.
 
     python -m conformance_tests.measure_tokens              tokens by area, and style
-    python -m conformance_tests.measure_tokens --worst 20   also the 20 densest functions
     python -m conformance_tests.measure_tokens --check      exit with 1 if over a limit
 
 The limits are a test (``meta_tests/test_record.py``). What is counted:
@@ -91,16 +90,6 @@ MESSAGE_NAMES = {"expected", "fix", "found", "got", "message", "msg"}
 CHECKING_PREFIXES = ("require_", "check_", "refuse_", "validate_")
 
 
-@dataclass
-class Function:
-    """One function or method."""
-
-    place: str
-    """``path:line name``."""
-    tokens: int
-    lines: int
-
-
 RATES = {
     "tokens / line": (1, "tokens", "code lines"),
     f"lines > {MAX_COLUMNS} columns, %": (100, "long lines", "code lines"),
@@ -119,7 +108,6 @@ class Style:
     """The counts of a group of files."""
 
     counts: Counter[str] = field(default_factory=Counter)
-    functions: list[Function] = field(default_factory=list)
 
     def figures(self) -> dict[str, float]:
         """Return the figures by name, in the order in which they are printed."""
@@ -200,8 +188,6 @@ class FileMeasure:
         if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
             counts["assignments"] += 1
             counts["parallel"] += is_parallel(node)
-        if isinstance(node, FUNCTIONS):
-            self.style.functions.append(self.function(node))
         if is_refusal(node):
             self.refusals.update(self.tokens_of(node))
 
@@ -223,18 +209,6 @@ class FileMeasure:
         counts["names"] += 1
         counts["participles"] += is_participle(name)
         counts["pointing"] += bool(POINTING_WORDS.fullmatch(name))
-
-    def function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Function:
-        body_lines: set[int] = set()
-        for statement in node.body:
-            if not is_docstring(statement):
-                last = statement.end_lineno or statement.lineno
-                body_lines.update(range(statement.lineno, last + 1))
-        return Function(
-            place=f"{self.path}:{node.lineno} {node.name}",
-            tokens=len(self.tokens_of(node)),
-            lines=len(body_lines & self.lines),
-        )
 
     def tokens_of(self, node: ast.stmt) -> range:
         """Return the indices of the statement's tokens."""
@@ -374,23 +348,6 @@ def shown(figure: float) -> str:
     return f"{figure:,}" if isinstance(figure, int) else f"{figure:.1f}"
 
 
-def print_worst(style: Style, number: int) -> None:
-    functions = [each for each in style.functions if each.tokens >= 100 and each.lines]
-    functions.sort(key=lambda function: -function.tokens / function.lines)
-    rows = [
-        [
-            each.place,
-            str(each.tokens),
-            str(each.lines),
-            f"{each.tokens / each.lines:.1f}",
-        ]
-        for each in functions[:number]
-    ]
-    print_table(
-        ["densest functions of 100 tokens or more", "tokens", "lines", "per line"], rows
-    )
-
-
 def over_limit(style: Style) -> list[str]:
     figures = style.figures()
     return [
@@ -410,9 +367,6 @@ def tests_over_limit() -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--worst", type=int, metavar="N", help="show the N densest functions"
-    )
-    parser.add_argument(
         "--check", action="store_true", help="exit with 1 if over a limit"
     )
     arguments = parser.parse_args()
@@ -426,9 +380,6 @@ def main() -> int:
         {name: measure(package) for name, package in PACKAGES.items()}
         | {"all": everything}
     )
-    if arguments.worst:
-        print()
-        print_worst(everything, arguments.worst)
     problems = over_limit(everything) + tests_over_limit() if arguments.check else []
     for problem in problems:
         print(f"over the limit: {problem}", file=sys.stderr)
