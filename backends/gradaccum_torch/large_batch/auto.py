@@ -72,6 +72,7 @@ def run_divided(
         modules: the modules whose buffers are restored after an error.
         notes_calls: whether the buffers of all modules that are called are restored.
     """
+    sizes = division.micro_batch_size
     group = None if optimizer is None else optimizer.whole_window().process_group
     tensors = [leaf.value for leaf in large.leaves if isinstance(leaf.value, Tensor)]
 
@@ -80,13 +81,17 @@ def run_divided(
             micro_batches: list[MicroBatch] = []
             if large.items or group is None:
                 micro_batches += large.micro_batches(division, options)
-            before = Before(tensors, modules, notes_calls=notes_calls)
+            before = Before(
+                tensors,
+                modules,
+                notes_calls=notes_calls,
+                starts_over=isinstance(sizes, AutoMicroBatchSize),
+            )
             destination = stack.enter_context(
                 collecting(optimizer, options, micro_batches, before)
             )
             return run(micro_batches, destination)
 
-    sizes = division.micro_batch_size
     if not isinstance(sizes, AutoMicroBatchSize):
         return attempt(division, nullcontext())
     if group is None and processes() > 1:

@@ -54,8 +54,9 @@ def backward(
     Every leaf tensor that the loss depends on gets its gradient, even a tensor of the
     batch. Hooks of a leaf run once per micro-batch and see the micro-batch's share.
     Half-precision gradients are summed in float32 and cast once. If `loss_fn` raises,
-    or you press Ctrl-C, then ``.grad``, the global random states and the buffers of
-    `modules` are restored.
+    or you press Ctrl-C, then ``.grad``, torch's global random states and the buffers of
+    `modules` are restored. With an automatic size, the random states of Python and
+    NumPy are restored too.
 
     Args:
         loss_fn: ``loss_fn(*micro_batch)`` returns a loss, a tensor of shape ``()``, or

@@ -90,9 +90,9 @@ class GradientsInGrad:
         self._earlier_gradients: dict[Tensor, Tensor | None] = {}
         self._wide_sums: dict[Tensor, Tensor] = {}
         self._without_gradient: list[Tensor] = []
-        self._sum_versions: list[int] = []
-        """The ids of the gradient sums, and how often each was written to. Neither may
-        change while the user's functions run.
+        self._noted_sums: list[tuple[Tensor, int, int]] = []
+        """For each leaf, the id of its gradient sum and how often that sum was written
+        to. Neither may change while the user's functions run.
         """
         self._handles: list[RemovableHandle] = []
 
@@ -165,20 +165,25 @@ class GradientsInGrad:
             self._without_gradient = [
                 leaf for leaf in self._without_gradient if leaf.grad is None
             ]
-        self._sum_versions = self._current_versions()
+        self._noted_sums = []
+        for leaf in self._earlier_gradients:
+            total = self._sum_of(leaf)
+            number = 0 if total is None else version(total)
+            self._noted_sums.append((leaf, id(total), number))
 
-    def _current_versions(self) -> list[int]:
-        totals = [leaf.grad for leaf in self._earlier_gradients]
-        totals += self._wide_sums.values()
-        sums = [total for total in totals if total is not None]
-        return [*map(id, sums), *map(version, sums)]
+    def _sum_of(self, leaf: Tensor) -> Tensor | None:
+        return self._wide_sums.get(leaf) if leaf.grad is None else leaf.grad
 
     def require_untouched(self) -> None:
         """Raise if the user's function has changed a gradient sum, for example through
         ``backward()``.
         """
-        if self._current_versions() != self._sum_versions:
-            raise touched_error()
+        for leaf, total_id, number in self._noted_sums:
+            total = self._sum_of(leaf)
+            if id(total) != total_id:
+                raise touched_error()
+            if total is not None and version(total) != number:
+                raise touched_error()
 
     def deliver(self) -> None:
         """Divide the gradient sums, and add them to the earlier values of ``.grad``."""

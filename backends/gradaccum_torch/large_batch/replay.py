@@ -22,16 +22,20 @@ from gradaccum_torch.torch_private.names import (
 
 
 class RandomState:
-    """A copy of the random states of Python, of NumPy if it is imported, and of torch on
-    the CPU and on `devices`.
+    """A copy of the random states of torch on the CPU and on `devices`, and if
+    `with_host`, of the random states of Python and, if it is imported, of NumPy.
     """
 
-    def __init__(self, devices: Iterable[torch.device] = ()) -> None:
-        self._python = random.getstate()
+    def __init__(
+        self, devices: Iterable[torch.device] = (), *, with_host: bool = True
+    ) -> None:
+        self._python: Any = None
         self._numpy: Any = None
+        if with_host:
+            self._python = random.getstate()
         # NumPy 2 imports numpy.random when it is first used, which may be inside the
         # user's function.
-        if "numpy" in sys.modules:
+        if with_host and "numpy" in sys.modules:
             self._numpy = sys.modules["numpy"].random.get_state()
         self._cpu = torch.get_rng_state()
         self._of_devices = {
@@ -41,7 +45,8 @@ class RandomState:
         }
 
     def put_back(self) -> None:
-        random.setstate(self._python)
+        if self._python is not None:
+            random.setstate(self._python)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
         torch.set_rng_state(self._cpu)
@@ -49,7 +54,7 @@ class RandomState:
             torch.get_device_module(device).set_rng_state(state, device)
 
     def has_torch_moved(self) -> bool:
-        now = RandomState(self._of_devices)
+        now = RandomState(self._of_devices, with_host=False)
         states = [now._cpu, *now._of_devices.values()]
         return not all(
             map(torch.equal, states, [self._cpu, *self._of_devices.values()])
@@ -149,6 +154,9 @@ class Before:
         modules: the modules whose buffers are copied.
         notes_calls: whether the buffers of all modules that are called inside the block
             are copied too.
+        starts_over: whether the call may be repeated after an error. Only then are the
+            random states of Python and NumPy copied, because copying them takes as long
+            as a micro-batch of a small model.
     """
 
     def __init__(
@@ -157,9 +165,10 @@ class Before:
         modules: Iterable[nn.Module],
         *,
         notes_calls: bool,
+        starts_over: bool = False,
     ) -> None:
         self._devices = random_devices(tensors)
-        self._random_state = self.random_state()
+        self._random_state = RandomState(self._devices, with_host=starts_over)
         self.buffers = Buffers(modules)
         self.notes_calls = notes_calls
         self._noting = self.buffers.noting_calls() if notes_calls else nullcontext()
