@@ -192,11 +192,9 @@ def denominator(weight: Scalar, options: Options, where: Where) -> Scalar:
 def with_denominator(
     state: Fields, denominator: Scalar, options: Options, where: Where
 ) -> tuple[Fields, Options]:
-    """Return the state and the options with which the window's gradient sum is divided
-    by `denominator` instead of the window's weight.
-
-    Pass them to `divisor`, `decide` and `gradaccum.kit.window_loss`. If the window's
-    weight is 0, it stays 0.
+    """Return a state and options that cause the window's gradient sum to be divided by
+    `denominator` instead of the window's weight. Pass them to `divisor`, `decide` and
+    `gradaccum.kit.window_loss`. If the window's weight is 0, it stays 0.
 
     - `state`: the state of all workers after the window's last micro-batch.
     - `denominator`: a finite scalar > 0. With any other value, `decide` decides against

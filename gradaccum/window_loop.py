@@ -3,7 +3,7 @@ pass, and windows whose totals are known before their first forward pass.
 
 If a loss has a single denominator, no totals are needed: pass each micro-batch's
 weight. If a loss has several terms, divide each term by its own total over the window,
-and sum the window with ``reduction="sum"``.
+and wrap the optimizer with ``reduction="sum"``.
 """
 
 from __future__ import annotations
@@ -385,7 +385,7 @@ def windows(
     before the first forward pass.
 
     In ``for window in windows(loader, 4, count={"tokens": f})`` each `window` can be
-    iterated over, supports ``len()``, and holds its total in
+    iterated over, supports ``len()``, and stores its total in
     ``window.totals["tokens"]``. Wrap the optimizer with ``steps=None``, and call
     ``flush`` after each window. Only one window at a time is in memory.
 

@@ -30,8 +30,7 @@ class VerificationReport:
     gradient was not finite.
     """
     units: Mapping[str, float]
-    """For each parameter, the 2-norm of the change that rounding makes to its gradient.
-    """
+    """For each parameter, the 2-norm of the rounding error in its gradient."""
     partitions: tuple[Parts, ...]
     """The partitions and orders of the batch that were compared: for each micro-batch,
     the indices of its items.
@@ -39,8 +38,9 @@ class VerificationReport:
     notes: tuple[str, ...] = ()
     """Remarks about the loss that do not report a mistake."""
     coefficients: Coefficients | None = None
-    """The best coefficients of the micro-batches, excluding the causes that were found
-    before; None if the micro-batches' gradients are too similar to distinguish.
+    """The best coefficients of the micro-batches, measured without the causes that had
+    already been found; None if the micro-batches' gradients are too similar to
+    distinguish.
     """
 
     @property

@@ -47,7 +47,7 @@ class Conditions:
 
 class ModelState:
     """A copy of a model's state. The state of a JAX model is part of its parameters, so
-    that there is nothing to restore.
+    there is nothing to restore.
     """
 
     def restore(self) -> None:
@@ -90,8 +90,8 @@ class Subject(ABC):
     """The names of layers that run in evaluation mode because they draw random numbers.
     """
     places: Mapping[str, slice]
-    """For each parameter with respect to which the loss is differentiated, the place of
-    its elements in a gradient.
+    """For each parameter with respect to which the loss is differentiated, the slice of
+    a gradient vector that contains its elements.
     """
 
     def __init__(
@@ -159,8 +159,8 @@ class Subject(ABC):
         return ()
 
     def training_layers(self, word: str) -> list[str]:
-        """Return the names of the layers in training mode whose class has a name that
-        contains `word`.
+        """Return the names of the layers in training mode whose class name contains
+        `word`.
         """
         return [
             name
@@ -176,13 +176,13 @@ class Subject(ABC):
 
     def unreached_parameters(self) -> Sequence[str]:
         """Return the names of the parameters that the loss does not reach, if the
-        framework tells them apart from parameters whose gradient is zero.
+        framework distinguishes such parameters from parameters whose gradient is zero.
         """
         return ()
 
     def is_divided_by(self, steps: int, reduction: Reduction) -> bool:
-        """True if the loss is divided by `steps` in its last operation, most likely by
-        mistake. The division is right if it computes a mean.
+        """True if the last operation of the loss is a division by `steps`, which is
+        most likely a mistake. False if this division only computes a mean.
         """
         return False
 
@@ -190,7 +190,7 @@ class Subject(ABC):
     @abstractmethod
     def precision(self) -> tuple[float, float]:
         """The distance from 1 to the next number in the program's coarsest floating
-        dtype, and the smallest positive number of a gradient.
+        dtype, and the smallest positive number that a gradient can contain.
         """
 
     @staticmethod
@@ -206,8 +206,8 @@ class Subject(ABC):
 
     def arrays(self, part: Items) -> Iterable[tuple[str, Any]]:
         """Return the arrays of a micro-batch that are split, each with its path, such
-        as ``batch[1]['mask']``. Values without numbers that can be counted, such as
-        random keys, are left out.
+        as ``batch[1]['mask']``. Random keys are left out, because their elements are
+        not numbers.
         """
         return self.batch.arrays(part)
 
@@ -217,8 +217,8 @@ class Subject(ABC):
 
 
 def places_of(sizes: Mapping[str, int]) -> dict[str, slice]:
-    """Return the place of each parameter in a vector of all parameters, given their
-    numbers of elements.
+    """Return, for each parameter, its slice of a vector that contains all parameters.
+    `sizes` contains the number of elements of each parameter.
     """
     places = {}
     start = 0
