@@ -1,7 +1,7 @@
 """The loop check: which micro-batches reached the optimizer, and with what weight?
 
 An optimizer should receive sum(c_k g_k), where g_k is the gradient of micro-batch k by
-itself, and all g_k are taken at the same parameters. A backend records the gradient
+itself, and all g_k are computed at the same parameters. A backend records the gradient
 that the optimizer receives, and finds the coefficients c_k by least squares. This
 module interprets the coefficients.
 """
@@ -407,8 +407,8 @@ def recording(optimizer: Any, model: Any = None) -> AbstractContextManager[LoopR
     """Record the gradients that `optimizer` receives while a loop runs. The optimizer
     need not be wrapped, and any trainer may run the loop.
 
-    The parameters are restored after each update, so that all gradients are taken at
-    the same point. The optimizer's own state is not restored. Record with a fresh
+    The parameters are restored after each update, so that all gradients are computed at
+    the same parameters. The optimizer's own state is not restored. Record with a fresh
     model, without dropout.
 
         with gradaccum.recording(optimizer) as record:
@@ -507,7 +507,8 @@ def loop_report(
         updates: the gradients that the optimizer received.
         weights: the weight of each micro-batch.
         epsilon: the machine epsilon of the coarsest parameter.
-        norms: the norm of each update, if `updates` contains only some elements.
+        norms: the norm of each update, if `updates` contains only some elements of each
+            update.
         options: as in `LoopReader`.
     """
     basis = GradientBasis(gradients)

@@ -76,8 +76,8 @@ def is_column(nest: Nest) -> bool:
 
 
 def with_leaves(nest: Nest, leaves: Iterator[object]) -> Nest:
-    """Return a copy of `nest` in which the next `leaves` replace its own leaves. The
-    containers keep their types.
+    """Return a copy of `nest` whose leaves are replaced, in order, with the next
+    elements of `leaves`. The containers keep their types.
     """
     inside = children_of(nest)
     if inside is None:

@@ -355,7 +355,7 @@ def merged_aux(
 def concatenated(
     nests: Sequence[Nest], concatenate: Callable[[list[Any]], object]
 ) -> Nest:
-    """Return one nest with the structure of each of `nests`. Each of its leaves is
+    """Return a nest with the same structure as each of `nests`. Each of its leaves is
     ``concatenate(leaves)``, where `leaves` is the list of the corresponding leaves.
     """
     columns = zip(

@@ -1,5 +1,6 @@
-"""Passes over a loader: the number of updates in a pass, the flush at the end of a
-pass, and windows whose totals are known before their first forward pass.
+"""Passes over a loader: count the updates in a pass, flush at the end of a pass, or
+read a pass window by window, so that a window's totals are known before its first
+forward pass.
 
 If a loss has a single denominator, no totals are needed: pass each micro-batch's
 weight. If a loss has several terms, divide each term by its own total over the window,

@@ -154,7 +154,7 @@ class Comparison:
     conditions: Conditions = TRAINING
 
     def under(self, **conditions: Any) -> Comparison:
-        """Return this comparison with some conditions changed."""
+        """Return a copy of this comparison with some conditions changed."""
         return replace(self, conditions=replace(self.conditions, **conditions))
 
     @property

@@ -292,9 +292,10 @@ def _takes(
 
 
 def _referred_values(loss_fn: Any, depth: int = 2) -> list[object]:
-    """Return the loss function itself, the values of the variables that it closes over
-    or reads as globals, and the attributes of the object that a method belongs to. The
-    same is done for functions among these values, `depth` functions deep.
+    """Return the loss function itself and the values of the variables that it closes
+    over or reads as globals. If the loss function is a method, also return the
+    attributes of its object. Functions among the variables are searched in the same
+    way, up to `depth` levels deep.
     """
     instance = getattr(loss_fn, "__self__", None)
     values = [loss_fn, *getattr(instance, "__dict__", {}).values()]

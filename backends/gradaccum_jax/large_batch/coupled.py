@@ -65,10 +65,10 @@ def coupled_value_and_grad(
         outputs_fn: ``outputs_fn(params, *micro_batch)`` returns a tree of arrays with
             one or more rows per item along the leading axis. It is called twice for
             each micro-batch, so random numbers must come from a key in the batch.
-        loss_fn: ``loss_fn(params, outputs)`` returns a floating scalar from the rows of
-            the whole batch, in the order of the items; or ``(loss, aux)`` with
-            `has_aux`. It is called once. If you use a loss scale, multiply the loss by
-            it in this function. Integer outputs get no gradient.
+        loss_fn: ``loss_fn(params, outputs)`` returns a floating scalar, computed from
+            the rows of the whole batch in the order of the items; or ``(loss, aux)``
+            with `has_aux`. It is called once. If you use a loss scale, multiply the
+            loss by it in this function. Integer outputs get no gradient.
         has_aux: as in `jax.value_and_grad`.
         steps: as for `value_and_grad`.
         micro_batch_size: as for `value_and_grad`.

@@ -173,8 +173,8 @@ def gradients_of(
     """Divide the sums by `divisor`, and return the gradients of the large batch in the
     dtypes of the parameters.
 
-    Each sum is reduced over `axis_names`, and over the mesh axes along which the sum
-    differs between devices but its parameter does not.
+    Each sum is reduced over `axis_names`. It is also reduced over the mesh axes along
+    which the sum differs between devices although its parameter does not.
     """
     moving, put = moving_of(params)
     gradients = []
