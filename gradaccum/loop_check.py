@@ -55,7 +55,7 @@ class LoopReader:
     weights: Sequence[float]
     """One weight per micro-batch, in the order of the coefficients."""
     reduction: Reduction = "mean"
-    """How the loss combines the losses of a micro-batch's items, as in
+    """How the loss function combines the losses of a micro-batch's items, as in
     `gradaccum.wrap`.
     """
     steps: int | None = None

@@ -5,9 +5,10 @@ The code uses only arithmetic, comparisons, ``&``, ``|`` and the backend's `Wher
 Python ``if`` depends on a value of the state. The same source can therefore run on
 Python numbers (torch), be traced by JAX and be compiled by MindSpore. MindSpore's
 compiler must not turn a field into a Python number, so the code uses ``x == False``
-instead of ``not x``, and constants are derived from a field, as in ``0 * micro_step``.
-A state is a plain tuple, because MindSpore cannot compile a named tuple. An ``if`` may
-depend on the checked ``options``, because they are constants of the program.
+instead of ``not x``. For the same reason, constants are derived from a field, as in
+``0 * micro_step``. A state is a plain tuple, because MindSpore cannot compile a named
+tuple. An ``if`` may depend on the checked ``options``, because they are constants of
+the program.
 
 For each micro-batch, a backend calls ``usable``, ``contribution``, ``accumulate`` and
 ``ends``, in this order. At the window's end it calls ``joined`` (if several workers

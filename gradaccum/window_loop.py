@@ -396,8 +396,8 @@ def windows(
             must yield copies.
         steps: the number of micro-batches per window. This is an int >= 1, a list of
             pairs ``(first window, steps)``, a function of the window's number (counted
-            from 0), or ``until_weight(n)``, which ends a window with the micro-batch
-            that brings the window's weight to n or more.
+            from 0), or ``until_weight(n)``. With ``until_weight(n)``, a window ends
+            with the micro-batch that brings the window's weight to n or more.
         count: a mapping from names to functions of a micro-batch. Each function returns
             a finite number >= 0, or a framework's scalar. If the scalar is on a device,
             the loop waits for the device.

@@ -26,16 +26,16 @@ def verify(
 ) -> VerificationReport:
     """Check whether gradient accumulation is right for a loss, and if not, why.
 
-    It computes the gradient of one batch for many partitions and orders. If the
+    The gradient of one batch is computed for many partitions and orders. If the
     gradients differ by more than rounding, experiments look for the cause. Afterwards
     the batch, the random states, and the model's parameters, buffers and plain
-    attributes are the same as before. Do not call it under `jax.jit`, or in two threads
-    at once.
+    attributes are the same as before. Do not call `verify` under `jax.jit`, or in two
+    threads at once.
 
     Each micro-batch begins with the same random state. Layers such as dropout draw
     random numbers per item, so they run in evaluation mode, and the report says so. A
-    loss that draws random numbers per item itself cannot be compared. In JAX, split one
-    key into a key per item, and pass these keys in the batch.
+    loss function that itself draws random numbers per item cannot be compared. In JAX,
+    split one key into a key per item, and pass these keys in the batch.
 
     Args:
         model_or_params: a `torch.nn.Module`, a `mindspore.nn.Cell`, or a pytree of JAX

@@ -241,9 +241,9 @@ def as_loss(
     """Return the loss as a function that is called as ``loss_fn(model, *batch)``, and
     the arguments after the model.
 
-    `loss_fn` may also be ``loss_fn(*batch)``, which refers to the model itself, or a
-    criterion, ``loss_fn(outputs, *targets)``. A dictionary is passed as keyword
-    arguments if `loss_fn` accepts its keys.
+    `loss_fn` may also be ``loss_fn(*batch)``, which does not get the model as an
+    argument, or a criterion, ``loss_fn(outputs, *targets)``. A dictionary is passed as
+    keyword arguments if `loss_fn` accepts its keys.
 
     Args:
         loss_fn: the user's loss function.

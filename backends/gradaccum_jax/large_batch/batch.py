@@ -39,9 +39,9 @@ Weight = Callable[..., Any] | Array | None
 with one number per item, or None, which means weight 1 for each item.
 """
 Stacks = list[Tree]
-"""The values of all micro-batches, as a list of one or two trees. Their arrays have a
-leading axis with one entry per micro-batch. The first tree is for the micro-batches of
-equal size, and the second tree for a smaller last micro-batch.
+"""The values of all micro-batches, as a list of one or two trees. The arrays in a tree
+have a leading axis with one entry per micro-batch. The first tree is for the
+micro-batches of equal size. The second tree is for a smaller last micro-batch.
 """
 
 
@@ -227,9 +227,9 @@ def _weights_of_items(weight: Weight, items: int) -> Array:
 #
 # If a batch is sharded over a mesh, each device stores consecutive items. A micro-batch
 # of consecutive items would be stored on only some of the devices, so XLA would gather
-# the batch, and every device would compute all of it. So such a batch has as many
-# blocks of consecutive items as shards, and a micro-batch contains the items at the
-# same positions of each block.
+# the batch, and every device would compute all of it. So such a batch is divided into
+# one block of consecutive items per shard, and a micro-batch contains the items at the
+# same positions in each block.
 #
 # The number of shards is known from the array, or from its type on an explicit mesh.
 # Under `jax.jit`, the type of an array on an ordinary mesh contains only the mesh. Then

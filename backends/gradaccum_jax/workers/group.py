@@ -4,7 +4,8 @@ model.
 Each device has the gradient sum, the weight, the loss and the overflow flag of its own
 micro-batches. Everything else must be the same on all devices. If it differed, some
 devices might take a branch that contains an all-reduce and wait forever for devices
-that do not take it. So the types inside `jax.shard_map` are checked.
+that do not take it. So JAX's types, which show what may differ between devices, are
+checked inside `jax.shard_map`.
 """
 
 from __future__ import annotations
