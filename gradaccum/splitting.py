@@ -77,7 +77,8 @@ class AutoMicroBatchSize:
                 of `size` items. If the micro-batches do not fit in memory, `attempt`
                 raises a `SmallerSizeError`, normally with `smaller_size`, from the
                 framework's own error.
-            before_retry: a function that is called before each attempt but the first.
+            before_retry: a function that is called before each attempt except the
+                first.
 
         Raises:
             UsageError: a micro-batch of one item does not fit in memory.

@@ -30,8 +30,8 @@ from gradaccum.verification.batch import Items
 from gradaccum.verification.subject import Conditions, Subject
 
 PERTURBATIONS = 4
-"""The number of perturbed runs from which the rounding error is measured, for the large
-batch and again for the first partition.
+"""The number of perturbed runs that measure the rounding error. They are made for the
+large batch, and again for the first partition.
 """
 ROUNDING_LIMIT = 4.0
 """A difference of at most this many units counts as rounding, because the largest

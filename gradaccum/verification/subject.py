@@ -40,8 +40,8 @@ class Conditions:
     factor before they are returned.
     """
     perturbation: int | None = None
-    """The index of the perturbation to apply, which changes each parameter by one
-    rounding error; None means no perturbation.
+    """The index of the perturbation to apply; None means no perturbation. A
+    perturbation changes each parameter by one rounding error.
     """
 
 

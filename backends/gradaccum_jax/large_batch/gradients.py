@@ -153,8 +153,8 @@ def empty_sums(by: Tree, accumulate_dtype: DType) -> Leaves:
 def add_gradients(
     sums: Leaves, gradients: Leaves, weight: Scalar, options: Options
 ) -> Leaves:
-    """Add one micro-batch's gradients to `sums`. If its weight is 0, the sums do not
-    change, even if a gradient is NaN.
+    """Add one micro-batch's gradients to `sums`. If the micro-batch's weight is 0, the
+    sums do not change, even if a gradient is NaN.
     """
     factor = None
     is_one = isinstance(weight, float) and weight == 1
