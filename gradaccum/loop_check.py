@@ -83,7 +83,7 @@ class LoopReader:
         """
         self.problems: list[LoopProblem] = []
         self.notes: list[str] = []
-        """Remarks about the loop that do not report a mistake."""
+        """Further remarks about the loop, which do not indicate a mistake."""
         self.uncertain = self._why_uncertain()
         """Why the check cannot tell whether the loop is right; empty if it can tell."""
         if not self.uncertain:

@@ -27,8 +27,8 @@ from gradaccum.state import Scalar
 
 
 Sizes = int | tuple[tuple[int, int], ...] | Callable[[Scalar], Scalar]
-"""The size of the window at each optimizer step: a constant, a tuple of pairs ``(first
-optimizer_step, size)``, or a function of the optimizer step.
+"""The sizes of the windows: a constant, a tuple of pairs
+``(first optimizer_step, size)``, or a function of the optimizer step.
 """
 
 

@@ -156,8 +156,8 @@ class Examination:
         comparison = self.comparison
         gradient = comparison.under(**conditions).large
         distances = comparison.norms(gradient - comparison.large)
-        # For a repetition, units cannot be the limit: they are measured with repeated
-        # runs, so they also grow if the gradient changes from run to run.
+        # A repetition is not compared in units. Units are measured with repeated runs,
+        # so they also grow if the gradient changes from run to run.
         is_repetition = conditions == {"scale": 1.0}
         limits = comparison.floors if is_repetition else comparison.units
         return [

@@ -36,7 +36,7 @@ class VerificationReport:
     the indices of its items.
     """
     notes: tuple[str, ...] = ()
-    """Remarks about the loss that do not report a mistake."""
+    """Further remarks about the loss, which do not indicate a mistake."""
     coefficients: Coefficients | None = None
     """The best coefficients of the micro-batches, measured without the causes that had
     already been found; None if the micro-batches' gradients are too similar to

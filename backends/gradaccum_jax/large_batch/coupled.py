@@ -116,8 +116,9 @@ class CoupledValueAndGrad(LargeBatchFunction):
     def run(self, params: Params, batch: LargeBatch) -> Any:
         require_params_alone(params)
         jax.grad(lambda _: 0.0)(params)  # JAX itself rejects integers.
-        # Mark the parameters and the sums as different on each device. Otherwise
-        # `jax.grad` would reduce the gradients over the devices in every micro-batch.
+        # Mark the parameters and the sums as values that may differ between devices.
+        # Otherwise `jax.grad` would reduce the gradients over the devices in every
+        # micro-batch.
         varying = frozenset(self.axis_names) | varying_axes(params, batch)
         local_params = vary(params, varying)
         moving, put = moving_of(local_params)

@@ -154,8 +154,9 @@ class ValueAndGrad(LargeBatchFunction):
         jax.grad(lambda _: 0.0)(params)  # JAX itself rejects integers.
         options = self.spec.options
         names = self.spec.axis_names
-        # Mark the parameters and the sums as different on each device. Otherwise
-        # `jax.grad` would reduce the gradients over the devices in every micro-batch.
+        # Mark the parameters and the sums as values that may differ between devices.
+        # Otherwise `jax.grad` would reduce the gradients over the devices in every
+        # micro-batch.
         varying = frozenset(names) | varying_axes(params, batch)
         unit = 1.0
         if self.spec.weight is None and options.reduction == "mean":
