@@ -98,7 +98,7 @@ def spread(prefix: Nest, nest: Nest, argument: str) -> list[object]:
             everything below the same position in `nest`, such as ``{"ids": 0, "flags":
             None}``.
         nest: the nest whose leaves need the values.
-        argument: the name of `prefix`, for the error.
+        argument: the name of `prefix` in error messages.
 
     Raises:
         ArgumentValueError: `prefix` has containers that `nest` does not have.

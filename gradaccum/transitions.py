@@ -76,7 +76,7 @@ def accumulate(state: Fields, weight: Scalar, finite: Scalar, where: Where) -> F
     """Return the state after one more micro-batch.
 
     - `weight`: a scalar >= 0. Any other weight counts as a non-finite gradient. Outside
-      compiled code, such a weight raises an error earlier.
+      compiled code, an earlier check raises an error for such a weight.
     - `finite`: bool, False if the gradient is known to contain an inf or NaN. The
       micro-batch's weight is then not added.
     """

@@ -1,7 +1,8 @@
-"""The experiments of `gradaccum.verify`. Each changes one condition: the loss's scale,
-the random state, the model's state, the mode, the weights, the number of micro-batches.
+"""The experiments of `gradaccum.verify`. Each experiment changes one condition: the
+loss's scale, the random state, the model's state, the mode, the weights, the number of
+micro-batches.
 
-If a cause would disturb a later experiment, it is looked for and removed first.
+A cause that would disturb a later experiment is looked for and removed first.
 `gradaccum/VERIFY.md` has a section for each kind of cause.
 """
 

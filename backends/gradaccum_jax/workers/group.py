@@ -264,7 +264,7 @@ def names_of(axis_name: Any) -> tuple[str, ...]:
 
 
 # All arrays are reduced by one `jax.lax.psum`. XLA compiles this `psum` to a single
-# all-reduce, but on a CPU only from JAX 0.10 on. So small arrays of the same type are
+# all-reduce, except on a CPU before JAX 0.10. So small arrays of the same type are
 # packed into one array. (Sharded and replicated arrays have different types.) Large
 # arrays are not packed, because packing them would cost memory.
 
