@@ -346,9 +346,8 @@ def require_reduction(reduction: object) -> Reduction:
 
 
 def use_of_weights(options: Options) -> str | None:
-    """Return the option because of which each micro-batch needs a weight. The option is
-    formatted as the user wrote it, such as ``reduction="sum_per_item"``. Return None if
-    no option requires weights.
+    """Return the option that makes weights mandatory, as the user wrote it, such as
+    ``reduction="sum_per_item"``. Return None if weights are optional.
     """
     if isinstance(options.steps, UntilWeight):
         return "steps=until_weight(...)"

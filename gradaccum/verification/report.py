@@ -38,8 +38,8 @@ class VerificationReport:
     notes: tuple[str, ...] = ()
     """Further remarks about the loss, which do not indicate a mistake."""
     coefficients: Coefficients | None = None
-    """The best coefficients of the micro-batches, measured without the causes that had
-    already been found; None if the micro-batches' gradients are too similar to
+    """The best coefficients of the micro-batches, measured after the causes found
+    earlier were removed; None if the micro-batches' gradients are too similar to
     distinguish.
     """
 

@@ -179,7 +179,7 @@ def devices_of(arguments: Tree) -> set[Any]:
 
 
 def _type_of(leaf: Any) -> Hashable:
-    """Return the properties of a leaf for which a program is compiled: the type and
+    """Return the properties of a leaf on which a compiled program depends: the type and
     value of a constant, or the type and sharding of an array.
     """
     if is_constant(leaf):
