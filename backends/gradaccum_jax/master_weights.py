@@ -57,9 +57,9 @@ def on_masters(
     inner: optax.GradientTransformationExtraArgs, has_masters: bool
 ) -> optax.GradientTransformationExtraArgs:
     """Return a transformation that runs `inner`, and whose state is the pair (state of
-    `inner`, master weights). If `has_masters` is true, `inner` updates the master weights
-    instead of the half-precision parameters; otherwise, the second element of the pair
-    is None.
+    `inner`, master weights). If `has_masters` is true, `inner` updates the master
+    weights instead of the half-precision parameters; otherwise, the second element of
+    the pair is None.
     """
 
     def init(params: Params) -> InnerState:
