@@ -87,8 +87,8 @@ def require_number(
     if `or_equal` is true).
     """
     # float() raises one of these errors if the value is an array with several elements,
-    # or a traced value. ``suppress`` would take longer than the rest of this function,
-    # which loops call with each micro-batch's weight.
+    # or a traced value. ``suppress`` is not used, because it would take longer than the
+    # rest of this function, which runs once per micro-batch.
     try:
         is_text = isinstance(value, (bool, str))
         number = None if is_text else float(cast(SupportsFloat, value))

@@ -9,8 +9,8 @@ classes, is in `gradaccum` itself.
 - `make_division`, `divided`, `leaves_of`: splitting a large batch;
 - ``require_...`` and ``..._error``: errors with the same wording in every
   backend;
-- `Listeners`: functions that are called after each window. While its ``added`` is
-  empty, a backend need not record closed windows;
+- `Listeners`: functions that are called after each window. A backend need not record
+  closed windows while ``Listeners.added`` is empty;
 - `described`, `status`: one-line descriptions of the state;
 - `examine`, `Subject`, `Conditions`, `ModelState`, `HostRandom`, `places_of`: the
   experiments of `gradaccum.verify`;

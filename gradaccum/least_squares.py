@@ -15,8 +15,8 @@ Vector: TypeAlias = Any
 ``@``.
 """
 PIVOT = 1e-6
-"""Gradients count as distinguishable if each gradient has a part that the gradients
-before it do not explain, and this part is larger than this fraction of the gradient.
+"""Gradients count as distinguishable if the part of each gradient that is not a
+combination of the earlier gradients is larger than this fraction of the gradient.
 """
 
 
@@ -32,8 +32,9 @@ class WeightedSum(NamedTuple):
     if the micro-batches' gradients are too similar to distinguish.
     """
     unexplained: float
-    """||v - sum(c_k g_k)|| / sum(||c_k g_k||): how much of the gradient v is not a sum
-    of the micro-batches' gradients g_k with the coefficients c_k.
+    """||v - sum(c_k g_k)|| / sum(||c_k g_k||): the fraction of the gradient v that the
+    weighted sum of the micro-batches' gradients g_k, with the coefficients c_k, does
+    not explain.
     """
     norm: float
     """The 2-norm of the gradient."""
@@ -52,9 +53,9 @@ def norm_of(vector: Vector) -> float:
 def right_factors(
     reduction: Reduction, weights: Sequence[float], large_weight: float = 1.0
 ) -> tuple[float, ...]:
-    """Return the factors with which micro-batches' gradients add up to the gradient of
-    the large batch. With the reduction "sum_per_item" the large batch's gradient is
-    divided by its weight and multiplied by `large_weight`.
+    """Return one factor per micro-batch. The sum of the micro-batches' gradients, each
+    multiplied by its factor, is the gradient of the large batch. With the reduction
+    "sum_per_item", each factor is `large_weight` divided by the total weight.
     """
     if reduction == "sum":
         return (1.0,) * len(weights)
@@ -72,11 +73,13 @@ class GradientBasis:
         self.norms = tuple(norm_of(gradient) for gradient in gradients)
         self.directions: list[Vector] = []
         self.recipes: list[list[float]] = []
-        """For each direction, the coefficients with which it is a weighted sum of the
-        gradients.
+        """For each direction, the coefficients that express the direction as a weighted
+        sum of the gradients.
         """
         self.freedom = len(gradients[0]) - sum(norm != 0 for norm in self.norms)
-        """The number of elements that the coefficients cannot fit."""
+        """The degrees of freedom of the residual: the number of elements of a gradient
+        minus the number of coefficients.
+        """
         self.is_usable = any(self.norms) and self.freedom > 0
         for place, norm in enumerate(self.norms):
             if norm == 0:
@@ -92,8 +95,8 @@ class GradientBasis:
             self.directions.append(remainder * (1 / pivot))
 
     def project(self, vector: Vector) -> tuple[list[float], Vector]:
-        """Return the coefficients of the gradients whose weighted sum is nearest to a
-        vector, and what the weighted sum leaves of the vector.
+        """Approximate a vector by the nearest weighted sum of the gradients. Return the
+        coefficients of this sum, and the vector minus the sum.
         """
         coefficients = [0.0] * len(self.norms)
         for direction, recipe in zip(self.directions, self.recipes, strict=True):
@@ -112,7 +115,7 @@ class GradientBasis:
         residual = norm_of(remainder)
         sizes = [abs(coefficient) for coefficient in coefficients]
         total = sum(size * norm for size, norm in zip(sizes, self.norms, strict=True))
-        # The standard error of least squares for a residual of 1 per element.
+        # The standard error of the coefficients if the residual is 1 in each element.
         spread = max(math.hypot(*shares) for shares in zip(*self.recipes, strict=True))
         error = 4 * residual / math.sqrt(self.freedom) * spread
         return WeightedSum(

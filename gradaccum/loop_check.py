@@ -1,7 +1,7 @@
 """The loop check: which micro-batches reached the optimizer, and with what weight?
 
 An optimizer should receive sum(c_k g_k), where g_k is the gradient of micro-batch k by
-itself, and all g_k are taken at the same parameters. A backend records the gradient
+itself, and all g_k are computed at the same parameters. A backend records the gradient
 that the optimizer receives, and finds the coefficients c_k by least squares. This
 module interprets the coefficients.
 """
@@ -21,7 +21,7 @@ from gradaccum.registry import backend_of
 
 ROOM = 0.004
 """Coefficients count as equal if their relative difference is at most this number. A
-mistake in a loop makes a much larger difference.
+mistake in a loop causes a much larger difference.
 """
 LEAST = 1e-3
 """A coefficient counts as zero if it is below this fraction of the largest coefficient.
@@ -48,16 +48,19 @@ class LoopProblem(NamedTuple):
 
 @dataclass(repr=False)
 class LoopReader:
-    """Finds out what the coefficients of a loop's updates mean."""
+    """Interprets the coefficients of a loop's updates."""
 
     updates: Sequence[WeightedSum]
     """The updates, in the order in which they were made."""
     weights: Sequence[float]
     """One weight per micro-batch, in the order of the coefficients."""
     reduction: Reduction = "mean"
-    """What the loss of a micro-batch is, as in `gradaccum.wrap`."""
+    """How the loss function combines the losses of a micro-batch's items, as in
+    `gradaccum.wrap`.
+    """
     steps: int | None = None
-    """Micro-batches of one worker per window, or None."""
+    """The number of micro-batches that each worker adds to a window; None if unknown.
+    """
     clip_norm: float | None = None
     """The norm to which each window is clipped, or None."""
     workers: int = 1
@@ -75,12 +78,12 @@ class LoopReader:
             self._right_coefficients(members - before or members)
             for before, members in pairwise([set(), *self.members])
         ]
-        """For each update, the right coefficients of the micro-batches that it contains.
-        Micro-batches that leaked into it from the previous update are left out.
+        """For each update, the coefficients that its micro-batches should have.
+        Micro-batches that leaked into the update from the previous update are left out.
         """
         self.problems: list[LoopProblem] = []
         self.notes: list[str] = []
-        """Remarks about the loop that do not report a mistake."""
+        """Further remarks about the loop, which do not indicate a mistake."""
         self.uncertain = self._why_uncertain()
         """Why the check cannot tell whether the loop is right; empty if it can tell."""
         if not self.uncertain:
@@ -157,9 +160,10 @@ class LoopReader:
         self._say(kind, 0, f"{places} never reached the optimizer{reason}.")
 
     def _find_misplaced(self) -> None:
-        """Report each update that contains a micro-batch of the update before, the
-        first update that is not its window of `steps` micro-batches, and the first
-        update that contains more micro-batches of one worker than of another worker.
+        """Report every update that contains a micro-batch of the previous update. Also
+        report the first update that does not consist of its window's `steps`
+        micro-batches, and the first update that contains more micro-batches of one
+        worker than of another.
         """
         steps = self.steps or self._length
         unreached = set(range(len(self.weights))).difference(*self.members)
@@ -196,8 +200,8 @@ class LoopReader:
                 )
 
     def _read_weights(self, number: int, update: WeightedSum) -> None:
-        """Report the first rule that the coefficients of an update follow, unless it is
-        the right rule.
+        """Find the first rule that explains the coefficients of an update. Report this
+        rule, unless it is the rule of a correct loop.
         """
         expected = self.expected[number - 1]
         members = self.members[number - 1]
@@ -277,7 +281,7 @@ class LoopReader:
                 "",
                 f"Update {number} was clipped as a whole.",
             ),
-            # Other problems most likely explain the factor.
+            # Do not report a small factor that other problems most likely explain.
             (is_smaller and bool(self.problems), "", ""),
             (
                 is_smaller,
@@ -342,8 +346,8 @@ class LoopReport(LoopReader):
 
     @property
     def right(self) -> bool:
-        """True if the check has shown that each update equals the update that one large
-        batch of its micro-batches would give.
+        """True if the check has shown that each update equals the update you would get
+        from its micro-batches combined into a single large batch.
         """
         return not self.problems and not self.uncertain
 
@@ -403,8 +407,8 @@ def recording(optimizer: Any, model: Any = None) -> AbstractContextManager[LoopR
     """Record the gradients that `optimizer` receives while a loop runs. The optimizer
     need not be wrapped, and any trainer may run the loop.
 
-    The parameters are restored after each update, so that all gradients are taken at
-    the same point. The optimizer's own state is not restored. Record with a fresh
+    The parameters are restored after each update, so that all gradients are computed at
+    the same parameters. The optimizer's own state is not restored. Record with a fresh
     model, without dropout.
 
         with gradaccum.recording(optimizer) as record:
@@ -441,16 +445,16 @@ def check_loop(
     Args:
         train: runs the loop once over `micro_batches`, in their order.
         optimizer: the optimizer that the loop steps.
-        loss_fn: ``loss_fn(*micro_batch)`` returns the loss of one micro-batch before
-            anything divides or weights it.
+        loss_fn: ``loss_fn(*micro_batch)`` returns the loss of one micro-batch, not yet
+            divided or weighted.
         micro_batches: the micro-batches that the loop trains on: tuples of arguments,
             or single arguments.
         weight: ``weight(*micro_batch)`` returns the weight of a micro-batch. Default:
             the number of items, which is the length of the first argument.
         reduction: how `loss_fn` combines the losses of its items, as in
             `gradaccum.wrap`.
-        steps: micro-batches per window. By default, the micro-batches that an update
-            contains count as its window.
+        steps: micro-batches per window. By default, each update's window is taken to be
+            the micro-batches that contributed to the update.
         clip_norm: the global 2-norm to which the loop clips each window.
     """
     with recording(optimizer) as record:
@@ -503,7 +507,8 @@ def loop_report(
         updates: the gradients that the optimizer received.
         weights: the weight of each micro-batch.
         epsilon: the machine epsilon of the coarsest parameter.
-        norms: the norm of each update, if `updates` contains only some elements.
+        norms: the norm of each update, if `updates` contains only some elements of each
+            update.
         options: as in `LoopReader`.
     """
     basis = GradientBasis(gradients)
@@ -522,8 +527,9 @@ def are_equal(numbers: Sequence[float], room: float) -> bool:
 
 
 def are_clipped(sizes: Sequence[float], norms: Sequence[float], room: float) -> bool:
-    """True if the gradients of all micro-batches but the largest factors have the same
-    norm after they are multiplied by the factors.
+    """True if all micro-batches' gradients have the same norm after multiplication by
+    their factors. The micro-batches with the largest factor are ignored, because they
+    may not have been clipped.
     """
     largest = max(sizes)
     clipped_norms = [
@@ -535,8 +541,8 @@ def are_clipped(sizes: Sequence[float], norms: Sequence[float], room: float) -> 
 
 
 def are_multiplied(sizes: Sequence[float], room: float) -> bool:
-    """True if each factor differs from the next by the same factor, or if no factor is
-    larger than the next.
+    """True if the ratio of consecutive factors is constant, or if the factors never
+    decrease.
     """
     factors = [before / after for before, after in pairwise(sizes)]
     if len(factors) < 2:

@@ -1,8 +1,8 @@
-"""Nests of arrays: the containers that a batch comes in.
+"""Nests of arrays: the containers, such as tuples and dicts, in which users pass a
+batch. JAX's pytrees are used instead in the JAX backend.
 
 A nest is a tuple, list, mapping or dataclass of nests, or a leaf. A list or tuple of
-plain values (strings, numbers) is one leaf with one value per item. JAX uses its own
-trees instead.
+plain values (strings, numbers) is one leaf with one value per item.
 
 Any other list or tuple is a container, and each of its elements contains data of all
 items. A list with one element per item (one dict per image) looks the same, so
@@ -76,8 +76,8 @@ def is_column(nest: Nest) -> bool:
 
 
 def with_leaves(nest: Nest, leaves: Iterator[object]) -> Nest:
-    """Return a copy of `nest` in which the next `leaves` replace its own leaves. The
-    containers keep their types.
+    """Return a copy of `nest` whose leaves are replaced, in order, with the next
+    elements of `leaves`. The containers keep their types.
     """
     inside = children_of(nest)
     if inside is None:
@@ -98,7 +98,7 @@ def spread(prefix: Nest, nest: Nest, argument: str) -> list[object]:
             everything below the same position in `nest`, such as ``{"ids": 0, "flags":
             None}``.
         nest: the nest whose leaves need the values.
-        argument: the name of `prefix`, for the error.
+        argument: the name of `prefix` in error messages.
 
     Raises:
         ArgumentValueError: `prefix` has containers that `nest` does not have.
@@ -125,9 +125,9 @@ def spread(prefix: Nest, nest: Nest, argument: str) -> list[object]:
 def lists_of_one_kind(
     batch: Nest, axes: Nest, path: str = "batch"
 ) -> list[tuple[str, int]]:
-    """Return the lists and tuples inside `batch` whose elements may be the items of the
-    batch, because all of them have the same type, dtype and rank. Return the path and
-    the length of each. Leave out a list for which `axes` is None or has an entry for
+    """Find the lists and tuples inside `batch` whose elements may be the items of the
+    batch, because all elements have the same type, dtype and rank. Return the path and
+    the length of each list or tuple, except where `axes` is None or has an entry for
     each element.
 
     Args:
@@ -150,7 +150,7 @@ def lists_of_one_kind(
 
 
 def _are_alike(elements: list[tuple[str, Nest]]) -> bool:
-    """True if all elements except None have the same type, dtype and rank."""
+    """True if all elements that are not None have the same type, dtype and rank."""
     kinds = {
         (type(v), str(getattr(v, "dtype", None)), getattr(v, "ndim", None))
         for _, v in elements

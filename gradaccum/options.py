@@ -27,8 +27,8 @@ from gradaccum.state import Scalar
 
 
 Sizes = int | tuple[tuple[int, int], ...] | Callable[[Scalar], Scalar]
-"""The size of the window at each optimizer step: a constant, a tuple of pairs ``(first
-optimizer_step, size)``, or a function of the optimizer step.
+"""The sizes of the windows: a constant, a tuple of pairs
+``(first optimizer_step, size)``, or a function of the optimizer step.
 """
 
 
@@ -96,9 +96,10 @@ def require_steps(
     """Return `size`, a window size that a user-supplied function has computed. Raise
     unless `size` is an int >= 1, or an `UntilWeight` of an int >= 1.
 
-    A backend calls this function for step 0 when it wraps an optimizer, and then for
-    each window unless the window runs in compiled code. Compiled code cannot raise an
-    error, so it treats a window whose size is below 1 as an overflow.
+    A backend calls `require_steps` for step 0 when it wraps an optimizer. After that it
+    checks the size of each window, unless the window runs in compiled code. Compiled
+    code cannot raise an error, so it treats a window whose size is below 1 as an
+    overflow.
 
     Args:
         size: the size that `gradaccum.kit.steps_at` returned.
@@ -175,8 +176,8 @@ class DynamicLossScale:
         growth_interval: the number of clean windows before the scale grows, an int >=
             1.
         min_scale: the lower bound of the scale, > 0 and at most `init_scale`.
-        max_scale: the upper bound of the scale, at least `init_scale`. Even if it is
-            inf, the scale stays within float32's range.
+        max_scale: the upper bound of the scale, at least `init_scale`. Even if
+            `max_scale` is inf, the scale stays within float32's range.
 
     Raises:
         ArgumentValueError: an argument is outside its range.
@@ -345,8 +346,8 @@ def require_reduction(reduction: object) -> Reduction:
 
 
 def use_of_weights(options: Options) -> str | None:
-    """Return the option that requires a weight for each micro-batch as the user wrote
-    it, such as ``reduction="sum_per_item"``. Return None if no option requires weights.
+    """Return the option that makes weights mandatory, as the user wrote it, such as
+    ``reduction="sum_per_item"``. Return None if weights are optional.
     """
     if isinstance(options.steps, UntilWeight):
         return "steps=until_weight(...)"

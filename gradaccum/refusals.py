@@ -121,8 +121,8 @@ def rate_bits(*rates: float) -> bytes:
     """Return a fingerprint of an optimizer's learning rates: 32 numbers, each of which
     is 0 or 1, so that their sums over the workers are exact.
     """
-    # Adding 0.0 turns -0.0 into 0.0. Both rates must give the same bits, because the
-    # cache treats them as the same key.
+    # Adding 0.0 turns -0.0 into 0.0. The rates 0.0 and -0.0 must give the same bits,
+    # because the cache treats them as the same key.
     mark = zlib.crc32(struct.pack(f"<{len(rates)}d", *(rate + 0.0 for rate in rates)))
     return bytes(mark >> bit & 1 for bit in range(32))
 

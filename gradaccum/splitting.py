@@ -69,14 +69,16 @@ class AutoMicroBatchSize:
 
         Args:
             key: identifies calls that need about the same memory per item. If a larger
-                size did not fit for this key before, the size that fitted is tried
-                first.
-            items: the number of items, which is tried first otherwise.
+                size did not fit in an earlier call with this key, the size that fitted
+                is tried first.
+            items: the number of items in the batch. If no size is known for `key`, the
+                whole batch is tried first.
             attempt: ``attempt(size, smaller_size)`` runs the batch with micro-batches
-                of `size` items. If they do not fit in memory, it raises
-                `SmallerSizeError`, normally with `smaller_size`, from the framework's
-                own error.
-            before_retry: a function that is called before each attempt but the first.
+                of `size` items. If the micro-batches do not fit in memory, `attempt`
+                raises a `SmallerSizeError`, normally with `smaller_size`, from the
+                framework's own error.
+            before_retry: a function that is called before each attempt except the
+                first.
 
         Raises:
             UsageError: a micro-batch of one item does not fit in memory.
@@ -168,15 +170,15 @@ class Division(NamedTuple):
 
 
 def make_division(steps: object = None, micro_batch_size: object = None) -> Division:
-    """Check how the user wants to split the batch, and return it as a `Division`.
+    """Check the user's options for splitting a batch, and return them as a `Division`.
 
     Args:
         steps: an int >= 1.
         micro_batch_size: an int >= 1, "auto" or an `AutoMicroBatchSize`.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: both or neither are passed, or the value
-            is invalid.
+        ArgumentTypeError, ArgumentValueError: both arguments or neither are passed, or
+            the value is invalid.
     """
     if (steps is None) == (micro_batch_size is None):
         count = "neither" if steps is None else "both"
@@ -286,8 +288,8 @@ class LargeBatch:
             yield MicroBatch(arguments, weight, factor)
 
     def weight_of(self, cut: Cut) -> float:
-        """Return the sum of the weights of the items in `cut`; their number if the user
-        passed no weights of items.
+        """Return the sum of the weights of the items in `cut`, or the number of these
+        items if the user passed no weights.
         """
         if isinstance(self._weight, list):
             return math.fsum(self._weight[cut.start : cut.stop])
@@ -315,9 +317,9 @@ def batch_axis(leaf: Leaf, shape: tuple[int, ...], axis: int) -> int:
 
 
 def slices_of(value: Any, axis: int | None, cuts: list[Cut]) -> Iterator[Any]:
-    """Yield the items in each of `cuts`, as views of an array; all of `value` if `axis`
-    is None. An array that is not in memory, or whose slices are copies, is sliced only
-    when the micro-batch is needed.
+    """For each cut, yield the slice of `value` along `axis`, or all of `value` if
+    `axis` is None. A slice is created only when its micro-batch is needed, because
+    `value` may not be in memory, or its slices may be copies.
     """
     before = (slice(None),) * (axis or 0)
     for start, stop in cuts:
@@ -335,8 +337,8 @@ def merged_aux(
     merge_aux: Any,
     concatenate: Callable[[list[Any]], object],
 ) -> Any:
-    """Return the auxiliary outputs of the large batch: all `auxes`, or what `merge_aux`
-    makes of them.
+    """Return the auxiliary outputs of the large batch: the list `auxes`, or the result
+    of merging them with `merge_aux`.
 
     Args:
         auxes: the auxiliary outputs of the micro-batches.
@@ -354,8 +356,8 @@ def merged_aux(
 def concatenated(
     nests: Sequence[Nest], concatenate: Callable[[list[Any]], object]
 ) -> Nest:
-    """Return a nest like those in `nests`, in which each leaf is the result of
-    `concatenate` for the list of the corresponding leaves.
+    """Return a nest with the same structure as each of `nests`. Each of its leaves is
+    ``concatenate(leaves)``, where `leaves` is the list of the corresponding leaves.
     """
     columns = zip(
         *([leaf.value for leaf in leaves_of(nest)] for nest in nests), strict=True
@@ -366,10 +368,9 @@ def concatenated(
 def require_one_size(
     sizes: Iterable[tuple[str, int]], lists: Iterable[tuple[str, int]] = ()
 ) -> int:
-    """Raise unless all leaves have the same number of items; return that number.
-
-    A list may have one element per item. So a list is rejected if it is as long as the
-    batch.
+    """Return the number of items. Raise unless all leaves have the same number of
+    items. A list that is as long as the batch is rejected too, because its elements may
+    be the items.
 
     Args:
         sizes: the path of each leaf that is split, and its length along the batch axis.
@@ -445,7 +446,8 @@ def scalar_loss_error(found: str) -> GradAccumError:
 
 def missing_aux_error(got: object) -> GradAccumError:
     """Return the error for a loss function that returns only `got`, although
-    ``has_aux`` is set. An array of two losses could otherwise be unpacked as a pair.
+    ``has_aux`` is set. Without this error, an array of two losses would be unpacked as
+    ``(loss, aux)``.
     """
     return ArgumentTypeError(
         "loss_fn: expected a function that returns (loss, aux), because has_aux=True;"

@@ -5,9 +5,10 @@ The code uses only arithmetic, comparisons, ``&``, ``|`` and the backend's `Wher
 Python ``if`` depends on a value of the state. The same source can therefore run on
 Python numbers (torch), be traced by JAX and be compiled by MindSpore. MindSpore's
 compiler must not turn a field into a Python number, so the code uses ``x == False``
-instead of ``not x``, and constants are derived from a field, as in ``0 * micro_step``.
-A state is a plain tuple, because MindSpore cannot compile a named tuple. An ``if`` may
-depend on the checked ``options``, because they are constants of the program.
+instead of ``not x``. For the same reason, constants are derived from a field, as in
+``0 * micro_step``. A state is a plain tuple, because MindSpore cannot compile a named
+tuple. An ``if`` may depend on the checked ``options``, because they are constants of
+the program.
 
 For each micro-batch, a backend calls ``usable``, ``contribution``, ``accumulate`` and
 ``ends``, in this order. At the window's end it calls ``joined`` (if several workers
@@ -75,7 +76,7 @@ def accumulate(state: Fields, weight: Scalar, finite: Scalar, where: Where) -> F
     """Return the state after one more micro-batch.
 
     - `weight`: a scalar >= 0. Any other weight counts as a non-finite gradient. Outside
-      compiled code, such a weight raises an error earlier.
+      compiled code, an earlier check raises an error for such a weight.
     - `finite`: bool, False if the gradient is known to contain an inf or NaN. The
       micro-batch's weight is then not added.
     """
@@ -192,11 +193,9 @@ def denominator(weight: Scalar, options: Options, where: Where) -> Scalar:
 def with_denominator(
     state: Fields, denominator: Scalar, options: Options, where: Where
 ) -> tuple[Fields, Options]:
-    """Return the state and the options with which the window's gradient sum is divided
-    by `denominator` instead of the window's weight.
-
-    Pass them to `divisor`, `decide` and `gradaccum.kit.window_loss`. If the window's
-    weight is 0, it stays 0.
+    """Return a state and options that cause the window's gradient sum to be divided by
+    `denominator` instead of the window's weight. Pass them to `divisor`, `decide` and
+    `gradaccum.kit.window_loss`. If the window's weight is 0, it stays 0.
 
     - `state`: the state of all workers after the window's last micro-batch.
     - `denominator`: a finite scalar > 0. With any other value, `decide` decides against

@@ -1,9 +1,10 @@
-"""Passes over a loader: the number of updates in a pass, the flush at the end of a
-pass, and windows whose totals are known before their first forward pass.
+"""Passes over a loader: count the updates in a pass, flush at the end of a pass, or
+read a pass window by window, so that a window's totals are known before its first
+forward pass.
 
 If a loss has a single denominator, no totals are needed: pass each micro-batch's
 weight. If a loss has several terms, divide each term by its own total over the window,
-and sum the window with ``reduction="sum"``.
+and wrap the optimizer with ``reduction="sum"``.
 """
 
 from __future__ import annotations
@@ -385,7 +386,7 @@ def windows(
     before the first forward pass.
 
     In ``for window in windows(loader, 4, count={"tokens": f})`` each `window` can be
-    iterated over, supports ``len()``, and holds its total in
+    iterated over, supports ``len()``, and stores its total in
     ``window.totals["tokens"]``. Wrap the optimizer with ``steps=None``, and call
     ``flush`` after each window. Only one window at a time is in memory.
 
@@ -395,8 +396,8 @@ def windows(
             must yield copies.
         steps: the number of micro-batches per window. This is an int >= 1, a list of
             pairs ``(first window, steps)``, a function of the window's number (counted
-            from 0), or ``until_weight(n)``, which ends a window with the micro-batch
-            that brings the window's weight to n or more.
+            from 0), or ``until_weight(n)``. With ``until_weight(n)``, a window ends
+            with the micro-batch that brings the window's weight to n or more.
         count: a mapping from names to functions of a micro-batch. Each function returns
             a finite number >= 0, or a framework's scalar. If the scalar is on a device,
             the loop waits for the device.

@@ -29,7 +29,7 @@ def wrap(
             frameworks have the following:
 
             - ``reduction``: ``"mean"`` (the default) gives sum(w_i g_i) / sum(w_i),
-              where g_i is the gradient of a mean loss and w_i is the weight, the number
+              where g_i is the gradient of a mean loss, and the weight w_i is the number
               of items (default 1). ``"sum"`` gives sum(g_i). ``"sum_per_item"`` gives
               sum(g_i) / sum(w_i), where g_i is the gradient of a summed loss.
             - ``clip_norm``: clip the window's gradient to this global 2-norm, once,

@@ -73,8 +73,8 @@ def plain(tree: Tree) -> Tree:
 
 is_none = functools.partial(operator.is_, None)
 """True if the argument is None. With ``is_leaf=is_none``, `jax.tree.map` treats each
-None as a leaf. This function is composed of functions written in C, because JAX calls
-it for every node of a tree.
+None as a leaf. For speed, this function is composed of functions written in C, because
+JAX calls it for every node of a tree.
 """
 
 
@@ -99,10 +99,10 @@ class GradientTypes(NamedTuple):
     them.
     """
     update_dtypes: list[DType]
-    """The gradient dtypes that determine the dtypes of the updates: each update has the
-    dtype that the inner optimizer would return if the gradient had the dtype in this
-    list. The list equals `dtypes`, except in a flush. No gradients are passed to a
-    flush, so the list then contains the dtypes of the parameters.
+    """The gradient dtypes that determine the dtypes of the updates: each update gets
+    the dtype that the inner optimizer would return for a gradient of the dtype in this
+    list. The list equals `dtypes`, except in a flush. A flush gets no gradients, so the
+    list then contains the dtypes of the parameters.
     """
 
 
@@ -114,8 +114,8 @@ def gradient_types(
     gradients have a wider dtype than the parameters, the update is the same as in plain
     optax.
 
-    In a flush the dtypes of the gradients are unknown, so the inner optimizer gets the
-    sum without rounding.
+    In a flush the dtypes of the gradients are unknown, so the sum is passed to the
+    inner optimizer without rounding.
     """
     totals = jax.tree.leaves(accumulator, is_leaf=is_none)
     parameters: Leaves = [None] * len(totals)

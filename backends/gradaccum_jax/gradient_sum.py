@@ -231,13 +231,13 @@ def _sum_of_squares(arrays: Leaves, factor: Scalar, shard_axes: ShardAxes) -> Sc
         total = sums.get(axes, jnp.zeros_like(factor))
         group_factor = factor
         if _is_large(group[0]):
-            # Before JAX 0.10, XLA:CPU writes the squares to memory. `total` is never
-            # negative, so this select always returns `factor`. Its only purpose is to
-            # make XLA process one array after the other. AdamW on four arrays then
-            # needs temporary memory of 0.25 times the size of the parameters instead of
-            # 1.0 times (JAX 0.7.1). Groups of small arrays do not need the select.
-            # Without the select, their kernels are identical, and XLA compiles repeated
-            # kernels in less than half the time (JAX 0.7.1).
+            # Before JAX 0.10, XLA:CPU writes the squares to memory. This select makes
+            # XLA process one array after the other. It always returns `factor`, because
+            # `total` is never negative. AdamW on four arrays then needs temporary
+            # memory of 0.25 times the size of the parameters instead of 1.0 times (JAX
+            # 0.7.1). Groups of small arrays do not need the select. Without the select,
+            # their kernels are identical, and XLA compiles repeated kernels in less
+            # than half the time (JAX 0.7.1).
             group_factor = jnp.where(total < 0, total, factor)
         squares = [jnp.square(array * group_factor) for array in group]
         sums[axes] = total + jnp.sum(functools.reduce(operator.add, squares))
@@ -288,9 +288,9 @@ def fits(accumulator: Tree, divisor: Scalar, dtypes: list[DType]) -> Scalar:
 
 
 def _is_narrower(dtype: DType, total_dtype: DType) -> bool:
-    """True if `dtype` has a smaller range than the dtype that results when a sum of
-    dtype `total_dtype` is divided by a float32. The result is in float32 even if the
-    sum is in half precision.
+    """True if `dtype` has a smaller range than the quotient when a sum of dtype
+    `total_dtype` is divided by a float32. The quotient is a float32 even if the sum is
+    in half precision.
     """
     if not jnp.issubdtype(total_dtype, jnp.inexact):
         return False

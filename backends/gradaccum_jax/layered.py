@@ -302,10 +302,10 @@ class LayeredPasses:
         return activations, borders, numbers
 
     def head(self, activations: Stacks, numbers: Array) -> Any:
-        """Apply the loss function to the last layer's activations. Return the window's
-        state (without its pytrees), the sums of the outer parameters' gradients, the
-        gradients with respect to the activations, the weights of the micro-batches, and
-        the loss (together with aux, if the loss function returns it).
+        """Apply the loss function to the last layer's activations. Return five values:
+        the window's state without its pytrees, the sums of the outer parameters'
+        gradients, the gradients with respect to the activations, the weights of the
+        micro-batches, and the loss or the pair (loss, aux).
         """
         spec = self.function.spec
         dtype = jnp.result_type(self.state.weight)

@@ -57,8 +57,9 @@ def on_masters(
     inner: optax.GradientTransformationExtraArgs, has_masters: bool
 ) -> optax.GradientTransformationExtraArgs:
     """Return a transformation that runs `inner`, and whose state is the pair (state of
-    `inner`, master weights). If `has_masters` is true, `inner` updates the master weights
-    instead of the half-precision parameters; otherwise, the second element is None.
+    `inner`, master weights). If `has_masters` is true, `inner` updates the master
+    weights instead of the half-precision parameters; otherwise, the second element of
+    the pair is None.
     """
 
     def init(params: Params) -> InnerState:
@@ -99,14 +100,16 @@ def distance(p: Array, master: Array) -> Array:
     `master`.
 
     Let q be the rounded master, t the number of bits in the half-precision significand
-    (11 or 8), and u = fl(q - p). If p/2 <= q <= 2p, u is exact (Sterbenz,
-    "Floating-Point Computation", 1974). Otherwise two float32 roundings change p + u by
-    at most 2^-24 (|q - p| + |q|), up to a factor of 1 + 2^-24, and numbers within
-    2^-(t+1) |q| of q round to q. So the result is q, bit for bit, as long as |p| <=
-    (2^(23 - t) - 4) |q|, which is 4092 |q| in float16 and 32764 |q| in bfloat16. The
-    result is also q if q is 0. In float16, the result is also q if |q - p| <= 1,
-    because q - p is a multiple of 2^-24, and float32 represents such a small multiple
-    exactly.
+    (11 or 8), and u = fl(q - p). The result is q, bit for bit, in each of these cases:
+
+    - p/2 <= q <= 2p. Then u is exact (Sterbenz, "Floating-Point Computation", 1974).
+    - |p| <= (2^(23 - t) - 4) |q|, which is 4092 |q| in float16 and 32764 |q| in
+      bfloat16. Then two float32 roundings change p + u by at most
+      2^-24 (|q - p| + |q|), up to a factor of 1 + 2^-24, and numbers within
+      2^-(t+1) |q| of q round to q.
+    - q is 0.
+    - |q - p| <= 1 in float16. Then q - p is a multiple of 2^-24, and float32 represents
+      such a small multiple exactly.
 
     All this holds unless q - p overflows float32 or, in bfloat16, is below 2^-126,
     which XLA flushes to 0. A parameter that shrinks by a larger factor in one update,

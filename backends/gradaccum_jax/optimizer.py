@@ -403,7 +403,7 @@ def accumulation_of(tx: object) -> Accumulation | None:
 
 def require_open(tx: optax.GradientTransformation) -> Accumulation:
     """Return the `Accumulation` of `tx`. Raise unless `tx` was wrapped with
-    ``steps=None``. The caller needs this because it closes the window itself.
+    ``steps=None``, because the caller closes the window itself.
     """
     accumulation = accumulation_of(tx)
     if accumulation is None:

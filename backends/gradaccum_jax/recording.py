@@ -71,7 +71,7 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
         Args:
             state: the optimizer's state at the end of the loop, or a tree that contains
                 this state. A wrapper may compute an update in every step but apply only
-                some of them, and the state shows which updates were applied.
+                some of them. The state shows which updates were applied.
             loss_fn: ``loss_fn(params, *micro_batch)`` returns the loss, a scalar that
                 is not yet divided or weighted.
             params: the parameters with which the loop ran. They are still the same

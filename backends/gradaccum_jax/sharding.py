@@ -3,9 +3,9 @@ and the differences between JAX versions.
 
 Inside `jax.shard_map`, the type of a value contains the mesh axes along which the value
 may differ between devices. JAX requires the results of a loop or a conditional to have
-the same types as its inputs. If a result would vary along more axes than its input, for
-example because the predicate does, these helpers first add the axes to the type of the
-input.
+the same types as its inputs. If a result would vary along more axes than its input,
+these helpers first add the axes to the type of the input. This happens, for example, if
+the predicate varies along more axes.
 """
 
 from __future__ import annotations
@@ -79,9 +79,10 @@ def vary(tree: T, axes: Axes) -> T:
 def with_axes_of_results(
     predicate: Scalar, function: Callable[[T], T], operand: T
 ) -> tuple[Callable[[T], T], T]:
-    """Make the types of the inputs and results of a conditional agree. Return
-    `function` and `operand` so that each array is marked as varying along a mesh axis
-    if the array itself, the corresponding result or `predicate` varies along this axis.
+    """Make the types of the inputs and results of a conditional agree. Return versions
+    of `function` and `operand` in which each array is marked as varying along a mesh
+    axis if the array itself, the corresponding result or `predicate` varies along this
+    axis.
     """
     leaves, structure = jax.tree.flatten(operand)
     while True:

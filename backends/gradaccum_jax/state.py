@@ -63,8 +63,8 @@ class AccumulationState(NamedTuple):
     last_skipped: Scalar
     """bool: True if the last call closed a window without an update."""
     last_overflow: Scalar
-    """bool: True if the last call closed a window that had overflowed, or dropped the
-    micro-batch that was passed to it.
+    """bool: True if the last call closed a window that had overflowed, or if the call
+    dropped its micro-batch.
     """
     last_grad_norm: Scalar
     """The global 2-norm of the last closed window's gradient before clipping, in the

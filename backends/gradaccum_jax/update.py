@@ -183,8 +183,8 @@ def without_frozen(
     try:
         program = jax.make_jaxpr(results)(totals, params).jaxpr
     except Exception:
-        # The optimizer needs arguments that only a micro-batch's call passes. So it is
-        # not yet known which parameters are frozen.
+        # The optimizer needs arguments that are passed only with a micro-batch. So it
+        # is not yet known which parameters are frozen.
         return accumulator
     uses_state = [True] * len(program.outvars[count:])
     is_read = partial_eval.dce_jaxpr(program, [True] * count + uses_state)[1]

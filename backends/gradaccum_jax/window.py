@@ -50,8 +50,8 @@ from gradaccum_jax.workers.group import ReducedWindow, all_reduce, require_known
 from gradaccum_jax.xla import in_one_kernel, run_if
 
 Event = tuple[Scalar, Scalar, Scalar]
-"""The outcome of the last call, in the form in which the state stores it: the flags
-(applied, skipped, overflow).
+"""The outcome of the last call, as the state stores it: the flags (applied, skipped,
+overflow).
 """
 
 
@@ -147,11 +147,10 @@ def close(
     would be in memory at once, because AdamW reads each gradient twice (JAX 0.7.1:
     temporary memory of 1.0 times the size of the parameters instead of 0.25 times).
 
-    If all arrays are small, they need little memory, and most of the time is spent on
-    compiling. In this case the optimizer's branch divides the sum, which saves a
-    conditional, and one kernel computes all counts that the first conditional needs. If
-    there are large arrays, this kernel would take 30 us in each micro-batch (JAX
-    0.7.1).
+    If all arrays are small, compile time matters more than memory. In this case the
+    optimizer's branch divides the sum, which saves a conditional, and one kernel
+    computes all counts that the first conditional needs. With large arrays, this kernel
+    would cost 30 us in each micro-batch (JAX 0.7.1).
     """
     require_known_axes(state.accumulator, update.axes, update.shard_axes)
     is_small = gradient_sum.is_small(state.accumulator)
@@ -259,7 +258,7 @@ def decide_on(
 #
 # A concrete size is checked as in every backend, but the value of a traced size is
 # unknown. If a traced size turns out to be below 1, every micro-batch is treated as if
-# its gradient were not finite. So no update is made, which `result` shows.
+# its gradient were not finite. So no update is made, as `result` shows.
 
 
 def number_of(size: Scalar) -> Scalar:

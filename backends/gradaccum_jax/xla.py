@@ -51,10 +51,10 @@ def run_if(predicate: Scalar, function: Callable[[T], T], operand: T) -> T:
     return cast(T, lax.cond(predicate, function, lambda arrays: arrays, arrays))
 
 
-# XLA:CPU compiles a kernel for each scalar that a branch returns, which takes about 4
-# ms (JAX 0.7.1). Only a reduction can return several results from one kernel. So each
-# scalar is duplicated, and a reduction selects the later of the two copies. XLA does
-# not simplify this reduction.
+# For each scalar that a branch returns, XLA:CPU compiles a separate kernel, which takes
+# about 4 ms (JAX 0.7.1). Only a reduction can return several results from one kernel.
+# So each scalar is duplicated, and a reduction selects the later of the two copies. XLA
+# does not simplify this reduction.
 
 
 def in_one_kernel(numbers: T) -> T:

@@ -77,7 +77,8 @@ class WindowLoss(nn.Cell):  # type: ignore[misc]
 
     MindSpore compiles the methods whose names begin with ``compiled_``. They do not
     write Parameters, because the compiler drops an ``if`` whose condition comes from a
-    function that writes Parameters. Instead they return values for the window to write.
+    function that writes Parameters. Instead they return the new values, and the window
+    writes them.
     """
 
     def __init__(self, prefix: str, options: Options, float_dtype: DType) -> None:

@@ -15,12 +15,12 @@ from gradaccum.splitting import LargeBatch
 Items: TypeAlias = Sequence[int]
 """Indices along the batch axis, in the order of the items in a micro-batch."""
 KEY = "key"
-"""Used instead of an axis for a random key, which each micro-batch gets whole."""
+"""Marks a random key, which has no batch axis. Each micro-batch gets the whole key."""
 
 
 class Batch(LargeBatch):
-    """The arguments that the loss function gets after the model. A micro-batch may have
-    any of the items, in any order.
+    """The arguments that the loss function gets after the model. A micro-batch may
+    contain any of the items, in any order.
 
     Args:
         arguments: nests of arrays.
@@ -78,7 +78,7 @@ class Batch(LargeBatch):
         ]
 
     def weight(self, items: Items) -> float:
-        """Return the weight of the micro-batch of these items."""
+        """Return the weight of the micro-batch that consists of `items`."""
         if callable(self._weight):
             return require_weight(self._weight(*self.part(items)))
         weights = self._weight or [1.0] * self.items

@@ -139,5 +139,5 @@ CAUSES = {
     ),
 }
 """For each finding of the experiments, the kind of cause, where it is, the explanation
-and the fix. Names in braces are facts that the experiment supplies.
+and the fix. Names in braces are replaced with facts that the experiment supplies.
 """

@@ -3,10 +3,10 @@ error.
 
 A parameter's unit is the largest change of its gradient when all parameters change by
 one rounding error. It is measured several times, for the large batch and for the first
-partition. The unit has a floor: each micro-batch's gradient is rounded once, and the
-sum is off by at most log2(terms) rounding errors (pairwise summation: Higham, "Accuracy
-and Stability of Numerical Algorithms", section 4.2). If terms cancel, so that a
-gradient consists only of rounding errors, its terms are assumed to be as large as the
+partition. The unit has a lower bound: each micro-batch's gradient is rounded once, and
+the sum is off by at most log2(terms) rounding errors (pairwise summation: Higham,
+"Accuracy and Stability of Numerical Algorithms", section 4.2). If terms cancel, so that
+a gradient consists only of rounding errors, its terms are assumed to be as large as the
 largest gradient.
 """
 
@@ -30,8 +30,8 @@ from gradaccum.verification.batch import Items
 from gradaccum.verification.subject import Conditions, Subject
 
 PERTURBATIONS = 4
-"""The number of perturbed runs from which the rounding error is measured, for the large
-batch and again for the first partition.
+"""The number of perturbed runs that measure the rounding error. They are made for the
+large batch, and again for the first partition.
 """
 ROUNDING_LIMIT = 4.0
 """A difference of at most this many units counts as rounding, because the largest
@@ -55,7 +55,7 @@ def partitions(items: int, steps: int) -> tuple[Parts, ...]:
     """Return the partitions to compare with the large batch. The first partition is the
     same as in training.
 
-    No micro-batch has one item unless `steps` asks for it, because batch norm rejects a
+    No micro-batch has one item unless `steps` requires it, because batch norm rejects a
     single item.
     """
     places = tuple(range(items))
@@ -86,7 +86,7 @@ class Coefficients(NamedTuple):
     best: tuple[float, ...]
     """For each micro-batch, the best factor for its gradient."""
     used: tuple[float, ...]
-    """For each micro-batch, the factor with which accumulation multiplies its gradient.
+    """For each micro-batch, the factor by which accumulation multiplies its gradient.
     """
     unexplained: float
     """||g - sum(c_k g_k)|| / sum(||c_k g_k||) with the best coefficients c_k, where g
@@ -124,15 +124,18 @@ class Coefficients(NamedTuple):
 
 
 class Weighting(NamedTuple):
-    """The factors with which micro-batches' gradients are added up."""
+    """The factors by which micro-batches' gradients are multiplied before they are
+    added up.
+    """
 
     reduction: Reduction
     weigh: Callable[[Items], float]
     """Returns the weight of a micro-batch."""
 
     def factors(self, parts: Sequence[Items]) -> tuple[float, ...]:
-        """Return a factor for each micro-batch, so that the sum is the gradient of the
-        large batch, not an update.
+        """Return one factor per micro-batch. The sum of the micro-batches' gradients,
+        each multiplied by its factor, should equal the gradient of the large batch's
+        loss.
         """
         weights = [self.weigh(part) for part in parts]
         large_weight = self.weigh(sorted(chain(*parts)))
@@ -151,7 +154,7 @@ class Comparison:
     conditions: Conditions = TRAINING
 
     def under(self, **conditions: Any) -> Comparison:
-        """Return this comparison with some conditions changed."""
+        """Return a copy of this comparison with some conditions changed."""
         return replace(self, conditions=replace(self.conditions, **conditions))
 
     @property
@@ -163,7 +166,7 @@ class Comparison:
 
     @cached_property
     def large(self) -> Vector:
-        """The gradient of the whole batch as one micro-batch."""
+        """The gradient of the whole batch, computed as one micro-batch."""
         return self.gradients([self.items])[0]
 
     def accumulate(
@@ -236,9 +239,9 @@ class Comparison:
 
     @cached_property
     def floors(self) -> dict[str, float]:
-        """For each parameter, the smallest rounding error that is assumed: the error of
-        rounding the micro-batches' gradients and adding them up, and at least the
-        smallest number of the dtype.
+        """For each parameter, a lower bound of its unit: the error of rounding the
+        micro-batches' gradients and adding them up. The bound is above 0 even if all
+        gradients are 0.
         """
         parts = self.partitions[0]
         sizes = dict.fromkeys(self.subject.places, 0.0)

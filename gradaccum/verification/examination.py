@@ -1,7 +1,8 @@
-"""The experiments of `gradaccum.verify`. Each changes one condition: the loss's scale,
-the random state, the model's state, the mode, the weights, the number of micro-batches.
+"""The experiments of `gradaccum.verify`. Each experiment changes one condition: the
+loss's scale, the random state, the model's state, the mode, the weights, the number of
+micro-batches.
 
-If a cause would disturb a later experiment, it is looked for and removed first.
+A cause that would disturb a later experiment is looked for and removed first.
 `gradaccum/VERIFY.md` has a section for each kind of cause.
 """
 
@@ -36,8 +37,8 @@ scale is the initial scale of `torch.amp.GradScaler`.
 OTHER_SEED = 0x5EED1
 """A seed that users are unlikely to choose."""
 SAME = 1e-3
-"""Measured coefficients count as equal to the expected coefficients up to this
-difference.
+"""Measured coefficients count as equal to the expected coefficients if they differ by
+at most this number.
 """
 OF_A_PART = (
     "gradaccum: verify runs loss_fn on parts of the batch, which may contain any of its"
@@ -85,8 +86,8 @@ class Examination:
 
     def __init__(self, comparison: Comparison) -> None:
         self.comparison = comparison
-        """The comparison under the conditions of training, excluding the causes that
-        were found.
+        """The comparison under the conditions of training, but without the causes found
+        so far.
         """
         self.causes: list[Cause] = []
         self.notes: list[str] = []
@@ -125,8 +126,9 @@ class Examination:
         return True
 
     def is_unsteady(self) -> bool:
-        """Test whether the large batch's gradient is not finite or not repeatable, or
-        does not follow the loss's scale. Scales that overflow are left out.
+        """Test whether the large batch's gradient is not finite, differs between two
+        runs, or is not proportional to the loss's scale. Scales that overflow are left
+        out.
         """
         if self.is_infinite([self.comparison.items]):
             return True
@@ -148,14 +150,15 @@ class Examination:
         return False
 
     def changed_names(self, **conditions: object) -> list[str]:
-        """Return the names of the parameters whose gradient of the large batch is
-        different under other conditions, unless this gradient is not finite.
+        """Return the names of the parameters for which the large batch's gradient is
+        different under the given conditions. Return no names if the gradient under
+        these conditions is not finite.
         """
         comparison = self.comparison
         gradient = comparison.under(**conditions).large
         distances = comparison.norms(gradient - comparison.large)
-        # Units are measured with repeated runs, so they would hide that the gradient
-        # changes from run to run.
+        # A repetition is not compared in units. Units are measured with repeated runs,
+        # so they also grow if the gradient changes from run to run.
         is_repetition = conditions == {"scale": 1.0}
         limits = comparison.floors if is_repetition else comparison.units
         return [
@@ -199,9 +202,9 @@ class Examination:
             self.add("hidden_state", names, state=state_names)
 
     def depends_on_places(self) -> bool:
-        """Test whether an item's gradient depends on its place in the micro-batch but
-        on no other item. If so, two micro-batches can swap all items but the first
-        without a change of the gradient.
+        """Test whether an item's gradient depends on its position in the micro-batch,
+        but not on other items. If so, the gradient stays the same when two
+        micro-batches swap all of their items except the first.
         """
         comparison = self.comparison
         half = len(comparison.items) // 2

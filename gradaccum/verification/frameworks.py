@@ -26,18 +26,19 @@ def verify(
 ) -> VerificationReport:
     """Check whether gradient accumulation is right for a loss, and if not, why.
 
-    It computes the gradient of one batch for many partitions and orders. If the
+    The gradient of one batch is computed for many partitions and orders. If the
     gradients differ by more than rounding, experiments look for the cause. Afterwards
-    the parameters, buffers and plain attributes of the model, the batch and the random
-    states are as before. Do not call it under `jax.jit`, or in two threads at once.
+    the batch, the random states, and the model's parameters, buffers and plain
+    attributes are the same as before. Do not call `verify` under `jax.jit`, or in two
+    threads at once.
 
     Each micro-batch begins with the same random state. Layers such as dropout draw
     random numbers per item, so they run in evaluation mode, and the report says so. A
-    loss that draws random numbers per item itself cannot be compared. In JAX, split one
-    key into a key per item, and pass these keys in the batch.
+    loss function that itself draws random numbers per item cannot be compared. In JAX,
+    split one key into a key per item, and pass these keys in the batch.
 
     Args:
-        model_or_params: a `torch.nn.Module`, a `mindspore.nn.Cell`, or a nest of JAX
+        model_or_params: a `torch.nn.Module`, a `mindspore.nn.Cell`, or a pytree of JAX
             arrays.
         loss_fn: ``loss_fn(model_or_params, *batch)`` returns a scalar. With a module or
             a Cell it may also be a criterion, ``criterion(output, *targets)``, or a
@@ -51,8 +52,8 @@ def verify(
         weight: the weight that training uses: a callable ``weight(*micro_batch)``, or
             one number per item. Default: the number of items.
         axes: the batch axis of each array: one number for all arrays, or a prefix nest
-            of `batch`. None means that an array is passed whole, and ``"key"`` that it
-            is a micro-batch's random key (JAX).
+            of `batch`. None means that an array is passed whole. ``"key"`` means that
+            the array is a random key (JAX).
         has_aux: True if `loss_fn` returns ``(loss, aux)``; `aux` is ignored.
 
     Returns:
@@ -87,8 +88,8 @@ def verify(
 
 
 def _backends(model: object) -> Iterator[Any]:
-    """Load the backend that the model's type belongs to first, because loading another
-    backend imports another framework.
+    """The backend of the model's type is loaded first, because loading any other
+    backend would import another framework.
     """
     with suppress(ArgumentTypeError):
         yield backend_of(model)

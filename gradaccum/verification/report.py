@@ -30,17 +30,17 @@ class VerificationReport:
     gradient was not finite.
     """
     units: Mapping[str, float]
-    """For each parameter, the 2-norm of the change that rounding makes to its gradient.
-    """
+    """For each parameter, the 2-norm of the rounding error in its gradient."""
     partitions: tuple[Parts, ...]
     """The partitions and orders of the batch that were compared: for each micro-batch,
     the indices of its items.
     """
     notes: tuple[str, ...] = ()
-    """Remarks about the loss that do not report a mistake."""
+    """Further remarks about the loss, which do not indicate a mistake."""
     coefficients: Coefficients | None = None
-    """The best coefficients of the micro-batches, excluding the causes that were found
-    before; None if the micro-batches' gradients are too similar to distinguish.
+    """The best coefficients of the micro-batches, measured after the causes found
+    earlier were removed; None if the micro-batches' gradients are too similar to
+    distinguish.
     """
 
     @property

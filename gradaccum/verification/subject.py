@@ -40,14 +40,14 @@ class Conditions:
     factor before they are returned.
     """
     perturbation: int | None = None
-    """The index of the perturbation to apply, which changes each parameter by one
-    rounding error; None means no perturbation.
+    """The index of the perturbation to apply; None means no perturbation. A
+    perturbation changes each parameter by one rounding error.
     """
 
 
 class ModelState:
     """A copy of a model's state. The state of a JAX model is part of its parameters, so
-    that there is nothing to restore.
+    there is nothing to restore.
     """
 
     def restore(self) -> None:
@@ -90,8 +90,8 @@ class Subject(ABC):
     """The names of layers that run in evaluation mode because they draw random numbers.
     """
     places: Mapping[str, slice]
-    """For each parameter with respect to which the loss is differentiated, the place of
-    its elements in a gradient.
+    """For each parameter with respect to which the loss is differentiated, the slice of
+    a gradient vector that contains its elements.
     """
 
     def __init__(
@@ -159,8 +159,8 @@ class Subject(ABC):
         return ()
 
     def training_layers(self, word: str) -> list[str]:
-        """Return the names of the layers in training mode whose class has a name that
-        contains `word`.
+        """Return the names of the layers in training mode whose class name contains
+        `word`.
         """
         return [
             name
@@ -176,13 +176,13 @@ class Subject(ABC):
 
     def unreached_parameters(self) -> Sequence[str]:
         """Return the names of the parameters that the loss does not reach, if the
-        framework tells them apart from parameters whose gradient is zero.
+        framework distinguishes such parameters from parameters whose gradient is zero.
         """
         return ()
 
     def is_divided_by(self, steps: int, reduction: Reduction) -> bool:
-        """True if the loss is divided by `steps` in its last operation, most likely by
-        mistake. The division is right if it computes a mean.
+        """True if the last operation of the loss is a division by `steps`, which is
+        most likely a mistake. False if this division only computes a mean.
         """
         return False
 
@@ -190,7 +190,7 @@ class Subject(ABC):
     @abstractmethod
     def precision(self) -> tuple[float, float]:
         """The distance from 1 to the next number in the program's coarsest floating
-        dtype, and the smallest positive number of a gradient.
+        dtype, and the smallest positive number that a gradient can contain.
         """
 
     @staticmethod
@@ -206,8 +206,8 @@ class Subject(ABC):
 
     def arrays(self, part: Items) -> Iterable[tuple[str, Any]]:
         """Return the arrays of a micro-batch that are split, each with its path, such
-        as ``batch[1]['mask']``. Values without numbers that can be counted, such as
-        random keys, are left out.
+        as ``batch[1]['mask']``. Random keys are left out, because their elements are
+        not numbers.
         """
         return self.batch.arrays(part)
 
@@ -217,8 +217,8 @@ class Subject(ABC):
 
 
 def places_of(sizes: Mapping[str, int]) -> dict[str, slice]:
-    """Return the place of each parameter in a vector of all parameters, given their
-    numbers of elements.
+    """Return, for each parameter, its slice of a vector that contains all parameters.
+    `sizes` contains the number of elements of each parameter.
     """
     places = {}
     start = 0
@@ -241,9 +241,9 @@ def as_loss(
     """Return the loss as a function that is called as ``loss_fn(model, *batch)``, and
     the arguments after the model.
 
-    `loss_fn` may also be ``loss_fn(*batch)``, which refers to the model itself, or a
-    criterion, ``loss_fn(outputs, *targets)``. A dictionary is passed as keyword
-    arguments if `loss_fn` accepts its keys.
+    `loss_fn` may also be ``loss_fn(*batch)``, which does not get the model as an
+    argument, or a criterion, ``loss_fn(outputs, *targets)``. A dictionary is passed as
+    keyword arguments if `loss_fn` accepts its keys.
 
     Args:
         loss_fn: the user's loss function.
@@ -292,9 +292,10 @@ def _takes(
 
 
 def _referred_values(loss_fn: Any, depth: int = 2) -> list[object]:
-    """Return the loss function itself, the values of the variables that it closes over
-    or reads as globals, and the attributes of the object that a method belongs to. The
-    same is done for functions among these values, `depth` functions deep.
+    """Return the loss function itself and the values of the variables that it closes
+    over or reads as globals. If the loss function is a method, also return the
+    attributes of its object. Functions among the variables are searched in the same
+    way, up to `depth` levels deep.
     """
     instance = getattr(loss_fn, "__self__", None)
     values = [loss_fn, *getattr(instance, "__dict__", {}).values()]

@@ -179,8 +179,8 @@ def devices_of(arguments: Tree) -> set[Any]:
 
 
 def _type_of(leaf: Any) -> Hashable:
-    """Return what a compiled program depends on for one leaf: the type and value of a
-    constant, or the type and sharding of an array.
+    """Return the properties of a leaf on which a compiled program depends: the type and
+    value of a constant, or the type and sharding of an array.
     """
     if is_constant(leaf):
         return type(leaf), leaf

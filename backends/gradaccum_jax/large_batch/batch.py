@@ -39,9 +39,9 @@ Weight = Callable[..., Any] | Array | None
 with one number per item, or None, which means weight 1 for each item.
 """
 Stacks = list[Tree]
-"""The values of all micro-batches, as a list of one or two trees. Their arrays have a
-leading axis with one entry per micro-batch. The first tree is for the micro-batches of
-equal size, and the second tree for a smaller last micro-batch.
+"""The values of all micro-batches, as a list of one or two trees. The arrays in a tree
+have a leading axis with one entry per micro-batch. The first tree is for the
+micro-batches of equal size. The second tree is for a smaller last micro-batch.
 """
 
 
@@ -116,7 +116,7 @@ class LargeBatch:
     """The number of items in a micro-batch; the last micro-batch may be smaller."""
     blocks: int = 1
     """The number of blocks of consecutive items into which the batch is divided. Each
-    micro-batch contains equally many items of each block.
+    micro-batch contains the same number of items from each block.
     """
 
     @property
@@ -134,8 +134,8 @@ class LargeBatch:
     def micro_batch(
         self, number: Scalar, items: int, key_numbers: tuple[Scalar, ...]
     ) -> MicroBatch:
-        """Return micro-batch `number`, which has `items` items. Random keys are folded
-        with `key_numbers`.
+        """Return micro-batch `number`, which has `items` items. `key_numbers` are
+        folded into random keys.
         """
         start = number * (self.size // self.blocks)
         length = items // self.blocks
@@ -227,21 +227,22 @@ def _weights_of_items(weight: Weight, items: int) -> Array:
 #
 # If a batch is sharded over a mesh, each device stores consecutive items. A micro-batch
 # of consecutive items would be stored on only some of the devices, so XLA would gather
-# the batch, and every device would compute all of it. So such a batch has as many
-# blocks of consecutive items as shards, and a micro-batch contains the items at the
-# same positions of each block.
+# the batch, and every device would compute all of it. So such a batch is divided into
+# one block of consecutive items per shard, and a micro-batch contains the items at the
+# same positions in each block.
 #
 # The number of shards is known from the array, or from its type on an explicit mesh.
 # Under `jax.jit`, the type of an array on an ordinary mesh contains only the mesh. Then
-# the number of shards is assumed to be the number of devices. If there are fewer
-# shards, a shard has several blocks. The micro-batches must not become much larger,
-# because each device may store the whole batch.
+# the number of shards is assumed to be the number of devices. If there are in fact
+# fewer shards, each shard is divided into several blocks. A micro-batch may become only
+# slightly larger so that its blocks are equal, because each device may store the whole
+# batch.
 
 
 def cut_batch(batch: LargeBatch, size: int, others: Tree = ()) -> LargeBatch:
     """Return `batch`, split into micro-batches of `size` items, or of slightly more
-    items if the batch is sharded over devices. `others` are the other arguments of the
-    call, whose arrays may show the mesh.
+    items if the batch is sharded over devices. If the batch's own arrays do not show
+    the mesh, it is read from `others`, the other arguments of the call.
     """
     known_shards = 1
     possible_shards = 1
@@ -287,14 +288,14 @@ def for_each_micro_batch(
 
     Args:
         batch: a batch that `cut_batch` returned.
-        body: the function to run. Its argument `inputs` is the micro-batch's entry in
-            the `inputs` of this function.
+        body: the function to run. Its third argument contains this micro-batch's
+            entries from `inputs`.
         carry: the carry for the first micro-batch.
         inputs: the inputs of all micro-batches, stacked in the same way as the outputs
             that this function returns.
         axis_names: the mesh axes over whose devices the batch is split. Random keys
             differ between these devices.
-        key_number: a number with which random keys are also folded.
+        key_number: a further number to fold into random keys.
 
     Returns:
         The carry after the last micro-batch, and the stacked outputs.

@@ -65,10 +65,10 @@ def coupled_value_and_grad(
         outputs_fn: ``outputs_fn(params, *micro_batch)`` returns a tree of arrays with
             one or more rows per item along the leading axis. It is called twice for
             each micro-batch, so random numbers must come from a key in the batch.
-        loss_fn: ``loss_fn(params, outputs)`` returns a floating scalar from the rows of
-            the whole batch, in the order of the items; or ``(loss, aux)`` with
-            `has_aux`. It is called once. If you use a loss scale, multiply the loss by
-            it in this function. Integer outputs get no gradient.
+        loss_fn: ``loss_fn(params, outputs)`` returns a floating scalar, computed from
+            the rows of the whole batch in the order of the items; or ``(loss, aux)``
+            with `has_aux`. It is called once. If you use a loss scale, multiply the
+            loss by it in this function. Integer outputs get no gradient.
         has_aux: as in `jax.value_and_grad`.
         steps: as for `value_and_grad`.
         micro_batch_size: as for `value_and_grad`.
@@ -116,8 +116,9 @@ class CoupledValueAndGrad(LargeBatchFunction):
     def run(self, params: Params, batch: LargeBatch) -> Any:
         require_params_alone(params)
         jax.grad(lambda _: 0.0)(params)  # JAX itself rejects integers.
-        # Mark the parameters and the sums as different on each device. Otherwise
-        # `jax.grad` would reduce the gradients over the devices in every micro-batch.
+        # Mark the parameters and the sums as values that may differ between devices.
+        # Otherwise `jax.grad` would reduce the gradients over the devices in every
+        # micro-batch.
         varying = frozenset(self.axis_names) | varying_axes(params, batch)
         local_params = vary(params, varying)
         moving, put = moving_of(local_params)

@@ -153,8 +153,8 @@ def empty_sums(by: Tree, accumulate_dtype: DType) -> Leaves:
 def add_gradients(
     sums: Leaves, gradients: Leaves, weight: Scalar, options: Options
 ) -> Leaves:
-    """Add one micro-batch's gradients to `sums`. If its weight is 0, the sums do not
-    change, even if a gradient is NaN.
+    """Add one micro-batch's gradients to `sums`. If the micro-batch's weight is 0, the
+    sums do not change, even if a gradient is NaN.
     """
     factor = None
     is_one = isinstance(weight, float) and weight == 1
@@ -173,8 +173,8 @@ def gradients_of(
     """Divide the sums by `divisor`, and return the gradients of the large batch in the
     dtypes of the parameters.
 
-    Each sum is reduced over `axis_names`, and over the mesh axes along which the sum
-    differs between devices but its parameter does not.
+    Each sum is reduced over `axis_names`. It is also reduced over the mesh axes along
+    which the sum differs between devices although its parameter does not.
     """
     moving, put = moving_of(params)
     gradients = []

@@ -80,14 +80,14 @@ def value_and_grad(
         steps: the largest number of micro-batches. Each micro-batch has ceil(items /
             steps) items, except that the last micro-batch may be smaller. If the batch
             is sharded and the number of its shards is known, the size is rounded up so
-            that a micro-batch has equally many items of each shard.
+            that a micro-batch has the same number of items from each shard.
         micro_batch_size: the number of items in a micro-batch, rounded up in the same
             way; the last micro-batch may be smaller. "auto" or a
             `gradaccum.AutoMicroBatchSize` finds the largest size that fits in memory.
             In this case, call the returned function outside `jax.jit`.
-        reduction: "mean" if `loss_fn` returns a mean over the weights; "sum" if it
-            returns a sum; "sum_per_item" if it returns a sum that is to be divided by
-            the batch's weight.
+        reduction: "mean" if `loss_fn` returns a mean, that is, a sum divided by the
+            micro-batch's weight; "sum" if it returns a sum; "sum_per_item" if it
+            returns a sum that is to be divided by the batch's weight.
         weight: the weight of a micro-batch. It is a function of the arguments that
             `loss_fn` gets after `params`, which returns, for example, the number of
             tokens; or an array with one number per item. By default the weight is the
@@ -95,14 +95,14 @@ def value_and_grad(
             negative or not finite makes the loss and the gradient NaN. A micro-batch of
             weight 0 adds nothing, even if its gradient is NaN. If all weights are 0,
             the loss and the gradient are 0.
-        axes: a tree prefix of the tuple of the batch's arguments. It contains the batch
-            axis of an argument; or None, if every micro-batch gets the whole argument;
-            or "key" for a random key, so that micro-batch number i gets
-            ``jax.random.fold_in(key, i)``. The default is "key" for a scalar typed key,
-            and None for a plain Python value. Under a `jax.jit` of your own, a plain
-            value is an array and needs an explicit None. If an argument is a list of
-            arrays of one kind, and may be as long as the batch, write an axis for each
-            element, such as ``[0, 0]``.
+        axes: a tree prefix of the tuple of the batch's arguments. For each argument, it
+            contains the batch axis, None or "key". None means that every micro-batch
+            gets the whole argument. "key" means that the argument is a random key, and
+            micro-batch number i gets ``jax.random.fold_in(key, i)``. The default is
+            "key" for a scalar typed key, and None for a plain Python value. Under a
+            `jax.jit` of your own, a plain value is an array and needs an explicit None.
+            If an argument is a list of similar arrays that may be as long as the batch,
+            pass an axis for each element, such as ``[0, 0]``.
         merge_aux: with None, each leaf of aux gets a new first axis with one entry per
             micro-batch. With "concatenate", each leaf must have a row per item, and the
             rows are returned in the order of the items. A function
@@ -154,8 +154,9 @@ class ValueAndGrad(LargeBatchFunction):
         jax.grad(lambda _: 0.0)(params)  # JAX itself rejects integers.
         options = self.spec.options
         names = self.spec.axis_names
-        # Mark the parameters and the sums as different on each device. Otherwise
-        # `jax.grad` would reduce the gradients over the devices in every micro-batch.
+        # Mark the parameters and the sums as values that may differ between devices.
+        # Otherwise `jax.grad` would reduce the gradients over the devices in every
+        # micro-batch.
         varying = frozenset(names) | varying_axes(params, batch)
         unit = 1.0
         if self.spec.weight is None and options.reduction == "mean":

@@ -134,8 +134,8 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
 
 
 def _trace(check: Step, leaves: list[Array]) -> None:
-    """Trace `check`. It raises if JAX's types show that the parameters or the state
-    that the step returns may differ between devices.
+    """Trace `check`, which raises an error if the parameters or the state that the step
+    returns may differ between devices according to JAX's types.
     """
     try:
         jax.eval_shape(check, *leaves)

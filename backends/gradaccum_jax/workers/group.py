@@ -4,7 +4,8 @@ model.
 Each device has the gradient sum, the weight, the loss and the overflow flag of its own
 micro-batches. Everything else must be the same on all devices. If it differed, some
 devices might take a branch that contains an all-reduce and wait forever for devices
-that do not take it. So the types inside `jax.shard_map` are checked.
+that do not take it. So JAX's types, which show what may differ between devices, are
+checked inside `jax.shard_map`.
 """
 
 from __future__ import annotations
@@ -263,7 +264,7 @@ def names_of(axis_name: Any) -> tuple[str, ...]:
 
 
 # All arrays are reduced by one `jax.lax.psum`. XLA compiles this `psum` to a single
-# all-reduce, but on a CPU only from JAX 0.10 on. So small arrays of the same type are
+# all-reduce, except on a CPU before JAX 0.10. So small arrays of the same type are
 # packed into one array. (Sharded and replicated arrays have different types.) Large
 # arrays are not packed, because packing them would cost memory.
 
