@@ -92,7 +92,8 @@ class CellOfOnePhase(nn.Cell):  # type: ignore[misc]
 
     When a compiled program is called, MindSpore 2.10 writes the program's name into
     every descendant of the called Cell, once for every path that leads to the
-    descendant. For the Cells of a window, this would take as long as a few operators.
+    descendant. For the Cells of a window, writing these names would take as long as a
+    few operators.
     """
 
     @property

@@ -95,8 +95,9 @@ def resumed_values(storage: Storage, parameter_dict: Checkpoint) -> dict[str, ob
     if saved_state.micro_step:
         options = with_known_size(options, saved_state.optimizer_step)
     elif storage.size_varies:
-        # A schedule may be undefined after the last update of a run. So it is called
-        # only when the next micro-batch is added, and the window's size is stored then.
+        # A schedule of window sizes may be undefined after the last update of a run. So
+        # it is not called here. It is called when the next micro-batch is added, and
+        # the window's size is stored then.
         options = options._replace(steps=terms.steps)
     state = kit.resumed(saved_state, terms, options)
     values: dict[str, object] = dict(zip(fields.values(), state, strict=True))

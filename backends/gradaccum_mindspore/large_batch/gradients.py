@@ -87,8 +87,8 @@ def identity(loss: Tensor) -> Tensor:
 
 @constexpr  # type: ignore[untyped-decorator]
 def require_scalar(shape: tuple[int, ...]) -> None:
-    """Raise unless `shape`, the shape of a loss, is (), because MindSpore would
-    differentiate the sum of its elements.
+    """Raise unless `shape`, the shape of a loss, is (). If a loss had several elements,
+    MindSpore would differentiate their sum.
     """
     if shape:
         raise kit.scalar_loss_error(f"a Tensor of shape {tuple(shape)}")

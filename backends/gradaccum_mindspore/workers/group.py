@@ -109,8 +109,8 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         """Replace the sums, the weight and the overflow flag with the totals over all
         workers.
 
-        This runs in a branch of its own, because if a graph reads a Parameter again
-        after writing it, MindSpore copies the Parameter, and rounds float64 to float32.
+        This method runs in a branch of its own. If a graph reads a Parameter again
+        after writing it, MindSpore copies the Parameter and rounds float64 to float32.
         """
         if self.always:
             self.add_up_sums(self.add_up_numbers(self.zero, self.one))
@@ -152,8 +152,8 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         return ops.stack([rate.astype(self.float_dtype) for rate in self.rates])
 
     def workers_differ(self, totals: Tensor) -> Tensor:
-        """True if the workers have different learning rates, or if they are closing
-        windows that belong to different optimizers.
+        """True if the workers have different learning rates, or are closing windows of
+        different optimizers.
         """
         square = self.workers * totals[OPTIMIZER_SQUARED]
         differ = ops.square(totals[OPTIMIZER]) != square

@@ -39,8 +39,9 @@ def redistributed(states: Sequence[Checkpoint], workers: int) -> list[dict[str, 
     Args:
         states: the dicts that `mindspore.load_checkpoint` returned for the workers'
             files, in rank order: checkpoints of a wrapped optimizer with
-            ``data_parallel=True``, or of a cell that contains it. A single checkpoint
-            of an optimizer without ``data_parallel=True`` is accepted too.
+            ``data_parallel=True``, or of a cell that contains such an optimizer. A
+            single checkpoint of an optimizer without ``data_parallel=True`` is accepted
+            too.
         workers: the number of workers that will load the result, >= 1.
 
     Returns:
