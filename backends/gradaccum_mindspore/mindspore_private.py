@@ -55,8 +55,8 @@ def is_graph_mode() -> bool:
 
 def refuse_trace() -> None:
     """Raise an error if ``mindspore.jit(capture_mode="trace")`` is recording this call.
-    Each later call would only repeat the operators of the recorded call, so no later
-    micro-batch would end a window.
+    Each later call would only repeat the operators of the recorded call, and would
+    never make an update.
     """
     if not jit_trace._using_trace:
         return

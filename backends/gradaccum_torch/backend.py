@@ -76,12 +76,12 @@ class TorchBackend:
                 ``set_requires_gradient_sync(False)``.
             process_group: the `torch.distributed.ProcessGroup` of workers that train
                 equal copies of one model without a parallel module. The window's sum is
-                reduced as with ``module=``. If the optimizer itself also averages
-                gradients over the workers, its average changes nothing, because all
-                workers then have the same gradients. With ``"alone"`` this process does
-                not share its windows, even if several processes are running. If several
-                processes are running and you pass neither `module` nor `process_group`,
-                a `GradAccumWarning` is issued.
+                reduced as with ``module=``. If the optimizer also averages gradients
+                over the workers itself, this average changes nothing, because all
+                workers already have the same gradients. With ``"alone"`` this process
+                does not share its windows, even if several processes are running. If
+                several processes are running and you pass neither `module` nor
+                `process_group`, a `GradAccumWarning` is issued.
             norm_group: the `torch.distributed.ProcessGroup` of the stages of a
                 pipeline, each of which has its own optimizer. The gradient norm, the
                 clipping and the decision on overflow then cover all stages. The end of

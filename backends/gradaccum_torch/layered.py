@@ -178,11 +178,12 @@ class Border:
         tensors = tensors_of(nest)
         self.roots = [tensor for tensor in tensors if tensor.requires_grad]
         """The activations that require a gradient. The backward pass of the layer that
-        computed them starts from these tensors. They are dropped when that layer's
-        graph is no longer needed.
+        computed them starts from these tensors. They are dropped when the graph of that
+        layer is no longer needed.
         """
         self.gradients: list[Tensor | None] = [None] * len(self.roots)
-        """The gradient of each root, or None if the next layer did not use this root.
+        """The gradient of each tensor in `roots`, or None if the next layer did not use
+        it.
         """
         self._devices = [tensor.device for tensor in tensors]
         self._requires_grad = [tensor.requires_grad for tensor in tensors]
@@ -241,9 +242,9 @@ def without_graph(leaf: object) -> object:
 
 
 class Enter(torch.autograd.Function):
-    """The first operation of a layer's graph. Its backward pass stores the gradient of
-    the layer's input in a list, so that no leaf of the graph keeps the activations
-    alive.
+    """The first operation of a layer's graph. The operation's backward pass stores the
+    gradient of the layer's input in a list, so that no leaf of the graph keeps the
+    activations alive.
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
 """Compute the loss, gradients and auxiliary output (aux) of a large batch, in a Python
 loop over its micro-batches.
 
-In graph mode, each micro-batch calls a function that MindSpore compiles once for each
-size of micro-batch.
+In graph mode, the loop calls a function that MindSpore compiles once for each
+micro-batch size.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def fields_of(state: Checkpoint, prefix: str) -> State:
 def sum_of(states: Sequence[Checkpoint], name: str) -> Array:
     """Return the sum over `states` of the entry called `name`, in float64. The window's
     weight is added up in float64 too. So if every micro-batch had a loss, the total
-    weight of the losses equals the window's weight.
+    weight of the losses equals the window's weight exactly.
     """
     total: Array = np.sum(
         [state[name].astype(ms.float64).asnumpy() for state in states], axis=0

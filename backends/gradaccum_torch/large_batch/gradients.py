@@ -1,5 +1,5 @@
 """Collects the gradients of a call such as `gradaccum_torch.backward`, either in
-``.grad`` or in a window of a wrapped optimizer, which the call closes.
+``.grad`` or in a window of a wrapped optimizer. The call closes this window.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class GradientsInGrad:
         self._wide_sums: dict[Tensor, Tensor] = {}
         self._without_gradient: list[Tensor] = []
         self._sum_versions: list[int] = []
-        """The ids of the gradient sums, and how often each was written to. Neither may
-        change while the user's functions run.
+        """The ids of the gradient sums, and how often each sum was written to. Neither
+        may change while the user's functions run.
         """
         self._handles: list[RemovableHandle] = []
 
@@ -156,8 +156,8 @@ class GradientsInGrad:
         self.note_sums()
 
     def note_sums(self) -> None:
-        """Copy new gradients into whose memory other code may write. Record the number
-        of writes into each gradient sum.
+        """Copy each new gradient whose memory other code may write to. Record how often
+        each gradient sum was written to.
         """
         if self._without_gradient:
             for leaf in self._without_gradient:
@@ -215,9 +215,9 @@ class GradientsInWindow(GradientsInGrad):
     """Collects the gradients of one call in a window of a wrapped optimizer.
 
     The optimizer's loss scale, overflow policy, clipping and workers apply. The loss
-    may also depend on leaves that do not belong to the optimizer, for example on the
-    parameters of a critic through which a generator's loss goes. Such leaves get the
-    large batch's gradient in ``.grad``.
+    may also depend on leaves that do not belong to the optimizer. For example, a
+    generator's loss depends on the parameters of a critic. Such leaves get the large
+    batch's gradient in ``.grad``.
     """
 
     window: WholeWindow
@@ -350,8 +350,8 @@ def touched_error() -> UsageError:
 
 
 def require_alone(modules: Iterable[nn.Module]) -> None:
-    """Raise if several workers train one of `modules`, because their gradients would be
-    reduced in each micro-batch.
+    """Raise if several workers train one of `modules`, because this module's gradients
+    would be reduced in each micro-batch.
     """
     for module in modules:
         if isinstance(module, DistributedDataParallel) or any(
@@ -381,7 +381,7 @@ def options_of_call(
     optimizer: AccumulatingOptimizer | None, reduction: str | None
 ) -> Options:
     """Return the options that determine the weights of micro-batches: the options of
-    `optimizer`, or without an optimizer the default options with `reduction`.
+    `optimizer`, or the default options with `reduction` if there is no optimizer.
     """
     if optimizer is None:
         return make_options(None, reduction=reduction or "mean")
