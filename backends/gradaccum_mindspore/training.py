@@ -122,7 +122,7 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
     epochs.
 
     Put this callback before callbacks that save checkpoints, so that a checkpoint
-    contains the epoch's last update: at the end of a step, callbacks run in the order
+    contains the epoch's last update. At the end of a step, callbacks run in the order
     in which they are listed. `mindspore.train.Model.fit` validates after the flush. In
     dataset sink mode, which is not available on a CPU, an epoch has ``sink_size``
     steps.

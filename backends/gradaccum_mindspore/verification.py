@@ -1,4 +1,4 @@
-"""The MindSpore Cell, loss and batch that `gradaccum.verify` examines, in PyNative mode.
+"""The MindSpore Cell, loss and batch that `gradaccum.verify` examines in PyNative mode.
 
 Operators run synchronously, because this code reads each operator's result immediately.
 """
@@ -36,8 +36,8 @@ PLAIN = (bool, int, float, str)
 
 
 class MindSporeSubject(Subject):
-    """MindSpore's random operators accept no random numbers from outside. So Dropout
-    Cells are compared in evaluation mode, and other random operators cannot be
+    """The random numbers of MindSpore's random operators cannot be set from outside. So
+    Dropout Cells are compared in evaluation mode, and other random operators cannot be
     compared.
     """
 

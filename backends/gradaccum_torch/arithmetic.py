@@ -21,11 +21,11 @@ HALF = (torch.float16, torch.bfloat16)
 """Gradients of these dtypes are summed in float32, unless ``accumulate_dtype`` is set.
 """
 FAINT = 2.0**-31
-"""If the norm of a float32 tensor comes out below this bound, the squares of the
+"""If the computed norm of a float32 tensor is below this bound, the squares of the
 tensor's elements may have underflowed.
 """
 FAINT_HALF = 2.0**-13
-"""If the norm of a float16 tensor, computed in float16, comes out below this bound, the
+"""If the norm of a float16 tensor, computed in float16, is below this bound, the
 squares of the tensor's elements may have underflowed.
 """
 

@@ -63,12 +63,12 @@ class TorchBackend:
                 ``.grad`` into separate buffers. Between two steps you may then clear,
                 assign, reduce or clip ``.grad`` yourself. This costs one buffer per
                 parameter, and one more pass over each micro-batch's gradients.
-            module: the parallel module that several workers train together: either a
-                `torch.nn.parallel.DistributedDataParallel`, whose gradients are then
-                reduced only once, at the end of the window, or a module to which
-                `torch.distributed.fsdp.fully_shard` was applied. All workers then share
-                each window. This call, the end of a window and ``flush`` are
-                collective.
+            module: the parallel module that several workers train together. It is
+                either a `torch.nn.parallel.DistributedDataParallel`, or a module to
+                which `torch.distributed.fsdp.fully_shard` was applied. The gradients of
+                a `DistributedDataParallel` are then reduced only once, at the end of
+                the window. All workers share each window. This call, the end of a
+                window and ``flush`` are collective.
             gradient_sync: when FSDP2 reduces gradients. With ``"micro_batch"``, it
                 reduces them in each micro-batch, so that each worker stores only its
                 shard of the sum. With ``"window"``, it reduces them once per window.

@@ -1,6 +1,6 @@
 """Detects changes of ``.grad`` that autograd did not make.
 
-A hook that runs right after autograd has added to a gradient records which tensor is in
+A hook runs right after autograd has added to a gradient. It records which tensor is in
 ``.grad``, how often that tensor has been written to, and by which factor the loss was
 multiplied. A single comparison in ``step`` then detects clipping, a
 ``model.zero_grad()``, an assignment, a reduction by another library, and a loss that

@@ -71,15 +71,15 @@ def layered_backward(
     belongs to two layers. Dropout draws the same random numbers, and a batch norm sees
     each micro-batch once, in order.
 
-    If no option of `optimizer` needs the norm of the whole window's gradient, for
-    example with ``gradaccum.wrap(optimizer, steps=None, on_overflow="ignore")``, each
-    layer is updated as soon as its gradient sum is complete. The inner optimizer makes
-    one ``step`` per layer, in which only this layer has gradients. After the ``step``
-    these gradients are freed. A parameter that several layers share is updated together
-    with the first of these layers. With ``clip_norm``, ``skip_norm`` or skipping on
-    overflow, the sums of all layers are kept until the end, and the optimizer makes a
-    single step. Step hooks, and optimizers that count their steps in their parameter
-    groups, are allowed only in this case.
+    Each layer is updated as soon as its gradient sum is complete, if no option of
+    `optimizer` needs the norm of the whole window's gradient. An example is
+    ``gradaccum.wrap(optimizer, steps=None, on_overflow="ignore")``. The inner optimizer
+    makes one ``step`` per layer, in which only this layer has gradients. After the
+    ``step`` these gradients are freed. A parameter that several layers share is updated
+    together with the first of these layers. With ``clip_norm``, ``skip_norm`` or
+    skipping on overflow, the sums of all layers are kept until the end, and the
+    optimizer makes a single step. Step hooks, and optimizers that count their steps in
+    their parameter groups, are allowed only in this case.
 
     If the call raises an error, everything is restored to its state before the call,
     except for layers that were already updated. A note on the error names these layers,

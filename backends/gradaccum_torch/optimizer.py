@@ -156,8 +156,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
         Raises:
             UsageError: there was no backward pass since the last ``step``; other code
-                has changed ``.grad``; or a plain ``backward()`` was used although a
-                weight or a loss scale is needed. The window is unchanged.
+                has changed ``.grad``; or a plain ``backward()`` was used although the
+                loss must be multiplied by a weight or a loss scale. The window is
+                unchanged.
             ArgumentTypeError: with ``reduction="sum_per_item"``, no weight was passed
                 for the micro-batch.
         """

@@ -2,7 +2,7 @@
 numbers in a second pass as in the first pass.
 
 In PyNative mode, MindSpore creates each random operator with seeds from counters in
-`mindspore.common.seed`, so setting the counters back gives the same operators again.
+`mindspore.common.seed`, so restoring the counters gives the same operators again.
 `mindspore.nn.Dropout` creates its operator only once, so it temporarily gets a new
 operator for each micro-batch.
 """

@@ -115,12 +115,12 @@ def value_and_grad(
             the weight is the number of items. A micro-batch of weight 0 adds nothing,
             whatever its loss is. If all weights are 0, the loss and the gradients are
             0. A weight is treated as a constant, so it must not depend on `weights`.
-        axes: the axis along which each array of the batch contains its items: an int
-            for all arrays, or a nested structure of ints like the tuple of arguments,
-            in which an int may stand for a whole substructure. None means that an array
-            is passed whole to each micro-batch, as numbers and strings are. If a list
-            of arrays could have as many elements as the batch has items, give one axis
-            per element, such as ``[0, 0]``.
+        axes: the axis along which each array of the batch contains its items. It is
+            either an int for all arrays, or a structure of ints like the tuple of
+            arguments, in which an int may stand for a whole substructure. None means
+            that an array is passed whole to each micro-batch, as numbers and strings
+            are. If a list of arrays could have as many elements as the batch has items,
+            give one axis per element, such as ``[0, 0]``.
         merge_aux: how the aux outputs of the micro-batches are merged. None returns
             them as a list. "concatenate" returns one aux with a row per item, in the
             order of the items. A function is called once, with the list of aux outputs

@@ -330,11 +330,12 @@ class CompiledWindow(CellOfOnePhase):
     ) -> tuple[Fields, Tensor | None, Tensor | None]:
         """Add the checked gradients of one micro-batch to the window's gradient sums.
 
-        Return three values: the state after the micro-batch; the outcome of the call,
-        or None if the micro-batch cannot be rejected; and the numbers to add to
-        `WindowLoss.loss`, or None if no loss was passed. The caller then calls
-        `is_full` and `write_added`. They are separate methods, because the compiler
-        drops an ``if`` whose condition comes from a function that writes Parameters.
+        Return three values. The first is the state after the micro-batch. The second is
+        the outcome of the call, or None if the micro-batch cannot be rejected. The
+        third is the numbers to add to `WindowLoss.loss`, or None if no loss was passed.
+        The caller then calls `is_full` and `write_added`. They are separate methods,
+        because the compiler drops an ``if`` whose condition comes from a function that
+        writes Parameters.
         """
         state = self.read()
         weight_number = self.weight_number(weight)

@@ -32,8 +32,8 @@ Argument = Any
 
 
 class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
-    """Makes each update of a Trainer equal to the update with the large batch. Add it
-    with ``trainer.add_callback(AccumulationCallback(trainer))``.
+    """Makes each update of a Trainer equal to the update that the large batch would
+    give. Add it with ``trainer.add_callback(AccumulationCallback(trainer))``.
 
     The Trainer's arguments, optimizer and scheduler stay as they are:
     ``gradient_accumulation_steps`` is the length of a window, and ``max_grad_norm``

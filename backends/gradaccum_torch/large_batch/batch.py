@@ -16,8 +16,8 @@ Weight: TypeAlias = Callable[..., Any] | Sequence[float] | Tensor | None
 its weight, by a sequence with one number per item, or by their numbers of items (None).
 """
 MergeAux: TypeAlias = Callable[[list[Any], list[float]], Any] | str | None
-"""How the `aux` values of the micro-batches are combined: by a function that takes the
-list of these values and the list of weights, by ``"concatenate"``, or not at all (None).
+"""How the `aux` values of the micro-batches are combined: by a function of the list of
+these values and the list of weights, by ``"concatenate"``, or not at all (None).
 """
 
 

@@ -26,8 +26,8 @@ Node = Any
 """A node of autograd's graph. torch has no common type for all nodes."""
 
 version: Callable[[Tensor], int] = attrgetter("_version")
-"""Returns how often a tensor has been modified in place. There is no other way to see
-that other code has modified ``.grad``.
+"""Returns how often a tensor has been modified in place. There is no other way to
+detect that other code has modified ``.grad``.
 """
 flattened: Callable[[Sequence[Tensor]], Tensor] = _flatten_dense_tensors
 """Copies several dense tensors of one dtype into one flat tensor."""
@@ -301,7 +301,7 @@ def unscaling_caller(frames: int) -> Mapping[str, Any] | None:
 
 
 def is_called_by_model_state() -> bool:
-    """True if the function that calls this one was called by
+    """True if the caller of this function was itself called from
     `torch.distributed.checkpoint.state_dict`.
     """
     module = sys._getframe(2).f_globals.get("__name__")

@@ -143,8 +143,8 @@ class Workers:
         return square, is_finite
 
     def weightless_pass(self) -> AbstractContextManager[object] | None:
-        """If other workers wait for a backward pass of this worker although the weight
-        of its loss is 0, return a context in which that pass produces zeros. Otherwise
+        """Called if the loss has weight 0. If other workers wait for this worker's
+        backward pass, return a context in which the pass produces zeros. Otherwise
         return None.
         """
         return None

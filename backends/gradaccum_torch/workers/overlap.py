@@ -29,8 +29,8 @@ Bucket = list[Tensor]
 BUCKET_BYTES = 25 * 2**20
 """The maximum size of a bucket, equal to the default of `DistributedDataParallel`."""
 LARGE_BYTES = 4 * 2**20
-"""A tensor of at least this size is reduced in a separate all-reduce, because copying
-it into a bucket and back would take longer (measured with gloo and two processes).
+"""A tensor of at least this size gets an all-reduce of its own, because copying it into
+a bucket and back would take longer (measured with gloo and two processes).
 """
 
 
