@@ -155,8 +155,8 @@ class Storage(nn.Cell):  # type: ignore[misc]
         self.size_varies = not isinstance(sizes_of(options.steps), int | None)
         self.has_scale = options.scale_rule != ScaleRule()
         self.scale_key = key_of(options)
-        """A number that identifies this optimizer in the check that the training step
-        has read the loss scale.
+        """A number that identifies this optimizer for `require_read`, which checks that
+        the training step has read the loss scale.
         """
         self.add_state()
         self.has_workers = place is not None

@@ -155,8 +155,8 @@ class WindowLoss(Extension):
         their weights.
         """
         self.total = 0.0
-        """The weighted sum of those losses of the open window that have already been
-        read from the device.
+        """The weighted sum of the open window's losses that have already been read from
+        the device.
         """
         self._misses_loss = False
         """Whether any micro-batch in the open window has an unknown loss."""

@@ -203,8 +203,8 @@ class GradientWatch:
         if not self.factors:
             self._first_parameter = key
         # Reentrant checkpointing runs separate backward passes for its segments inside
-        # the user's backward pass. Therefore, a pass is counted as the user's only if
-        # it begins with the same parameter as the micro-batch's first pass.
+        # the user's backward pass. Therefore, a pass counts as the user's own pass only
+        # if it begins with the same parameter as the micro-batch's first pass.
         if key == self._first_parameter:
             self.passes += 1
         self.engine_passes += 1

@@ -206,8 +206,8 @@ class Border:
         self.gradients = []
 
     def enter(self, anchor: Tensor) -> Any:
-        """Return the activations as the inputs of a new graph, whose backward pass
-        stores their gradients in `gradients`.
+        """Return the activations as the inputs of a new graph. The graph's backward
+        pass stores the gradients of the activations in `gradients`.
         """
         tensors = []
         number = 0

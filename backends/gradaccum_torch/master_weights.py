@@ -52,8 +52,8 @@ class MasterWeights:
         return parameters
 
     def groups(self) -> list[Group]:
-        """Return copies of the optimizer's groups, in which the model's parameters
-        replace their master weights.
+        """Return copies of the optimizer's groups, in which each master weight is
+        replaced with the model's parameter.
         """
         parameters = iter(self.parameters())
         return [

@@ -72,8 +72,7 @@ class LoopRecord:
 
     def _note_gradients(self, parameters: Sequence[Tensor]) -> None:
         gradients = self._dense([parameter.grad for parameter in parameters])
-        # A fused optimizer divides the gradients by the loss scale that is stored on
-        # it.
+        # A fused optimizer may store a loss scale, by which it divides the gradients.
         scale = float(getattr(self._optimizer, "grad_scale", None) or 1.0)
         self._updates.append(self._vector(gradients) / scale)
         norms = [float(torch.linalg.vector_norm(each.double())) for each in gradients]

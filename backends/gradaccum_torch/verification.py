@@ -226,8 +226,8 @@ class TorchState(ModelState):
             dictionary.clear()
             dictionary.update(before)
         for tensor, value in self._tensors.values():
-            # Write through .data, so that the versions of the parameters, which may be
-            # watched, do not change.
+            # Write through .data, because it does not change the parameters' versions,
+            # which other code may watch.
             tensor.data.copy_(value)
 
     def changed_names(self) -> tuple[str, ...]:

@@ -175,8 +175,8 @@ class Window:
 
     def current_state(self) -> State:
         """Return the window's state. If no window is open and the loss scale comes from
-        a `torch.amp.GradScaler`, this method reads the scale from the scaler, which
-        waits for the device.
+        a `torch.amp.GradScaler`, this method reads the scale from the scaler, and waits
+        for the device.
         """
         if self.scaler is not None and not self.state.micro_step:
             self.state = self.at_rest(self.scaler.with_scale(self.state))

@@ -114,8 +114,8 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         total_weight: Tensor,
         sums: Any,
     ) -> tuple[Tensor, Tensor, Any]:
-        """Return the loss, the total weight and the gradient sums after adding the
-        micro-batch of the items at `indices`.
+        """Add the micro-batch that consists of the items at `indices`. Return the new
+        loss, total weight and gradient sums.
         """
         arguments = items_at(batch, self.axes, indices)
         if self.calls_weight:
@@ -140,7 +140,7 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
     def add_gradients(
         self, sums: Any, gradients: Any, weight: Tensor, factor: Tensor, loss: Tensor
     ) -> Any:
-        """Return the gradient sums after adding the gradients times `factor`. A
+        """Add the gradients times `factor`, and return the new gradient sums. A
         micro-batch of weight 0 adds nothing, whatever its gradients are.
         """
         new_sums: tuple[Tensor, ...] = ()

@@ -102,9 +102,9 @@ class CoupledPasses:
     def differentiated_loss(
         self, outputs: Sequence[Nest], total: TensorSum
     ) -> tuple[Tensor, dict[int, Sequence[Tensor]]]:
-        """Return the loss, and its gradient with respect to each floating-point Tensor
-        of the outputs, split into micro-batches. Add the gradients of the loss with
-        respect to the parameters to `total`.
+        """Return the loss and the gradient of the loss with respect to each
+        floating-point Tensor of the outputs. These gradients are split into
+        micro-batches. Add the gradients with respect to the parameters to `total`.
         """
 
         def loss_of_leaves(*leaves: Tensor) -> Tensor:

@@ -46,7 +46,8 @@ class LargeBatchGradient(nn.Cell):  # type: ignore[misc]
         backward = gradient_function(fn, parameters, options.has_aux, identity)
         self.options = options
         self.accumulate_dtype = accumulate_dtype
-        # As an attribute, a Cell of the user would be a part of this Cell.
+        # Use `partial`. If the user's Cell were an attribute, it would become a part of
+        # this Cell.
         self.positional = partial(positional, fn)
         self.saved_state = partial(SavedState, modules_of(fn, modules))
         self.loop = CompiledLoop(backward, parameters, options, accumulate_dtype)
@@ -180,7 +181,8 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
         backward = gradient_function(fn, parameters, options.has_aux, optimizer.scale)
         self.optimizer = optimizer
         self.options = options
-        # As an attribute, a Cell of the user would be a part of this Cell.
+        # Use `partial`. If the user's Cell were an attribute, it would become a part of
+        # this Cell.
         self.positional = partial(positional, fn)
         self.saved_state = partial(SavedState, modules_of(fn, modules))
         self.loop = CompiledUpdateLoop(backward, optimizer, options)

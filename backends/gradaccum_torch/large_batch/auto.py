@@ -148,8 +148,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 FITS = 2**31 - 1
 """A worker's vote if the micro-batches fitted into its memory."""
 RAISED = -1
-"""A worker's vote if it raised an error other than out of memory. A vote of 0 means
-that a single item does not fit into memory.
+"""A worker's vote if it raised any error except an out-of-memory error. A vote of 0
+means that a single item does not fit into memory.
 """
 
 

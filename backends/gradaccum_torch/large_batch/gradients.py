@@ -78,7 +78,9 @@ class GradientsInGrad:
         self._known_ids = set(ignored_ids)
         self._refused_nodes: set[str] = set()
         self._needs_optimizer = self.window is None and processes() > 1
-        """Whether modules that several workers train need a wrapped optimizer."""
+        """Whether to raise an error if several workers train a module, because such a
+        module needs a wrapped optimizer.
+        """
         if self.window is None:
             self._refused_nodes.add(REENTRANT_NODE)
         if before.notes_calls:
