@@ -134,8 +134,8 @@ def add_into(total: Parameter, part: Tensor) -> None:
     if total.dtype == working_dtype(total.dtype):
         ops.assign_add(total, part)
     else:
-        # Unlike +, `addn` does not broadcast a gradient that a compiled bprop returned
-        # in a different shape.
+        # A compiled bprop may return a gradient in a different shape. Unlike +, `addn`
+        # does not broadcast such a gradient.
         wide = ops.addn((cast(total, ms.float32), cast(part, ms.float32)))
         write(total, cast(wide, total.dtype))
 
@@ -362,8 +362,8 @@ def compiled_norm(sums: Sums, dtype: DType) -> Tensor:
         sums = (packed_rows(sums, dtype),)
     largest = ops.stack(map_over(ops.partial(_largest, dtype), sums)).max()
     divisor = ops.where(largest > 0, largest, ops.ones_like(largest))
-    # The division turns inf into NaN, and `max` may overlook a NaN. In either case the
-    # sum of squares is NaN.
+    # If an element is inf, the division turns it into NaN. If an element is NaN, `max`
+    # may overlook it. In either case the sum of squares is NaN.
     squares = ops.addn(map_over(ops.partial(_squares, divisor), sums))
     return largest * ops.sqrt(squares)
 
@@ -378,8 +378,8 @@ def shape_of(tensor: Tensor | None) -> Shape:
 
 
 def packed_rows(sums: Sums, dtype: DType) -> Tensor:
-    """Return the elements of all sums as the rows of a matrix. The last row is padded
-    with zeros.
+    """Concatenate the elements of all sums, and return them as a matrix with rows of
+    length `ROW`. The last row is padded with zeros.
     """
     size = number_of_elements(map_over(shape_of, sums))
     flat = map_over(ops.partial(_flat, dtype), sums)

@@ -55,8 +55,8 @@ def is_graph_mode() -> bool:
 
 def refuse_trace() -> None:
     """Raise an error if ``mindspore.jit(capture_mode="trace")`` is recording this call.
-    Each later call would only repeat the operators of the recorded call, so no later
-    micro-batch would end a window.
+    Each later call would only repeat the operators of the recorded call, and would
+    never make an update.
     """
     if not jit_trace._using_trace:
         return
@@ -92,7 +92,8 @@ class CellOfOnePhase(nn.Cell):  # type: ignore[misc]
 
     When a compiled program is called, MindSpore 2.10 writes the program's name into
     every descendant of the called Cell, once for every path that leads to the
-    descendant. For the Cells of a window, this would take as long as a few operators.
+    descendant. For the Cells of a window, writing these names would take as long as a
+    few operators.
     """
 
     @property

@@ -4,9 +4,9 @@ per window.
 MindSpore compiles ``construct`` but never ``__call__``, so ``__call__`` contains the
 code for PyNative mode. `Flush` and `Discard` need both methods, so they are Cells too.
 The wrapped optimizer calls the constructor of `mindspore.nn.Cell` instead of the
-constructor of `mindspore.nn.Optimizer`, and looks up every attribute that it does not
-have itself on the inner optimizer. So both optimizers share one learning rate and one
-``global_step``, which counts updates.
+constructor of `mindspore.nn.Optimizer`, and gets every attribute that it lacks from the
+inner optimizer. So both optimizers share one learning rate and one ``global_step``,
+which counts updates.
 """
 
 from __future__ import annotations
@@ -130,15 +130,15 @@ class Discard(WindowCall):
 
 class MicroBatch(nn.Cell):  # type: ignore[misc]
     """Adds one micro-batch in compiled code: ``optimizer(gradients, weight, loss)``. In
-    graph mode, this Cell is also called from Python. These calls pass no keyword
-    arguments, because a Cell does not accept keyword arguments in graph mode.
+    graph mode, this Cell is also called from Python. Such a call passes no keyword
+    arguments, because a Cell does not accept them in graph mode.
     """
 
     def __init__(self, window: CompiledWindow) -> None:
         super().__init__(auto_prefix=False)
         self.window = window
-        # `nn.Optimizer` sets this attribute too. Without the attribute, MindSpore would
-        # treat the gradients as constants and compile again at each call.
+        # Set this attribute, as `nn.Optimizer` does. Without it, MindSpore would treat
+        # the gradients as constants and compile again at each call.
         self.enable_tuple_broaden = True
 
     def construct(self, gradients: Gradients, weight: Weight, loss: Loss) -> Tensor:
@@ -189,9 +189,9 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
         require_unwrapped(inner)
         require_no_scale(inner)
         if options.master_weights:
-            # The inner optimizer's parameters are replaced with the master weights
-            # below, but users still differentiate with respect to the model's
-            # parameters.
+            # Keep the model's parameters, because users differentiate with respect to
+            # them. The inner optimizer's parameters are replaced with the master
+            # weights below.
             self.parameters = ParameterTuple(inner.parameters)
         parameters = inner.parameters
         this_place = None
@@ -411,9 +411,9 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
             epochs: the number of epochs, an int >= 0.
 
         Raises:
-            ArgumentTypeError: `loader` has no length, or ``steps`` does not define
-                windows by the number of micro-batches, so that the number of updates is
-                not known in advance.
+            ArgumentTypeError: `loader` has no length; or the number of updates is not
+                known in advance, because ``steps`` does not define windows by the
+                number of micro-batches.
             ArgumentValueError: `epochs` or the number of micro-batches is below 0.
         """
         return updates_in(
@@ -432,9 +432,10 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
         window: a call of this optimizer, of ``flush`` or of
         `gradaccum_mindspore.TrainOneStepCell`. If one ``flush`` closes several windows,
         the listener is called after each of them. If you compile the step yourself,
-        read ``result`` after each step: reading it calls the listener, with NaN as
-        ``weight`` and ``micro_batches``. If the listener raises an error, the call
-        raises this error too, although the update has already been made.
+        read ``result`` after each step. Reading it calls the listener, with NaN as
+        ``weight`` and ``micro_batches``. If the listener raises an error, the call that
+        closed the window raises the same error, although the update has already been
+        made.
 
         Args:
             listener: a function that accepts a `gradaccum.watching.ClosedWindow`.
@@ -454,7 +455,7 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
         the weights, a codebook or your own schedule. Code in your training loop could
         miss an update that is made inside ``flush``. The function is not called for a
         skipped window. If you compile the step yourself, read ``result`` after each
-        step: reading it calls the function.
+        step. Reading it calls the function.
 
         Args:
             function: for example ``lambda: average.update(net)``.

@@ -31,11 +31,11 @@ def load_checkpoint_into(cell: nn.Cell, parameter_dict: Checkpoint) -> None:
             of `cell`. Other entries (such as ``epoch_num``) are ignored.
 
     Raises:
-        CheckpointError: a value is missing, or has the wrong shape or dtype; the open
-            window was saved with a different reduction, overflow policy, loss scale or
-            number of steps, by a worker with a different rank, or in a run with a
-            different number of workers; or two Parameters of `cell` have the same name.
-            Nothing is written in these cases.
+        CheckpointError: a value is missing, or has the wrong shape or dtype; two
+            Parameters of `cell` have the same name; or the open window does not match.
+            It matches only if it was saved with the same reduction, overflow policy,
+            loss scale and number of steps, by a worker of the same rank, in a run with
+            the same number of workers. Nothing is written in these cases.
     """
     cells = [part for _, part in nn.Cell.cells_and_names(cell)]
     storages = [part for part in cells if isinstance(part, Storage)]
@@ -95,8 +95,9 @@ def resumed_values(storage: Storage, parameter_dict: Checkpoint) -> dict[str, ob
     if saved_state.micro_step:
         options = with_known_size(options, saved_state.optimizer_step)
     elif storage.size_varies:
-        # A schedule may be undefined after the last update of a run. So it is called
-        # only when the next micro-batch is added, and the window's size is stored then.
+        # A schedule of window sizes may be undefined after the last update of a run. So
+        # it is not called here. It is called when the next micro-batch is added, and
+        # the window's size is stored then.
         options = options._replace(steps=terms.steps)
     state = kit.resumed(saved_state, terms, options)
     values: dict[str, object] = dict(zip(fields.values(), state, strict=True))

@@ -4,9 +4,10 @@ state, and one Parameter with the gradient sum for each parameter of the model.
 The state consists of Parameters, because PyNative code, compiled functions and
 checkpoints can all use them. The names of these Parameters depend only on the names of
 the model's parameters and on the ``name=`` option, so a run that resumes in another
-process finds them again. ``grad_sum`` comes last in a name. If it came first,
-`mindspore.load_param_into_net` would load a saved ``grad_sum.weight`` into a ``weight``
-that is missing from the checkpoint. A gradient sum is zero while no window is open.
+process finds them again. In the names of the gradient sums, ``grad_sum`` comes last. If
+it came first, `mindspore.load_param_into_net` would load a saved ``grad_sum.weight``
+into a ``weight`` that is missing from the checkpoint. A gradient sum is zero while no
+window is open.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ def window_size(steps: Schedule, optimizer_step: int) -> Schedule:
     try:
         number = function(optimizer_step)
     except Exception:
-        # The function may be written for compiled code, in which case its operators may
-        # accept only Tensors.
+        # Pass a Tensor, because a function that is written for compiled code may use
+        # operators that accept only Tensors.
         number = function(Tensor(optimizer_step, ms.int32))
     if isinstance(number, Tensor):
         number = number.item()
@@ -154,8 +155,8 @@ class Storage(nn.Cell):  # type: ignore[misc]
         self.size_varies = not isinstance(sizes_of(options.steps), int | None)
         self.has_scale = options.scale_rule != ScaleRule()
         self.scale_key = key_of(options)
-        """A number that identifies this optimizer in the check that the training step
-        has read the loss scale.
+        """A number that identifies this optimizer for `require_read`, which checks that
+        the training step has read the loss scale.
         """
         self.add_state()
         self.has_workers = place is not None
@@ -258,15 +259,15 @@ class Storage(nn.Cell):  # type: ignore[misc]
         return kit.terms_of(options, optimizer_step)
 
     def note_loaded(self) -> None:
-        """Notify the schedulers and the objects that observe the windows that a
-        checkpoint has been loaded.
+        """Called after a checkpoint has been loaded. Notify the schedulers and the
+        objects that observe the windows.
         """
         for observer in (*self.extensions, *self.schedulers):
             observer.state_loaded()
 
     def between_windows(self) -> None:
-        """Call the listeners and step the schedulers between two windows that the same
-        ``flush`` closes. The other workers do the same in their training loops, after
+        """Called between two windows that the same ``flush`` closes. Call the listeners
+        and step the schedulers, as the other workers do in their training loops after
         each window.
         """
         self.listener_calls.between_windows()

@@ -34,7 +34,7 @@ def items(*inputs: Tensor) -> Weight:
 
 @constexpr  # type: ignore[untyped-decorator]
 def refuse_losses(shape: tuple[int, ...]) -> None:
-    """Raise `ArgumentValueError`, because the network returned several losses, and
+    """Raise `ArgumentValueError`, because the network returned several losses.
     MindSpore would differentiate their sum instead of their mean.
     """
     raise ArgumentValueError(
@@ -88,7 +88,7 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
             # the sizes differ. `Sizes("sum")` never warns.
             optimizer.storage.sizes = Sizes("sum")
         # The attribute is not called `weight`, because a Cell that contains a tuple of
-        # Parameters gets an attribute with the name of each Parameter.
+        # Parameters gets one attribute for each Parameter, with the Parameter's name.
         self.weight_of_micro_batch = weight
         self.takes_means = optimizer.options.reduction == "mean"
         self.backward = ms.value_and_grad(
@@ -122,7 +122,7 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
     epochs.
 
     Put this callback before callbacks that save checkpoints, so that a checkpoint
-    contains the epoch's last update: at the end of a step, callbacks run in the order
+    contains the epoch's last update. At the end of a step, callbacks run in the order
     in which they are listed. `mindspore.train.Model.fit` validates after the flush. In
     dataset sink mode, which is not available on a CPU, an epoch has ``sink_size``
     steps.

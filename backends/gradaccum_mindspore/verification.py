@@ -1,7 +1,6 @@
-"""The MindSpore Cell, loss and batch that `gradaccum.verify` examines, in PyNative mode.
+"""The MindSpore Cell, loss and batch that `gradaccum.verify` examines in PyNative mode.
 
-Operators run synchronously. Asynchronous operators would gain nothing, because this
-code reads their values at once.
+Operators run synchronously, because this code reads each operator's result immediately.
 """
 
 from __future__ import annotations
@@ -37,8 +36,9 @@ PLAIN = (bool, int, float, str)
 
 
 class MindSporeSubject(Subject):
-    """MindSpore's random operators accept no random numbers from outside, so only
-    Dropout Cells can be compared, in evaluation mode.
+    """The random numbers of MindSpore's random operators cannot be set from outside. So
+    Dropout Cells are compared in evaluation mode, and other random operators cannot be
+    compared.
     """
 
     def __init__(self, model: nn.Cell, *arguments: Any, **options: Any) -> None:
@@ -75,7 +75,7 @@ class MindSporeSubject(Subject):
     def isolated(self) -> Iterator[None]:
         with (
             context(mode=ms.PYNATIVE_MODE, pynative_synchronize=True),
-            # NumPy need not warn, because the report says which gradients are not
+            # Suppress NumPy's warnings, because the report says which gradients are not
             # finite.
             np.errstate(all="ignore"),
             super().isolated(),
@@ -114,7 +114,7 @@ class MindSporeSubject(Subject):
 
     def loss(self, model: nn.Cell, arguments: tuple[Any, ...]) -> Tensor:
         loss = super().loss(model, arguments)
-        # MindSpore would differentiate the sum of several elements.
+        # If the loss had several elements, MindSpore would differentiate their sum.
         if loss.size != 1:
             raise scalar_loss_error(f"a Tensor of shape {loss.shape}")
         return loss
@@ -127,9 +127,10 @@ class MindSporeSubject(Subject):
 
     @cached_property
     def precision(self) -> tuple[float, float]:
-        """The distance from 1 to the next number in the coarsest dtype among the
-        parameters, the inputs and the outputs of Cells, and the smallest number of the
-        parameters.
+        """A pair of numbers. The first is the distance from 1 to the next larger number
+        in the coarsest dtype among the parameters, the inputs and the outputs of Cells.
+        The second is the smallest positive number that all dtypes of the parameters
+        contain.
         """
         part = range(self.batch.items)
         parameters = list(self._parameters.values())

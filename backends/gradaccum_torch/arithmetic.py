@@ -21,11 +21,11 @@ HALF = (torch.float16, torch.bfloat16)
 """Gradients of these dtypes are summed in float32, unless ``accumulate_dtype`` is set.
 """
 FAINT = 2.0**-31
-"""If the norm of a float32 tensor comes out below this bound, the squares of the
+"""If the computed norm of a float32 tensor is below this bound, the squares of the
 tensor's elements may have underflowed.
 """
 FAINT_HALF = 2.0**-13
-"""If the norm of a float16 tensor, computed in float16, comes out below this bound, the
+"""If the norm of a float16 tensor, computed in float16, is below this bound, the
 squares of the tensor's elements may have underflowed.
 """
 
@@ -66,21 +66,23 @@ def divide(tensors: Sequence[Tensor], divisor: float) -> None:
         return
     for group in groups_of(map(elements, tensors)):
         if has_exact_inverse(divisor):
-            # Multiplying by the inverse gives the same bits as dividing, in half the
-            # time.
+            # The inverse is exact, so multiplying by it gives the same bits as
+            # dividing, in half the time.
             torch._foreach_mul_(group, scalar_for(group, 1 / divisor))
         else:
             torch._foreach_div_(group, scalar_for(group, divisor))
 
 
 def scalar_for(group: Sequence[Tensor], number: float) -> Any:
-    """Return `number` as the argument with which a ``torch._foreach`` call on `group`
-    is quickest. The result has the same bits in any case.
+    """Return `number` in the form with which a ``torch._foreach`` call on `group` is
+    fastest. The form does not change the result's bits.
 
     On a CPU, torch 2.13 converts a Python number into a tensor once per tensor of the
-    group, which takes longer than the multiplication of a small tensor. On another
-    device, a tensor would have to be copied there. With a tensor of no axes, a float64
-    scalar would be computed with in float64.
+    group, which takes longer than the multiplication of a small tensor. So this
+    function converts the number once. On another device it returns the number
+    unchanged, because a tensor would have to be copied to the device. It also does so
+    if a tensor in the group has shape ``()``, because torch would then compute in
+    float64.
     """
     if type(group[0]) is Tensor and all(
         tensor.is_cpu and tensor.ndim for tensor in group
@@ -125,8 +127,8 @@ def measure(sums: Sequence[Tensor]) -> tuple[float, bool]:
 
 
 def doubled(tensor: Tensor) -> Tensor:
-    """Return `tensor` in float64, on the CPU if its device is MPS, which has no
-    float64.
+    """Return `tensor` in float64. If its device is MPS, which has no float64, return it
+    on the CPU.
     """
     return (tensor.cpu() if tensor.is_mps else tensor).double()
 

@@ -63,12 +63,12 @@ class TorchBackend:
                 ``.grad`` into separate buffers. Between two steps you may then clear,
                 assign, reduce or clip ``.grad`` yourself. This costs one buffer per
                 parameter, and one more pass over each micro-batch's gradients.
-            module: the parallel module that several workers train together: either a
-                `torch.nn.parallel.DistributedDataParallel`, whose gradients are then
-                reduced only once, at the end of the window, or a module to which
-                `torch.distributed.fsdp.fully_shard` was applied. All workers then share
-                each window. This call, the end of a window and ``flush`` are
-                collective.
+            module: the parallel module that several workers train together. It is
+                either a `torch.nn.parallel.DistributedDataParallel`, or a module to
+                which `torch.distributed.fsdp.fully_shard` was applied. The gradients of
+                a `DistributedDataParallel` are then reduced only once, at the end of
+                the window. All workers share each window. This call, the end of a
+                window and ``flush`` are collective.
             gradient_sync: when FSDP2 reduces gradients. With ``"micro_batch"``, it
                 reduces them in each micro-batch, so that each worker stores only its
                 shard of the sum. With ``"window"``, it reduces them once per window.
@@ -76,12 +76,12 @@ class TorchBackend:
                 ``set_requires_gradient_sync(False)``.
             process_group: the `torch.distributed.ProcessGroup` of workers that train
                 equal copies of one model without a parallel module. The window's sum is
-                reduced as with ``module=``. If the optimizer itself also averages
-                gradients over the workers, its average changes nothing, because all
-                workers then have the same gradients. With ``"alone"`` this process does
-                not share its windows, even if several processes are running. If several
-                processes are running and you pass neither `module` nor `process_group`,
-                a `GradAccumWarning` is issued.
+                reduced as with ``module=``. If the optimizer also averages gradients
+                over the workers itself, this average changes nothing, because all
+                workers already have the same gradients. With ``"alone"`` this process
+                does not share its windows, even if several processes are running. If
+                several processes are running and you pass neither `module` nor
+                `process_group`, a `GradAccumWarning` is issued.
             norm_group: the `torch.distributed.ProcessGroup` of the stages of a
                 pipeline, each of which has its own optimizer. The gradient norm, the
                 clipping and the decision on overflow then cover all stages. The end of

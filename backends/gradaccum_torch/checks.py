@@ -31,7 +31,7 @@ def window_size(options: Options, optimizer_step: int) -> Size:
 
 def known_window_size(options: Options, optimizer_step: int) -> Size:
     """Return the size of the window that follows `optimizer_step` updates. Return None
-    if a user-supplied function determines the size, and this function raises an error.
+    if a function of the user determines the size and raises an error.
     """
     try:
         return window_size(options, optimizer_step)

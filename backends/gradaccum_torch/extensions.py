@@ -82,9 +82,9 @@ class Extension:
     """
 
     is_finished = False
-    """Whether nothing remains to be observed. The window then no longer calls this
-    observer, so that the micro-batches of a long run do not pay for the warnings about
-    its beginning.
+    """Whether nothing remains to be observed. The window then stops calling this
+    observer, so that a check of a run's first windows does not slow down the rest of
+    the run.
     """
 
     def micro_batch_added(self, micro_batch: MicroBatch, weight: float) -> None:
@@ -93,8 +93,8 @@ class Extension:
         """
 
     def numbers(self) -> list[float]:
-        """Return this observer's numbers for the open window, so that the window can
-        add them up, or average them, over all workers.
+        """Return this observer's numbers for the open window. The window then adds them
+        up, or averages them, over all workers.
         """
         return []
 
@@ -155,8 +155,8 @@ class WindowLoss(Extension):
         their weights.
         """
         self.total = 0.0
-        """The weighted sum of those losses of the open window that have already been
-        read from the device.
+        """The weighted sum of the open window's losses that have already been read from
+        the device.
         """
         self._misses_loss = False
         """Whether any micro-batch in the open window has an unknown loss."""
@@ -169,7 +169,8 @@ class WindowLoss(Extension):
         if self._read_closed_loss is not None:
             self._value = self._read_closed_loss()
             self._read_closed_loss = None
-        # Always return the same NaN object, so that equal results compare equal.
+        # Always return the same NaN object, so that two results with NaN can compare
+        # equal.
         return math.nan if math.isnan(self._value) else self._value
 
     def micro_batch_added(self, micro_batch: MicroBatch, weight: float) -> None:
@@ -302,7 +303,7 @@ def rate_mark(rate: object) -> object:
 class LeftoverLoopWarning(Extension):
     """Warns if the number of backward passes before each of the first two ``step``
     calls is equal to the number of micro-batches per window. Most likely ``step`` is
-    still inside an ``if`` that was needed before the loop used gradaccum.
+    still inside an ``if`` from the time before the loop used gradaccum.
 
     Two backward passes per step cause no warning, because a GAN's discriminator
     normally has two losses.
@@ -347,8 +348,8 @@ class NonFiniteLossWarning(Extension):
 def is_divided_by(division: Division | None, steps: int, reduction: str) -> bool:
     """True if the last operation on a loss was a division by `steps` that is most
     likely a mistake. With ``reduction="sum"`` the division is correct. It is also
-    correct if it computes a mean: of `steps` terms, or of the items over which the loss
-    was summed.
+    correct if it computes a mean, either of `steps` terms or of the items over which
+    the loss was summed.
     """
     if division is None or not math.isclose(division.divisor, steps):
         return False

@@ -4,9 +4,9 @@ scaler's scale is updated once per window.
 In the loop ``opt.backward(loss); opt.step()``, the scale and the growth tracker are set
 at the end of the window, as a single ``scaler.update()`` would set them. In the loop
 ``scaler.scale(loss).backward(); scaler.step(opt); scaler.update()``, the scaler updates
-its scale itself. In the middle of a window the scaler must not change. Therefore, no
-overflow is reported to it, and its growth tracker is decreased by one, because
-``update`` will increase it by one.
+its scale itself. In the middle of a window, ``scaler.update()`` must have no effect.
+Therefore, no overflow is reported to the scaler, and its growth tracker is decreased by
+one in advance, because ``update`` increases it by one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gradaccum_torch.torch_private.names import (
 
 SMALLEST = 2.0**-125
 """The minimum loss scale. It is needed because `GradScaler` has no minimum of its own.
-A gradient sum cannot be divided by a smaller scale, so every window would count as an
+A gradient sum cannot be divided by a smaller scale. Every window would then count as an
 overflow, and the scale could never grow again.
 """
 
@@ -36,7 +36,7 @@ overflow, and the scale could never grow again.
 SET_BACK: WeakKeyDictionary[torch.amp.GradScaler, tuple[Any, int]] = WeakKeyDictionary()
 """Maps each scaler whose growth tracker was decreased by one to a pair: the scaler's
 record of the pending ``scaler.update()`` call, and the growth tracker's true value. If
-the scaler's record is now a different object, ``update`` has been called since then.
+the scaler now has a different record, ``update`` has been called since then.
 """
 
 

@@ -108,8 +108,8 @@ class GradientSum:
         self.watch.reset()
 
     def prepare_update(self, gradients: Gradients) -> None:
-        """Called before the divided `gradients` are put into ``.grad``. Keep no other
-        reference to the sums, so that each sum can be freed.
+        """Called before the divided `gradients` are put into ``.grad``. Drop all other
+        references to the sums, so that each sum can be freed.
         """
 
     def clear(self) -> None:
@@ -267,9 +267,9 @@ class SumOnArrival(SumInBuffers):
         return moves
 
     def move(self, watched_gradient: WatchedGradient) -> None:
-        """Compare the size of the new gradient with the size of the gradient that has
-        stayed in ``.grad`` so far. Add the larger gradient to its buffer, and leave the
-        smaller gradient in ``.grad``.
+        """Compare the new gradient with the gradient that has stayed in ``.grad`` so
+        far. Add the larger of the two to its buffer, and leave the smaller one in
+        ``.grad``.
         """
         moved_gradient: WatchedGradient | None = watched_gradient
         staying = self._staying

@@ -1,6 +1,6 @@
 """Detects changes of ``.grad`` that autograd did not make.
 
-A hook that runs right after autograd has added to a gradient records which tensor is in
+A hook runs right after autograd has added to a gradient. It records which tensor is in
 ``.grad``, how often that tensor has been written to, and by which factor the loss was
 multiplied. A single comparison in ``step`` then detects clipping, a
 ``model.zero_grad()``, an assignment, a reduction by another library, and a loss that
@@ -36,8 +36,8 @@ was multiplied, or 1 for a plain ``loss.backward()``.
 PASSES = [0]
 """The total number of backward passes of all wrapped optimizers."""
 IN_PARTS = -2
-"""The value that is recorded as the version of every `DTensor`, because torch does not
-count writes to the local part of a `DTensor`.
+"""A placeholder that is recorded as the version of every `DTensor`, because torch does
+not count writes to the local part of a `DTensor`.
 """
 
 
@@ -81,7 +81,7 @@ class WatchedGradient:
             if noted_gradient is not None and not self._was_added(noted_gradient):
                 watch.was_changed = True
                 if not watch.is_running:
-                    # The user may have replaced .grad, as netD.zero_grad() does in a
+                    # The user may have cleared .grad, as netD.zero_grad() does in a
                     # GAN. The factors of the earlier losses then no longer matter.
                     watch.factors.clear()
             self.note()
@@ -91,7 +91,7 @@ class WatchedGradient:
             watch.move_gradient(self)
 
     def _was_added(self, noted_gradient: Tensor) -> bool:
-        """True if ``.grad`` may be the result of autograd adding one gradient to
+        """True if autograd may have produced ``.grad`` by adding one gradient to
         `noted_gradient`.
 
         With ``create_graph=True``, and when autograd adds a dense gradient to a sparse
@@ -170,8 +170,8 @@ class GradientWatch:
         WATCHES.add(self)
 
     def end_with(self, owner: object) -> None:
-        """Remove the hooks when `owner` is freed. If a hook stayed, its parameter would
-        keep the hook alive, and every object to which the hook refers.
+        """Remove the hooks when `owner` is freed. Otherwise, the parameters would keep
+        the hooks alive, and with them every object to which the hooks refer.
         """
         weakref.finalize(owner, remove, self._handles).atexit = False
 
@@ -203,8 +203,8 @@ class GradientWatch:
         if not self.factors:
             self._first_parameter = key
         # Reentrant checkpointing runs separate backward passes for its segments inside
-        # the user's backward pass. Therefore, a pass is counted as the user's only if
-        # it begins with the same parameter as the micro-batch's first pass.
+        # the user's backward pass. Therefore, a pass counts as the user's own pass only
+        # if it begins with the same parameter as the micro-batch's first pass.
         if key == self._first_parameter:
             self.passes += 1
         self.engine_passes += 1

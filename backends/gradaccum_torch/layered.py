@@ -71,15 +71,15 @@ def layered_backward(
     belongs to two layers. Dropout draws the same random numbers, and a batch norm sees
     each micro-batch once, in order.
 
-    If no option of `optimizer` needs the norm of the whole window's gradient, for
-    example with ``gradaccum.wrap(optimizer, steps=None, on_overflow="ignore")``, each
-    layer is updated as soon as its gradient sum is complete. The inner optimizer makes
-    one ``step`` per layer, in which only this layer has gradients. After the ``step``
-    these gradients are freed. A parameter that several layers share is updated together
-    with the first of these layers. With ``clip_norm``, ``skip_norm`` or skipping on
-    overflow, the sums of all layers are kept until the end, and the optimizer makes a
-    single step. Step hooks, and optimizers that count their steps in their parameter
-    groups, are allowed only in this case.
+    Each layer is updated as soon as its gradient sum is complete, if no option of
+    `optimizer` needs the norm of the whole window's gradient. An example is
+    ``gradaccum.wrap(optimizer, steps=None, on_overflow="ignore")``. The inner optimizer
+    makes one ``step`` per layer, in which only this layer has gradients. After the
+    ``step`` these gradients are freed. A parameter that several layers share is updated
+    together with the first of these layers. With ``clip_norm``, ``skip_norm`` or
+    skipping on overflow, the sums of all layers are kept until the end, and the
+    optimizer makes a single step. Step hooks, and optimizers that count their steps in
+    their parameter groups, are allowed only in this case.
 
     If the call raises an error, everything is restored to its state before the call,
     except for layers that were already updated. A note on the error names these layers,
@@ -178,11 +178,12 @@ class Border:
         tensors = tensors_of(nest)
         self.roots = [tensor for tensor in tensors if tensor.requires_grad]
         """The activations that require a gradient. The backward pass of the layer that
-        computed them starts from these tensors. They are dropped when that layer's
-        graph is no longer needed.
+        computed them starts from these tensors. They are dropped when the graph of that
+        layer is no longer needed.
         """
         self.gradients: list[Tensor | None] = [None] * len(self.roots)
-        """The gradient of each root, or None if the next layer did not use this root.
+        """The gradient of each tensor in `roots`, or None if the next layer did not use
+        it.
         """
         self._devices = [tensor.device for tensor in tensors]
         self._requires_grad = [tensor.requires_grad for tensor in tensors]
@@ -205,8 +206,8 @@ class Border:
         self.gradients = []
 
     def enter(self, anchor: Tensor) -> Any:
-        """Return the activations as the inputs of a new graph, whose backward pass
-        stores their gradients in `gradients`.
+        """Return the activations as the inputs of a new graph. The graph's backward
+        pass stores the gradients of the activations in `gradients`.
         """
         tensors = []
         number = 0
@@ -241,9 +242,9 @@ def without_graph(leaf: object) -> object:
 
 
 class Enter(torch.autograd.Function):
-    """The first operation of a layer's graph. Its backward pass stores the gradient of
-    the layer's input in a list, so that no leaf of the graph keeps the activations
-    alive.
+    """The first operation of a layer's graph. The operation's backward pass stores the
+    gradient of the layer's input in a list, so that no leaf of the graph keeps the
+    activations alive.
     """
 
     @staticmethod

@@ -52,8 +52,8 @@ class MasterWeights:
         return parameters
 
     def groups(self) -> list[Group]:
-        """Return copies of the optimizer's groups, in which the model's parameters
-        replace their master weights.
+        """Return copies of the optimizer's groups, in which each master weight is
+        replaced with the model's parameter.
         """
         parameters = iter(self.parameters())
         return [
@@ -75,9 +75,9 @@ class MasterWeights:
         }
 
     def groups_changed(self) -> None:
-        """Called after the optimizer's groups have changed. Create missing master
-        weights, and cast the optimizer's state for their parameters from half precision
-        to float32. Delete the master weights of parameters that were replaced or cast.
+        """Called after the optimizer's groups have changed. Create the missing master
+        weights, and cast the optimizer's half-precision state for these parameters to
+        float32. Delete the master weights of parameters that were replaced or cast.
         """
         half_parameters = [
             parameter
@@ -173,7 +173,7 @@ class MasterWeights:
 
     def copy_model_into_masters(self) -> None:
         """If a value of a parameter differs from the rounded master weight, other code
-        has changed the parameter. Copy such values into the master weight.
+        has changed this value. Copy such values into the master weight.
         """
         if not self.masters:
             return
@@ -189,9 +189,9 @@ class MasterWeights:
         with torch.no_grad():
             for parameter, master in self.masters.items():
                 rounded_master = master.to(parameter.dtype)
-                # Do not write an unchanged value, because autograd raises an error if a
-                # parameter was written to after the forward pass. On an accelerator the
-                # value is always written, because the comparison would wait for the
+                # Do not write unchanged values, because autograd raises an error if a
+                # parameter was written to after the forward pass. On an accelerator,
+                # always write the values, because a comparison would wait for the
                 # device.
                 if not parameter.is_cpu or not torch.equal(rounded_master, parameter):
                     parameter.copy_(rounded_master)

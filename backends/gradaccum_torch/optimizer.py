@@ -3,7 +3,7 @@ per window of micro-batches.
 
 `Window` counts the micro-batches and closes the window. The ``param_groups``, ``state``
 and ``defaults`` of the wrapped optimizer are the inner optimizer's own objects. The
-hooks are separate from the inner optimizer's hooks.
+wrapped optimizer's hooks are separate from the inner optimizer's hooks.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         and the loss scale.
 
         If a micro-batch has several losses, call `weigh` once, and then call this
-        method for each loss, without a weight. A `GradAccumWarning` is issued once if a
-        second loss is passed with a weight.
+        method for each loss, without a weight. A `GradAccumWarning` is issued once if
+        you pass a weight again with the second loss.
 
         Args:
             loss: scalar tensor, shape ``()``. It is not changed.
@@ -118,8 +118,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         this method without calling this optimizer's ``backward``.
 
         For example, several optimizers with ``reduction="sum_per_item"`` can share a
-        single ``loss.backward()`` of a summed loss. Call ``weigh`` on each of them, and
-        each optimizer divides by its own number of items.
+        single ``loss.backward()`` of a summed loss. Call ``weigh`` on each optimizer,
+        and each optimizer divides by its own number of items.
 
         Args:
             weight: the number of items, >= 0.
@@ -156,8 +156,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
         Raises:
             UsageError: there was no backward pass since the last ``step``; other code
-                has changed ``.grad``; or a plain ``backward()`` was used although a
-                weight or a loss scale is needed. The window is unchanged.
+                has changed ``.grad``; or a plain ``backward()`` was used although the
+                loss must be multiplied by a weight or a loss scale. The window is
+                unchanged.
             ArgumentTypeError: with ``reduction="sum_per_item"``, no weight was passed
                 for the micro-batch.
         """
@@ -186,9 +187,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             else:
                 scaler.prepare_update(window.state, overflow=False)
         except BaseException:
-            # scaler.step deletes these attributes only at its end. Delete them here
-            # already, because they would remain after an error, and the user might then
-            # call step() without the scaler.
+            # scaler.step deletes these attributes only at its end. Delete them now,
+            # because they would remain after an error, and the user might then call
+            # step() without the scaler.
             vars(self).pop("grad_scale", None)
             vars(self).pop("found_inf", None)
             if not window.state.micro_step:
@@ -226,7 +227,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         return self._window.result
 
     def flush(self, *, denominator: float | None = None) -> None:
-        """Close the open window now, and divide its sum by the weight of the
+        """Close the open window now. Its gradient sum is divided by the weight of the
         micro-batches counted so far. If no window is open, nothing changes.
 
         With ``module=`` or ``process_group=`` this call is collective: this worker
@@ -313,8 +314,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         return epoch(loader, self.flush, carry=carry, progress=progress, see=see)
 
     def updates_in(self, loader: Sized | int, epochs: int = 1) -> int:
-        """Return the number of updates that the next `epochs` passes over a loader will
-        make if each pass uses `epoch`. You can use this number as the length of a
+        """Return the number of updates in the next `epochs` passes over a loader, if
+        each pass uses the method `epoch`. You can use this number as the length of a
         learning-rate schedule.
 
         Args:
@@ -455,8 +456,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         comes from an optimizer that is not wrapped, no window is open afterwards.
 
         If no window was open when the state was saved, the saved loss scale is used
-        only if the loss scale is dynamic both in the optimizer that saved the state and
-        in this optimizer.
+        only if both this optimizer and the optimizer that saved the state have a
+        dynamic loss scale.
 
         Raises:
             CheckpointError: the saved state belongs to different parameters, or has an
@@ -491,9 +492,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         self._window.restore(saving.state_in(entry), entry["sums"], entry)
 
     def __repr__(self) -> str:
-        # Show the class and the options, but not the groups, which
-        # ``print(opt.optimizer)`` shows. If the scale comes from a GradScaler, reading
-        # it waits for the device.
+        # Show the class and the options. To see the groups, use
+        # ``print(opt.optimizer)``. If the scale comes from a GradScaler, this method
+        # may wait for the device.
         window = self._window
         state = window.current_state()
         size = window.size

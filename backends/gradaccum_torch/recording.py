@@ -19,9 +19,8 @@ from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.torch_private.names import parameters_of, processes
 
 ELEMENTS = 1 << 20
-"""If the gradients have more elements than this, about this many are recorded, evenly
-spread. The least-squares fit needs only a few times as many elements as there are
-micro-batches.
+"""If the gradients have more elements than this, only about this many are recorded,
+evenly spread. The least-squares fit needs only a few elements per micro-batch.
 """
 
 
@@ -48,13 +47,13 @@ class LoopRecord:
         self, _: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Record the gradients that the optimizer is about to use. If there is a
-        closure, record them after its first run, because Lightning runs the last
-        micro-batch in it.
+        closure, record the gradients after its first run, because Lightning runs the
+        last micro-batch in the closure.
         """
         self._steps_under_way += 1
         if self._steps_under_way > 1:
             return None
-        # During a step of a wrapped optimizer the groups contain its master weights.
+        # During a step of a wrapped optimizer, the groups contain the master weights.
         parameters = parameters_of(self._optimizer)
         self._before = [parameter.detach().clone() for parameter in parameters]
         updates_before = len(self._updates)
@@ -73,7 +72,7 @@ class LoopRecord:
 
     def _note_gradients(self, parameters: Sequence[Tensor]) -> None:
         gradients = self._dense([parameter.grad for parameter in parameters])
-        # A fused kernel divides by the loss scale that is stored on the optimizer.
+        # A fused optimizer may store a loss scale, by which it divides the gradients.
         scale = float(getattr(self._optimizer, "grad_scale", None) or 1.0)
         self._updates.append(self._vector(gradients) / scale)
         norms = [float(torch.linalg.vector_norm(each.double())) for each in gradients]
@@ -96,7 +95,8 @@ class LoopRecord:
     ) -> None:
         """Record the arguments of a model call that returned a loss."""
         if torch.is_grad_enabled() and _loss_of(output) is not None:
-            # The trainer's own divisor is not part of the micro-batch's loss.
+            # Leave out the trainer's own divisor, which is not part of the
+            # micro-batch's loss.
             kept_keywords = {
                 k: v for k, v in keywords.items() if k != "num_items_in_batch"
             }

@@ -43,8 +43,8 @@ StateDict = dict[str, Any]
 parameter), ``"param_groups"``, and any other entries that an optimizer adds.
 """
 Entry = dict[str, Any]
-"""The entry that the wrapped optimizer adds to a ``state_dict``. It is stored under
-`KEY`.
+"""The entry that the wrapped optimizer adds to a ``state_dict``. It is stored under the
+key `KEY`.
 """
 
 KEY = "gradaccum"
@@ -65,7 +65,7 @@ def save(window: Window) -> StateDict:
 def entry_of(window: Window) -> Entry:
     state = window.current_state()
     # If no window is open, do not call the user's function for the window sizes,
-    # because it may be undefined after the last update of the training run.
+    # because the function may be undefined after the run's last update.
     size = window.size if state.micro_step else None
     terms = kit.terms_of(window.options._replace(steps=size), state.optimizer_step)
     masters = window.masters.by_index()

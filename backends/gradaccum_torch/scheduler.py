@@ -2,9 +2,9 @@
 micro-batch, and the scheduler steps once per update.
 
 If a ``flush()`` closes several windows, the wrapper also steps the scheduler between
-these windows. The wrapper passes the number of updates to the ``step_update`` method of
-a timm scheduler. The ``step`` method of a timm scheduler, whose argument is an epoch,
-is not changed.
+these windows. For a timm scheduler, the wrapper passes the number of updates to its
+``step_update`` method, and does not change its ``step`` method, whose argument is an
+epoch.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
     """
     _has_loaded: bool
     """Whether the scheduler has loaded a state and has not stepped since then. If the
-    optimizer then loads a state, the two states belong together.
+    optimizer now loads a state too, the two states belong together.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -127,8 +127,8 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
     def _step_update(
         self, num_updates: int | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """Call the scheduler's ``step_update`` with the number of applied updates, if
-        there has been an update.
+        """If there has been an update, call the scheduler's ``step_update`` with the
+        number of updates.
         """
         updates = self._optimizer_updates()
         self._scheduler.optimizer._window.changed_rate_warning.allow_change()

@@ -32,7 +32,7 @@ class Update:
         self.is_running = False
         self.is_broken = False
         """Whether an exception has interrupted an update or an addition to the gradient
-        sum, so that the update or the sum may be incomplete.
+        sum. If so, the update or the sum may be incomplete.
         """
         self.is_made = False
         """Whether the inner optimizer has made the update. This is True even if a hook
@@ -79,7 +79,7 @@ class Update:
             target = self.masters.worked_on(parameter)
             dtype = gradient_dtype(target)
             if total.requires_grad and divisor != 1:
-                # An optimizer that differentiates this gradient again will raise an
+                # If an optimizer differentiates this gradient again, torch raises an
                 # error. This is intended, because the gradient's graph belongs to the
                 # undivided sum.
                 total = total.detach()
@@ -98,8 +98,8 @@ class Update:
 
 def hooks_of(wrapper: torch.optim.Optimizer, kind: str) -> list[Callable[..., Any]]:
     """Return the hooks of one `kind`, such as ``"step_pre"``, that were registered on a
-    wrapped optimizer. The proxy with which Lightning replaces an optimizer has no
-    hooks.
+    wrapped optimizer. Return no hooks for the proxy with which Lightning replaces an
+    optimizer.
     """
     hooks: Hooks | None = vars(wrapper).get(f"_optimizer_{kind}_hooks")
     return list(hooks.values()) if hooks else []

@@ -19,8 +19,8 @@ from gradaccum_torch.torch_private.names import Division, last_division
 
 
 class TorchSubject(Subject):
-    """Gradients come from `torch.autograd.grad`, so that ``.grad`` is not used and
-    hooks on it do not run, whereas hooks on tensors and modules do.
+    """Gradients come from `torch.autograd.grad`, which does not use ``.grad``. Hooks on
+    tensors and modules run, but hooks on the accumulation into ``.grad`` do not.
     """
 
     def __init__(self, model: nn.Module, *arguments: Any, **options: Any) -> None:
@@ -69,7 +69,8 @@ class TorchSubject(Subject):
         try:
             for parameter, _ in gradients:
                 parameter.grad = None
-            # A compiled model would be recompiled for each size of micro-batch.
+            # Run eagerly, because a compiled model would be recompiled for each
+            # micro-batch size.
             with (
                 torch.compiler.set_stance("force_eager"),
                 torch.enable_grad(),
@@ -121,7 +122,7 @@ class TorchSubject(Subject):
             note_draws()
             running.pop()
 
-        # torch.compile warns of hooks that are registered for all modules at once.
+        # torch.compile warns about hooks that are registered for all modules at once.
         with ExitStack() as hooks:
             for module in self.model.modules():
                 hooks.enter_context(
@@ -148,8 +149,9 @@ class TorchSubject(Subject):
 
     @property
     def precision(self) -> tuple[float, float]:
-        """The precision of the coarsest dtype among the parameters and the tensors that
-        autograd saves for the backward pass, including copies made by autocast.
+        """The precision of the coarsest dtype among the parameters, the loss and the
+        tensors that autograd saves for the backward pass, including copies made by
+        autocast.
         """
         dtypes = self._graph.dtypes
         floating = [torch.finfo(each) for each in dtypes if each.is_floating_point]
@@ -180,7 +182,9 @@ class LossGraph(NamedTuple):
     leaves: set[Tensor]
     """The tensors that the loss is differentiated with respect to."""
     division: Division | None
-    """The last operation that computed the loss, if it divides by a number."""
+    """The last operation in the computation of the loss, if this operation is a
+    division by a number. Otherwise None.
+    """
 
 
 class TorchRandom(HostRandom):
@@ -212,8 +216,9 @@ class TorchState(ModelState):
             for path, module in model.named_modules()
             for dictionary in (vars(module), module._buffers)
         ]
-        """The attributes and the buffers of each module: its path, the dictionary and a
-        copy of the dictionary.
+        """Two entries for each module, one for its attributes and one for its buffers.
+        An entry contains the module's path, the dictionary, and a copy of the
+        dictionary.
         """
 
     def restore(self) -> None:
@@ -221,8 +226,8 @@ class TorchState(ModelState):
             dictionary.clear()
             dictionary.update(before)
         for tensor, value in self._tensors.values():
-            # Write through .data, so that the versions of the parameters, which may be
-            # watched, do not change.
+            # Write through .data, because it does not change the parameters' versions,
+            # which other code may watch.
             tensor.data.copy_(value)
 
     def changed_names(self) -> tuple[str, ...]:

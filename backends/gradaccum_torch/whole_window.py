@@ -1,5 +1,5 @@
-"""The interface for functions such as `gradaccum_torch.backward`, which process all
-micro-batches of a window and then close the window in a single call.
+"""The interface for functions such as `gradaccum_torch.backward`. In a single call,
+such a function processes all micro-batches of a window and closes the window.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class WholeWindow:
 
     def begin_weightless(self) -> None:
         """Prepare for a backward pass of micro-batches that were already counted. The
-        pass adds no weight, and its gradients already include the loss scale.
+        pass adds no weight, and its gradients are already multiplied by the loss scale.
         """
         micro_batch = self._window.micro_batch
         micro_batch.set_weight(0.0)

@@ -175,8 +175,8 @@ class Window:
 
     def current_state(self) -> State:
         """Return the window's state. If no window is open and the loss scale comes from
-        a `torch.amp.GradScaler`, this method reads the scale from the scaler, which
-        waits for the device.
+        a `torch.amp.GradScaler`, this method reads the scale from the scaler, and waits
+        for the device.
         """
         if self.scaler is not None and not self.state.micro_step:
             self.state = self.at_rest(self.scaler.with_scale(self.state))
@@ -339,7 +339,7 @@ class Window:
         factor = self.factor(weight)
         if factor == 1:
             return loss
-        # Enable gradients, so that this method works inside torch.no_grad(), as
+        # Enable gradients, because this method must work inside torch.no_grad(), as
         # loss.backward() does.
         with torch.enable_grad():
             return loss * factor
@@ -425,8 +425,7 @@ class Window:
         factors = watch.factors
         if self.options.separate_sums:
             # Ignore factors other than 1. They may come from a backward pass of another
-            # wrapped optimizer, and the user may have cleared the gradients of that
-            # pass.
+            # wrapped optimizer whose gradients the user has cleared.
             factors = factors & {1.0}
         if not (factors or self._has_begun()):
             raise checks.no_backward_error()
@@ -441,9 +440,9 @@ class Window:
             is_users = self.size == 1 and factor == 1 and not self.workers.is_reducing
             if not is_users:
                 raise checks.changed_gradients_error()
-            # The changed values are now the window's sum. A loop that changes .grad
-            # also needs it after the backward pass, so the next window must not begin
-            # its reduction during that pass.
+            # The changed values are now the window's sum. Such a loop changes .grad
+            # after the backward pass, so the next window must not begin its reduction
+            # during that pass.
             watch.reset()
 
     def _has_begun(self) -> bool:
@@ -703,9 +702,9 @@ class Window:
         parameters the window stays open. All workers must update the same parameters in
         the same order.
 
-        Allowed only if no option needs the gradient norm. Clipping, and the decision to
-        skip the update, need the norm over all parameters, and the gradients of the
-        other parameters may still be incomplete.
+        This method is allowed only if no option needs the gradient norm. Clipping and
+        the decision to skip an update need the norm over all parameters, but the
+        gradients of the other parameters may still be incomplete.
         """
         state = self.state
         sums = self.gradient_sum.gradients()

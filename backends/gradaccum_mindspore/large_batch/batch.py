@@ -15,8 +15,8 @@ from gradaccum_mindspore.mindspore_private import is_graph_mode
 
 Batch = tuple[Nest, ...]
 Weight: TypeAlias = Callable[..., Any] | Sequence[float] | Tensor | None
-"""Either a function that takes the arguments of a micro-batch, a sequence with one
-number per item, or None, which gives each item weight 1.
+"""How micro-batches are weighted: by a function of the micro-batch's arguments, by a
+sequence with one number per item, or by None, which gives each item weight 1.
 """
 
 
@@ -63,8 +63,9 @@ def positional(fn: Callable[..., Any], batch: Batch, keywords: dict[str, Any]) -
 
 
 def graph_argument(argument: Nest) -> Nest:
-    """Return a copy of `argument` for a function that is compiled in graph mode, which
-    cannot return a slice that shares the memory of the batch.
+    """Return a copy of `argument` for a function that is compiled in graph mode. The
+    copy is needed because such a function cannot return a slice that shares the batch's
+    memory.
     """
     leaves = [leaf.value for leaf in kit.leaves_of(argument)]
     argument = kit.mapped(

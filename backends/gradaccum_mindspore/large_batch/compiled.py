@@ -7,11 +7,11 @@ would start at the same seed. If the last micro-batch is smaller, the body is co
 second time for it. The gradient sums start as zeros that the graph computes, because
 constant zeros would need a second buffer as large as the model.
 
-Such a loop needs the shapes of its variables before it runs, so a function that returns
-an auxiliary output (aux) must be called from Python. The code indexes tuples of Tensors
-instead of iterating over them, because in a loop MindSpore treats the length of a tuple
-of equal shapes as unknown, and `mindspore.ops.HyperMap` returned shape (1,) for shape
-().
+The shapes of the loop's variables must be known before it runs. The shapes of an
+auxiliary output (aux) are not known then, so a function that returns an aux must be
+called from Python. The code indexes tuples of Tensors instead of iterating over them.
+In a loop, MindSpore does not know the length of a tuple whose Tensors have equal
+shapes, and `mindspore.ops.HyperMap` returns shape (1,) for shape ().
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         self.zero = hidden_parameter(
             Tensor(0, self.float_dtype), "gradaccum.large_batch.zero"
         )
-        # This is a Parameter, because the compiler turned a sum that contained Python's
-        # NaN into 0.
+        # This is a Parameter, because the compiler replaces a sum that contains
+        # Python's NaN with 0.
         self.nan = hidden_parameter(
             Tensor(float("nan"), self.float_dtype), "gradaccum.large_batch.nan"
         )
@@ -114,14 +114,14 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         total_weight: Tensor,
         sums: Any,
     ) -> tuple[Tensor, Tensor, Any]:
-        """Return the loss, the total weight and the gradient sums after adding the
-        micro-batch of the items at `indices`.
+        """Add the micro-batch that consists of the items at `indices`. Return the new
+        loss, total weight and gradient sums.
         """
         arguments = items_at(batch, self.axes, indices)
         if self.calls_weight:
             given = self.zero + number_of(self.weight_function(*arguments))
-            # Compiled code cannot raise for a value, so a negative weight makes all
-            # results NaN.
+            # Compiled code cannot raise an error that depends on a value. So a negative
+            # weight makes all results NaN.
             weight = where(given >= 0, given, self.nan * 1).astype(self.float_dtype)
         outputs, gradients = self.backward(*arguments)
         factor = kit.contribution(weight, self.reduction)
@@ -140,7 +140,7 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
     def add_gradients(
         self, sums: Any, gradients: Any, weight: Tensor, factor: Tensor, loss: Tensor
     ) -> Any:
-        """Return the gradient sums after adding the gradients times `factor`. A
+        """Add the gradients times `factor`, and return the new gradient sums. A
         micro-batch of weight 0 adds nothing, whatever its gradients are.
         """
         new_sums: tuple[Tensor, ...] = ()
@@ -182,8 +182,8 @@ def plan_of(options: CallOptions, dtype: DType) -> Callable[[Any], Any]:
     return planned
 
 
-# MindSpore compiles `outline_of` and `items_at`. Every ``if`` there tests a type or a
-# structure, and is decided while compiling.
+# MindSpore compiles `outline_of` and `items_at`. Every ``if`` in these functions tests
+# a type or a structure, so it is decided while MindSpore compiles.
 
 
 def outline_of(nest: Any) -> Any:
@@ -207,7 +207,9 @@ def outline_of(nest: Any) -> Any:
 
 
 def items_at(nest: Any, axes: Any, indices: Tensor) -> Any:
-    """Return `nest`, where each Tensor contains only the items at `indices`."""
+    """Return a copy of `nest` in which each Tensor contains only the items at
+    `indices`.
+    """
     if isinstance(nest, (tuple, list)):
         parts = []
         for place in range(len(nest)):

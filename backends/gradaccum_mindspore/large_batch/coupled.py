@@ -3,7 +3,7 @@ be any function of per-item outputs.
 
 The first pass keeps the outputs of all items. The loss of all outputs is differentiated
 once, with respect to the outputs and to its own parameters. The second pass propagates
-the gradient of each micro-batch's outputs to the parameters, through the gradient of
+the gradient of each micro-batch's outputs to the parameters, by differentiating
 ``sum(outputs * gradient)``.
 
 Both passes run in PyNative mode, even if graph mode is set.
@@ -92,8 +92,9 @@ class CoupledPasses:
         outputs = []
         for number, micro_batch in enumerate(arguments):
             replay.begin(number)
-            # MindSpore may be recording operators, for an outer gradient or after an
-            # error. It would then keep the activations of all micro-batches.
+            # MindSpore may already be recording operators, for an outer gradient or
+            # after an error. Without this block, it would then keep the activations of
+            # all micro-batches.
             with _no_grad():
                 outputs.append(self.outputs_fn(*micro_batch))
         return outputs
@@ -101,9 +102,9 @@ class CoupledPasses:
     def differentiated_loss(
         self, outputs: Sequence[Nest], total: TensorSum
     ) -> tuple[Tensor, dict[int, Sequence[Tensor]]]:
-        """Return the loss, and its gradient with respect to each floating-point Tensor
-        of the outputs, split into micro-batches. Add the gradients of the loss with
-        respect to the parameters to `total`.
+        """Return the loss and the gradient of the loss with respect to each
+        floating-point Tensor of the outputs. These gradients are split into
+        micro-batches. Add the gradients with respect to the parameters to `total`.
         """
 
         def loss_of_leaves(*leaves: Tensor) -> Tensor:
@@ -141,8 +142,8 @@ class CoupledPasses:
             leaves = tensors_of(self.outputs_fn(*micro_batch))
             product = 0.0
             for place, cotangent in zip(cotangents, rows, strict=True):
-                # The value of this sum is not used, but it could overflow in half
-                # precision.
+                # Convert to a wider dtype, because the sum could overflow in half
+                # precision. Only its gradient is used.
                 work = working_dtype(cotangent.dtype)
                 terms = leaves[place].astype(work) * cotangent.astype(work)
                 product = product + terms.sum()
@@ -179,8 +180,9 @@ def coupled_value_and_grad(
     `loss_fn`.
 
     Args:
-        outputs_fn: a function or Cell of the batch that returns a nest of Tensors. Each
-            Tensor has one row per item, or the same number of rows for each item.
+        outputs_fn: a function or Cell of the batch that returns a nested structure of
+            Tensors. Each Tensor has one row per item, or the same number of rows for
+            each item.
         loss_fn: a function of the outputs of the whole batch that returns a scalar. It
             is also differentiated, once, with respect to the parameters that it uses
             itself.
@@ -192,7 +194,7 @@ def coupled_value_and_grad(
         accumulate_dtype: the dtype in which gradients are added up, as for
             `value_and_grad`.
         modules: the Cells that `outputs_fn` calls. You can leave this out if
-            `outputs_fn` is a Cell or the method of a Cell. The Cells' statistics are
+            `outputs_fn` is a Cell or a method of a Cell. The Cells' statistics are
             updated once, and Dropout Cells draw the same random numbers in both passes.
 
     Returns:
@@ -250,7 +252,8 @@ def require_same(first_pass: Sequence[Tensor], second_pass: Sequence[Tensor]) ->
         before = first.astype(ms.float64).asnumpy()
         after = second.astype(ms.float64).asnumpy()
         largest = np.abs(before[np.isfinite(before)]).max(initial=0.0)
-        # Two compilations of the same function can round differently.
+        # Allow small differences, because two compilations of the same function can
+        # round differently.
         limit = largest * (2.0**-4 if first.dtype in HALF else 2.0**-11)
         if not np.allclose(before, after, rtol=0, atol=limit, equal_nan=True):
             raise UsageError(

@@ -1,8 +1,8 @@
 """Compute the loss, gradients and auxiliary output (aux) of a large batch, in a Python
 loop over its micro-batches.
 
-In graph mode, each micro-batch calls a function that MindSpore compiles once for each
-size of micro-batch.
+In graph mode, the loop calls a function that MindSpore compiles once for each
+micro-batch size.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def identity(loss: Tensor) -> Tensor:
 
 @constexpr  # type: ignore[untyped-decorator]
 def require_scalar(shape: tuple[int, ...]) -> None:
-    """Raise unless `shape`, the shape of a loss, is (), because MindSpore would
-    differentiate the sum of its elements.
+    """Raise unless `shape`, the shape of a loss, is (). If a loss had several elements,
+    MindSpore would differentiate their sum.
     """
     if shape:
         raise kit.scalar_loss_error(f"a Tensor of shape {tuple(shape)}")
@@ -101,7 +101,7 @@ def run_micro_batches(
     add: Callable[[tuple[Tensor, ...], Tensor, MicroBatch], object],
 ) -> tuple[Any, float]:
     """Compute the gradients of each micro-batch and pass them to `add`. Return the loss
-    of the large batch, or ``(loss, aux)``, and the number by which the sums are divided.
+    of the large batch, or ``(loss, aux)``, and the number by which to divide the sums.
 
     Args:
         backward: a function that `gradient_function` returned.

@@ -1,8 +1,8 @@
-"""Restore random states and layer statistics after an error, and repeat the random
-numbers of a first pass in a second pass.
+"""Restore random states and layer statistics after an error, and draw the same random
+numbers in a second pass as in the first pass.
 
 In PyNative mode, MindSpore creates each random operator with seeds from counters in
-`mindspore.common.seed`, so the same counters give the same operators again.
+`mindspore.common.seed`, so restoring the counters gives the same operators again.
 `mindspore.nn.Dropout` creates its operator only once, so it temporarily gets a new
 operator for each micro-batch.
 """
@@ -19,22 +19,22 @@ from gradaccum_mindspore.mindspore_private import SEEDS, forget_recorded, set_co
 
 LARGEST = 2**16
 """The maximum number of elements of a Parameter that is saved as a layer statistic. A
-larger Parameter that is not trained is considered a frozen weight, which no call
+larger Parameter that is not trained is assumed to be a frozen weight that never
 changes.
 """
 
 
 def modules_of(fn: object, modules: Sequence[nn.Cell]) -> tuple[nn.Cell, ...]:
     """Return the Cells that `fn` is known to call: `fn` itself if it is a Cell, the
-    Cell whose method `fn` is, and the Cells in `modules`.
+    Cell that `fn` is a method of, and the Cells in `modules`.
     """
     candidates = (fn, getattr(fn, "__self__", None), *modules)
     return tuple(cell for cell in candidates if isinstance(cell, nn.Cell))
 
 
 class SavedState:
-    """A copy of the statistics of Cells and of the counters of random operators. Used
-    as a context manager, it restores them after an error.
+    """A copy of the statistics of Cells and of the counters of random operators. As a
+    context manager, it restores the statistics and counters after an error.
     """
 
     def __init__(self, modules: Sequence[nn.Cell]) -> None:
@@ -61,8 +61,8 @@ class SavedState:
 
 
 class RandomReplay:
-    """A context manager that gives each micro-batch its own random numbers, and the
-    same numbers again when the micro-batch begins a second time.
+    """A context manager that gives each micro-batch its own random numbers. If a
+    micro-batch runs a second time, it gets the same numbers again.
     """
 
     def __init__(self, modules: Sequence[nn.Cell]) -> None:

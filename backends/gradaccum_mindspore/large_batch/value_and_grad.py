@@ -46,7 +46,8 @@ class LargeBatchGradient(nn.Cell):  # type: ignore[misc]
         backward = gradient_function(fn, parameters, options.has_aux, identity)
         self.options = options
         self.accumulate_dtype = accumulate_dtype
-        # As an attribute, a Cell of the user would be a part of this Cell.
+        # Use `partial`. If the user's Cell were an attribute, it would become a part of
+        # this Cell.
         self.positional = partial(positional, fn)
         self.saved_state = partial(SavedState, modules_of(fn, modules))
         self.loop = CompiledLoop(backward, parameters, options, accumulate_dtype)
@@ -101,9 +102,9 @@ def value_and_grad(
         grad_position: None, as in `mindspore.value_and_grad`. The gradients with
             respect to the arguments are not computed.
         weights: the Parameters to differentiate with respect to.
-        has_aux: True if `fn` also returns an auxiliary output (aux), a nest of Tensors.
-            The call then returns ``(loss, aux)`` instead of the loss, and must be made
-            from Python.
+        has_aux: True if `fn` also returns an auxiliary output (aux), a nested structure
+            of Tensors. The call then returns ``(loss, aux)`` instead of the loss, and
+            must be made from Python.
         steps: the maximum number of micro-batches. Each micro-batch has ceil(items /
             steps) items, but the last may have fewer.
         micro_batch_size: the number of items in a micro-batch.
@@ -115,27 +116,28 @@ def value_and_grad(
             the weight is the number of items. A micro-batch of weight 0 adds nothing,
             whatever its loss is. If all weights are 0, the loss and the gradients are
             0. A weight is treated as a constant, so it must not depend on `weights`.
-        axes: the axis along which each array of the batch contains its items: an int
-            for all arrays, or a prefix nest of the tuple of arguments. None means that
-            an array is passed whole to each micro-batch, as numbers and strings are. If
-            a list of arrays could have as many elements as the batch has items, give
-            one axis per element, such as ``[0, 0]``.
+        axes: the axis along which each array of the batch contains its items. It is
+            either an int for all arrays, or a structure of ints like the tuple of
+            arguments, in which an int may stand for a whole substructure. None means
+            that an array is passed whole to each micro-batch, as numbers and strings
+            are. If a list of arrays could have as many elements as the batch has items,
+            give one axis per element, such as ``[0, 0]``.
         merge_aux: how the aux outputs of the micro-batches are merged. None returns
             them as a list. "concatenate" returns one aux with a row per item, in the
             order of the items. A function is called once, with the list of aux outputs
-            and the list of the micro-batches' weights, and its result is returned.
+            and the list of the micro-batches' weights, and the call returns its result.
         accumulate_dtype: the dtype in which gradients are added up. None means float32
-            for half-precision gradients, and otherwise the dtype of the gradient. The
-            returned gradients are converted back to their own dtype.
+            for half-precision gradients, and the gradient's own dtype for all others.
+            The returned gradients are converted back to their own dtype.
         modules: the Cells whose statistics are restored if a call raises, in addition
-            to `fn` or the Cell whose method `fn` is.
+            to `fn` or the Cell that `fn` is a method of.
 
     Returns:
         A Cell to call with the batch. In a call from Python, the arguments may also be
         keywords, and the returned loss has the dtype of `fn`'s loss. In compiled code,
         the loss is float32, or float64 if a gradient sum is float64. After
-        `mindspore.set_seed`, micro-batches of different sizes can begin with the same
-        random numbers, as they can in a hand-written loop.
+        `mindspore.set_seed`, micro-batches of different sizes may begin with the same
+        random numbers, as in a hand-written loop.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an option is invalid; or, on a call, the
@@ -179,7 +181,8 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
         backward = gradient_function(fn, parameters, options.has_aux, optimizer.scale)
         self.optimizer = optimizer
         self.options = options
-        # As an attribute, a Cell of the user would be a part of this Cell.
+        # Use `partial`. If the user's Cell were an attribute, it would become a part of
+        # this Cell.
         self.positional = partial(positional, fn)
         self.saved_state = partial(SavedState, modules_of(fn, modules))
         self.loop = CompiledUpdateLoop(backward, optimizer, options)
@@ -215,8 +218,8 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
 class CompiledUpdateLoop(CompiledLoop):
     """A compiled loop that passes the gradients of each micro-batch to the optimizer.
 
-    Instead of gradient sums, the loop carries a zero, on which each micro-batch and the
-    update depend.
+    Instead of gradient sums, the loop carries a zero. Each micro-batch and the update
+    depend on this zero, so they run in the right order.
     """
 
     def __init__(
@@ -271,7 +274,7 @@ def value_and_update(
             `value_and_grad`.
         merge_aux: how the auxiliary outputs are merged, as for `value_and_grad`.
         modules: the Cells whose statistics are restored if a micro-batch raises, in
-            addition to `fn` or the Cell whose method `fn` is.
+            addition to `fn` or the Cell that `fn` is a method of.
 
     Returns:
         A Cell to call with the batch. It returns the loss, or ``(loss, aux)``, of all

@@ -3,17 +3,17 @@ consists of Tensors.
 
 The compiler drops operations that seem to have no effect. So this code computes every
 new value from values that it read before its first write, and reads nothing that it has
-written. There is one exception: at the end of a window, the code reads the state first,
-and reads the decision and the gradient sums after it has written the state. No branch
-returns a value that it computed. Each function returns a value, because MindSpore would
-process a returned None in the Python interpreter.
+written. There is one exception: at the end of a window, the code writes the state, and
+only then reads the gradient sums and the decision whether to make the update. No branch
+of an ``if`` returns a value that it computed. Every function returns something, because
+MindSpore would process a returned None in the Python interpreter.
 
 The compiler copies everything that follows an ``if`` in a function into both branches.
 
 If a method calls a global function of the same name, the compiler confuses the two. So
-the methods call ``kit.close`` and ``kit.discard`` through their module. The structure,
-shapes and dtypes of arguments, and Python numbers, are constants of the program. So an
-invalid argument raises an error while MindSpore compiles the program.
+the methods call ``kit.close`` and ``kit.discard`` through their module. Python numbers
+are constants of the program, and so are the structure, shapes and dtypes of its
+arguments. So an invalid argument raises an error while MindSpore compiles the program.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def float64_of(number: float) -> Tensor:
 
 def note_weighed_in(storage: Storage) -> Callable[[bool], bool]:
     """Return a function that records whether micro-batches have a weight. The function
-    runs while MindSpore compiles a program, and MindSpore compiles again for each
-    micro-batch of a different size.
+    runs only while MindSpore compiles a program. This happens once for each micro-batch
+    size.
     """
 
     @constexpr(reuse_result=False)  # type: ignore[untyped-decorator]
@@ -144,8 +144,8 @@ def note_weighed_in(storage: Storage) -> Callable[[bool], bool]:
 
 
 def first(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Return `a`. This function is used instead of ``where`` if the condition is known
-    to be true.
+    """Return `a`. This function replaces ``where`` if the condition is known to be
+    true.
     """
     return a
 
@@ -156,7 +156,7 @@ class CompiledWindow(CellOfOnePhase):
     `WorkerGroup` if several workers share the window, and otherwise None.
     """
 
-    # At the end of a window, the decision is passed to the update through these
+    # At the end of a window, the decision whether to update is passed through these
     # Parameters. If one branch computes a value and another branch uses it, MindSpore's
     # runtime copies the value. If ``steps`` is even, the runtime never frees the copy,
     # which costs 12 KiB of host memory per window. So at the end of a window, no
@@ -330,11 +330,12 @@ class CompiledWindow(CellOfOnePhase):
     ) -> tuple[Fields, Tensor | None, Tensor | None]:
         """Add the checked gradients of one micro-batch to the window's gradient sums.
 
-        Return three values: the state after the micro-batch; the outcome of the call,
-        or None if the micro-batch cannot be rejected; and the numbers to add to
-        `WindowLoss.loss`, or None if no loss was passed. The caller then calls
-        `is_full` and `write_added`. They are separate methods, because the compiler
-        drops an ``if`` whose condition comes from a function that writes Parameters.
+        Return three values. The first is the state after the micro-batch. The second is
+        the outcome of the call, or None if the micro-batch cannot be rejected. The
+        third is the numbers to add to `WindowLoss.loss`, or None if no loss was passed.
+        The caller then calls `is_full` and `write_added`. They are separate methods,
+        because the compiler drops an ``if`` whose condition comes from a function that
+        writes Parameters.
         """
         state = self.read()
         weight_number = self.weight_number(weight)
@@ -468,10 +469,8 @@ class CompiledWindow(CellOfOnePhase):
 
     def finish(self) -> bool:
         """Update the parameters, unless the update is skipped, and clear the gradient
-        sums.
-
-        One method does both, although the compiler then copies the clearing into both
-        branches, because a separate graph that only clears the sums would take longer.
+        sums. One method does both, because a separate graph that only clears the sums
+        would take longer. The compiler copies the clearing into both branches.
         """
         if self.is_applied:
             self.update(self.gradients(self.divisor.value()))

@@ -138,8 +138,8 @@ class PyNativeWindow:
         cast to the inner optimizer's dtypes. `norm` is the 2-norm of the gradient sums.
         """
         divisor = kit.divisor(ending, options, kit.select)
-        # No element exceeds the norm, so the elements rarely have to be checked one by
-        # one.
+        # No element is larger than the norm. So if the norm is small enough, the
+        # elements need not be checked one by one.
         if norm <= FLOAT16_MAX * divisor:
             return True
         operand = Tensor(divisor, self.storage.float_dtype)

@@ -136,9 +136,9 @@ def places_of_shards(
     return tuple(places)
 
 
-# MindSpore's own reducer skips parameters that are marked as ``layerwise_parallel``. So
-# the parameters that all workers share are marked too, for as long as their wrapped
-# optimizer is alive.
+# MindSpore's own reducer skips parameters that are marked as ``layerwise_parallel``. To
+# turn this reducer off, the parameters that all workers share are marked too, for as
+# long as their wrapped optimizer is alive.
 
 
 MARKS = count(1)
@@ -151,7 +151,7 @@ def is_sharded(parameter: Parameter) -> bool:
 
 
 def mark(optimizer: nn.Cell, parameters: Sequence[Parameter]) -> None:
-    """Mark the parameters that all workers share as ``layerwise_parallel`` for as long
+    """Set ``layerwise_parallel`` on the parameters that all workers share, for as long
     as `optimizer` is alive.
     """
     owner = next(MARKS)
@@ -163,7 +163,7 @@ def mark(optimizer: nn.Cell, parameters: Sequence[Parameter]) -> None:
 
 
 def unmark(parameters: Sequence[Parameter], owner: int | None = None) -> None:
-    """Undo `mark` for all of `parameters`, or, if `owner` is not None, only for the
+    """Undo `mark` for `parameters`. If `owner` is not None, undo it only for the
     parameters that were marked with the number `owner`.
     """
     for parameter in parameters:

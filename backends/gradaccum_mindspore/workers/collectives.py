@@ -68,8 +68,8 @@ class Bucket(nn.Cell):  # type: ignore[misc]
         self.ends = tuple(ends)
 
     def construct(self, after: Tensor) -> Tensor:
-        """Wait until `after` has been computed, then replace the sums with their totals
-        over all workers. Return the totals as one vector.
+        """Wait until `after` has been computed. Then replace each sum with its total
+        over all workers, and return the totals as one vector.
         """
         vector = ops.depend(ops.concat(map_over(_flat, self.sums)), after)
         total = compiled_sum_over_workers(vector, self.workers)

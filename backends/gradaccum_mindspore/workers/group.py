@@ -7,9 +7,9 @@ Python. From then on it takes part in the windows of the other workers, without 
 micro-batches, until every worker has called ``flush``.
 
 The numbers that are added up include the learning rates of each worker. If the learning
-rates differ, a worker that ends its window from Python raises an error. If a window
-ends in compiled code, which cannot raise errors, all workers skip the window as if it
-had overflowed, and the error is raised later, from Python.
+rates differ, a worker that ends its window from Python raises an error. Compiled code
+cannot raise errors. So if a window ends in compiled code, all workers skip the window
+as if it had overflowed, and the error is raised later, from Python.
 
 The gradient sum of a sharded parameter is not sent. After the all-reduce, each worker
 sends the gradient norm of its own shards, or inf if the gradients are not finite. So
@@ -109,8 +109,8 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         """Replace the sums, the weight and the overflow flag with the totals over all
         workers.
 
-        This runs in a branch of its own, because if a graph reads a Parameter again
-        after writing it, MindSpore copies the Parameter, and rounds float64 to float32.
+        This method runs in a separate branch. If a graph reads a Parameter again after
+        writing it, MindSpore copies the Parameter and rounds float64 to float32.
         """
         if self.always:
             self.add_up_sums(self.add_up_numbers(self.zero, self.one))
@@ -152,8 +152,8 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         return ops.stack([rate.astype(self.float_dtype) for rate in self.rates])
 
     def workers_differ(self, totals: Tensor) -> Tensor:
-        """True if the workers have different learning rates, or if they are closing
-        windows that belong to different optimizers.
+        """True if the workers have different learning rates, or are closing windows of
+        different optimizers.
         """
         square = self.workers * totals[OPTIMIZER_SQUARED]
         differ = ops.square(totals[OPTIMIZER]) != square
@@ -258,7 +258,7 @@ class WindowEnd(nn.Cell):  # type: ignore[misc]
         self.workers = workers
 
     def construct(self, totals: Tensor) -> bool:
-        # This runs in a branch of its own, as in `WorkerGroup.compiled_all_reduce`.
+        # This runs in a separate branch, as in `WorkerGroup.compiled_all_reduce`.
         if self.workers.always:
             self.workers.add_up_sums(totals)
         return self.window.close_reduced()
@@ -308,8 +308,9 @@ class SharedWindow(PyNativeWindow):
     def make_programs(self) -> None:
         """Create the programs that end a window. Create them again if a Parameter has a
         new memory address, for example after ``set_data`` or
-        `mindspore.load_param_into_net`, because MindSpore 2.10 binds a compiled Cell to
-        the memory that the Parameters had when the Cell was compiled.
+        `mindspore.load_param_into_net`. This is necessary because MindSpore 2.10 binds
+        a compiled Cell to the memory that the Parameters had when the Cell was
+        compiled.
         """
         parameters = self.compiled_window.get_parameters()
         addresses = [parameter.data_ptr() for parameter in parameters]

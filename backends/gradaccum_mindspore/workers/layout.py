@@ -39,8 +39,9 @@ def redistributed(states: Sequence[Checkpoint], workers: int) -> list[dict[str, 
     Args:
         states: the dicts that `mindspore.load_checkpoint` returned for the workers'
             files, in rank order: checkpoints of a wrapped optimizer with
-            ``data_parallel=True``, or of a cell that contains it. A single checkpoint
-            of an optimizer without ``data_parallel=True`` is accepted too.
+            ``data_parallel=True``, or of a cell that contains such an optimizer. A
+            single checkpoint of an optimizer without ``data_parallel=True`` is accepted
+            too.
         workers: the number of workers that will load the result, >= 1.
 
     Returns:
@@ -139,7 +140,7 @@ def fields_of(state: Checkpoint, prefix: str) -> State:
 def sum_of(states: Sequence[Checkpoint], name: str) -> Array:
     """Return the sum over `states` of the entry called `name`, in float64. The window's
     weight is added up in float64 too. So if every micro-batch had a loss, the total
-    weight of the losses equals the window's weight.
+    weight of the losses equals the window's weight exactly.
     """
     total: Array = np.sum(
         [state[name].astype(ms.float64).asnumpy() for state in states], axis=0

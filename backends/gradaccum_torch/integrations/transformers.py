@@ -32,8 +32,8 @@ Argument = Any
 
 
 class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
-    """Makes each update of a Trainer equal to the update with the large batch. Add it
-    with ``trainer.add_callback(AccumulationCallback(trainer))``.
+    """Makes each update of a Trainer equal to the update that the large batch would
+    give. Add it with ``trainer.add_callback(AccumulationCallback(trainer))``.
 
     The Trainer's arguments, optimizer and scheduler stay as they are:
     ``gradient_accumulation_steps`` is the length of a window, and ``max_grad_norm``
@@ -78,8 +78,8 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self.optimizer = wrap(
             trainer.optimizer.optimizer,
             None,
-            # Always set clip_norm, because the Trainer logs the norm, and without
-            # clip_norm the norm is not computed.
+            # Always set clip_norm, because the Trainer logs the norm, which is computed
+            # only if clip_norm is set.
             clip_norm=args.max_grad_norm or sys.float_info.max,
             loss_scale=accelerator.scaler,
             module=module if is_parallel else None,
@@ -170,8 +170,8 @@ def batch_size(inputs: Mapping[str, Any]) -> float:
 _BY_TOKENS = {"dapo", "cispo", "vespo"}
 _MEANS = {"grpo", "bnpo", "dr_grpo", "sapo", "luspo"}
 """The names of TRL's losses. The losses in `_BY_TOKENS` are sums divided by
-``num_items_in_batch``. The losses in `_MEANS` are means over a micro-batch, and the
-weight of the micro-batch is then not its number of tokens.
+``num_items_in_batch``. The losses in `_MEANS` are means over a micro-batch. For these
+losses, the weight of a micro-batch is not its number of tokens.
 """
 
 

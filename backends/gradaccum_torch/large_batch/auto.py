@@ -1,5 +1,5 @@
-"""Splits the batch of a call, and implements ``micro_batch_size="auto"``: when memory
-runs out, the call starts over with micro-batches of half the size.
+"""Splits the batch of a call, and implements ``micro_batch_size="auto"``. When memory
+runs out, such a call starts over with micro-batches of half the size.
 
 At the end of an attempt, all workers agree on a common size before any gradient is
 added to ``.grad``. If only one worker started over, the other workers would wait for
@@ -42,7 +42,7 @@ MESSAGES = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDA error: out of memory",
 )
-"""Messages of out-of-memory errors that do not come from a caching allocator."""
+"""The messages of out-of-memory errors that do not come from a caching allocator."""
 
 
 def run_divided(
@@ -70,7 +70,8 @@ def run_divided(
         options: the options that determine the weights of the micro-batches.
         optimizer: the wrapped optimizer whose window the call is, or None.
         modules: the modules whose buffers are restored after an error.
-        notes_calls: whether the buffers of all modules that are called are restored.
+        notes_calls: whether the buffers of all other modules that are called are
+            restored too.
     """
     sizes = division.micro_batch_size
     group = None if optimizer is None else optimizer.whole_window().process_group
@@ -145,22 +146,22 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-# After each attempt, every worker of a process group votes for a size of micro-batch,
-# and all workers use the smallest of these sizes. An attempt that fitted on this worker
-# is repeated if another worker ran out of memory.
+# After each attempt, every worker of a process group votes for a micro-batch size, and
+# all workers use the smallest of these sizes. So if another worker ran out of memory,
+# this worker repeats its attempt, even if the attempt fitted into its own memory.
 
 FITS = 2**31 - 1
 """A worker's vote if the micro-batches fitted into its memory."""
 RAISED = -1
-"""A worker's vote if it raised an error other than out of memory. A vote of 0 means
-that a single item does not fit into memory.
+"""A worker's vote if it raised any error except an out-of-memory error. A vote of 0
+means that a single item does not fit into memory.
 """
 
 
 @contextmanager
 def agreement(smaller_size: int, workers: dist.ProcessGroup | None) -> Iterator[None]:
-    """At the end of the block, raise `SmallerSizeError` if a worker ran out of memory.
-    If it was this worker, vote for `smaller_size`. Collective.
+    """At the end of the block, raise `SmallerSizeError` if any worker ran out of
+    memory. If this worker did, vote for `smaller_size`. Collective.
     """
     try:
         yield

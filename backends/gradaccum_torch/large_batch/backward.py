@@ -1,8 +1,9 @@
 """``gradaccum_torch.backward``: the gradient and the loss of the large batch from a
 single call, with the activations of only one micro-batch in memory.
 
-Each loss is multiplied by its share of the large batch's loss through the gradient with
-which its backward pass starts, so that no operation is added to the user's graph.
+To weight a micro-batch's loss, its backward pass starts with a gradient equal to the
+micro-batch's share of the large batch's loss. So no operation is added to the user's
+graph.
 """
 
 from __future__ import annotations
@@ -52,40 +53,40 @@ def backward(
     micro-batch. A loss that couples items needs `gradaccum_torch.coupled_backward`.
 
     Every leaf tensor that the loss depends on gets its gradient, even a tensor of the
-    batch. Hooks of a leaf run once per micro-batch and see the micro-batch's share.
-    Half-precision gradients are summed in float32 and cast once. If `loss_fn` raises,
-    or you press Ctrl-C, then ``.grad``, torch's global random states and the buffers of
-    `modules` are restored. With an automatic size, the random states of Python and
-    NumPy are restored too.
+    batch. Hooks of a leaf run once per micro-batch and see only that micro-batch's
+    share of the gradient. Half-precision gradients are summed in float32 and cast once.
+    If `loss_fn` raises, or you press Ctrl-C, then ``.grad``, torch's global random
+    states and the buffers of `modules` are restored. With an automatic size, the random
+    states of Python and NumPy are restored too.
 
     Args:
         loss_fn: ``loss_fn(*micro_batch)`` returns a loss, a tensor of shape ``()``, or
             ``(loss, aux)`` if `has_aux`.
-        batch: any nest of tuples, lists, dicts and dataclasses of tensors and arrays,
-            which are split into views. A plain number, text or None is passed whole.
-            For keyword arguments pass a dict: ``backward(lambda b: model(**b).loss, b,
-            steps=4)``.
+        batch: any nested structure of tuples, lists, dicts and dataclasses. Its tensors
+            and arrays are split into views. A plain number, text or None is passed
+            whole. For keyword arguments pass a dict: ``backward(lambda b:
+            model(**b).loss, b, steps=4)``.
         steps: the maximum number of micro-batches, each of ceil(items / steps) items.
-        micro_batch_size: the number of items in a micro-batch. ``"auto"`` or an
-            `AutoMicroBatchSize`, whose limit is ignored, means as many as fit into the
-            device's memory. If memory runs out, the call starts over with half as many.
-            On a CPU pass a number, because the operating system kills a process that
-            runs out of memory. All workers of the optimizer's group, or of the default
-            process group, must make such a call together.
+        micro_batch_size: the number of items in a micro-batch. ``"auto"`` means as many
+            as fit into the device's memory. So does an `AutoMicroBatchSize`, but its
+            limit is ignored. If memory runs out, the call starts over with half as
+            many. On a CPU pass a number, because the operating system kills a process
+            that runs out of memory. All workers of the optimizer's group, or of the
+            default process group, must make such a call together.
         reduction: ``"mean"`` if `loss_fn` returns a mean; the means are averaged with
             their weights. ``"sum"`` adds the losses. ``"sum_per_item"`` if `loss_fn`
             returns a sum; the total is divided by the total weight. Default: the
-            reduction of `optimizer`, otherwise ``"mean"``.
-        weight: either a function ``weight(*micro_batch)``, which is called for all
-            micro-batches before the first of them runs, or one number per item, shape
-            ``(items,)``, which are summed over each micro-batch. Default: the number of
-            items. A micro-batch of weight 0 adds nothing. If all micro-batches have
-            weight 0, ``.grad`` is not changed and the loss is 0.
+            reduction of `optimizer`, or ``"mean"`` without an optimizer.
+        weight: either one number per item, shape ``(items,)``, or a function
+            ``weight(*micro_batch)``. Numbers are summed over each micro-batch. A
+            function is called for all micro-batches before the first of them runs.
+            Default: the number of items. A micro-batch of weight 0 adds nothing. If all
+            micro-batches have weight 0, ``.grad`` is not changed and the loss is 0.
         axes: the batch axis of each leaf of `batch`: one number for all leaves, or a
-            nest of numbers, each of which may stand for a whole sub-nest. None means
-            that a leaf is not split. Each element of a list must contain all items. For
-            a list that may be as long as the batch, pass an entry for each element, or
-            None.
+            nested structure of numbers, in which a number may stand for a whole
+            substructure. None means that a leaf is not split. Each element of a list
+            must contain all items. For a list that may be as long as the batch, pass an
+            entry for each element, or None not to split the list.
         has_aux: whether `loss_fn` returns ``(loss, aux)``. Tensors in `aux` are
             detached.
         merge_aux: how the `aux` values of the micro-batches are combined.
@@ -178,8 +179,8 @@ def differentiate(
     destination: GradientsInGrad,
     has_aux: bool,
 ) -> tuple[Tensor, Any]:
-    """Run the forward and backward pass of one micro-batch. Return its loss and `aux`;
-    the graph is freed.
+    """Run the forward and backward pass of one micro-batch, and free its graph. Return
+    the micro-batch's loss and `aux`.
     """
     loss = loss_fn(*micro_batch.arguments)
     aux = None

@@ -1,5 +1,5 @@
-"""The types of the options of a call with a large batch, and helpers for the tensors
-that the user's functions get and return.
+"""Types for the options of a call with a large batch, and helpers for the tensors that
+the user's functions receive and return.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from torch import Tensor
 from gradaccum import kit
 
 Weight: TypeAlias = Callable[..., Any] | Sequence[float] | Tensor | None
-"""Either a function that takes the micro-batch and returns its weight, a sequence with
-one number per item, or None.
+"""How micro-batches are weighted: by a function that takes a micro-batch and returns
+its weight, by a sequence with one number per item, or by their numbers of items (None).
 """
 MergeAux: TypeAlias = Callable[[list[Any], list[float]], Any] | str | None
-"""How the `aux` values of the micro-batches are combined: by a function that takes the
-list of these values and the list of weights, by ``"concatenate"``, or not at all (None).
+"""How the `aux` values of the micro-batches are combined: by a function of the list of
+these values and the list of weights, by ``"concatenate"``, or not at all (None).
 """
 
 

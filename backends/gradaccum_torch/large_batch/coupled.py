@@ -59,14 +59,14 @@ def coupled_backward(
     at a time, and return the loss.
 
     `outputs_fn` runs twice per micro-batch, and must return the same values both times,
-    up to rounding. For the second run, the global random states of Python, NumPy and
-    torch and the buffers of the modules that are called are restored. A batch norm's
-    statistics are updated as in a single pass.
+    up to rounding. Before the second run, the buffers of the called modules are
+    restored, and so are the global random states of Python, NumPy and torch. A batch
+    norm's statistics are updated as in a single pass.
 
     Args:
-        outputs_fn: ``outputs_fn(*micro_batch)`` returns a nest of tensors, which are
-            concatenated along their first axis. They have one row per item, or another
-            number of rows, for example one per token.
+        outputs_fn: ``outputs_fn(*micro_batch)`` returns a nested structure of tensors,
+            which are concatenated along their first axis. A tensor may have one row per
+            item or any other number of rows, for example one per token.
         loss_fn: ``loss_fn(outputs)`` returns a loss, a tensor of shape ``()``.
         batch: as for `gradaccum_torch.backward`.
         steps: as for `gradaccum_torch.backward`.
@@ -138,8 +138,8 @@ def run_twice(
         for micro_batch in micro_batches:
             random_states.append(before.random_state())
             nests.append(mapped(copy_without_graph, outputs_fn(*micro_batch.arguments)))
-    # Before torch 2.8 the cache of an outer autocast contains weights that were cast
-    # without a graph.
+    # Before torch 2.8, the cache of an enclosing autocast may contain weights that were
+    # cast without a graph.
     torch.clear_autocast_cache()
     outputs = Outputs(nests)
     loss = require_scalar(loss_fn(outputs.nest))
@@ -178,15 +178,16 @@ class Outputs:
         for tensor in self.tensors:
             tensor.requires_grad_(tensor.is_floating_point() or tensor.is_complex())
         self._differences: list[Tensor] = []
-        """For each output tensor of each micro-batch, a scalar bool tensor: whether the
-        second pass gave different values.
+        """One scalar bool tensor for each output tensor of each micro-batch. It is true
+        if the second pass gave different values.
         """
 
     def gradients_of(
         self, index: int, outputs: Nest
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the tensors in `outputs`, which micro-batch `index` has given in the
-        second pass, and their gradients. Tensors without a gradient are left out.
+        """Return the tensors in `outputs`, and their gradients. `outputs` are the
+        outputs of micro-batch `index` in the second pass. Tensors without a gradient
+        are left out.
         """
         tensors = []
         gradients = []
@@ -217,8 +218,9 @@ class Outputs:
 
 
 def differs(first: Tensor, second: Tensor) -> Tensor:
-    """True, as a scalar bool tensor, if `second` agrees with `first` in fewer than half
-    of the digits. False if either tensor contains inf or NaN.
+    """Return whether the tensors differ, as a scalar bool tensor. Floating-point and
+    complex tensors differ if they agree in fewer than half of the digits. The result is
+    false if either tensor contains NaN, or if `first` contains inf.
     """
     if not (first.is_floating_point() or first.is_complex()):
         return (first != second).any()

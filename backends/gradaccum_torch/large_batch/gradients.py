@@ -1,5 +1,5 @@
 """Collects the gradients of a call such as `gradaccum_torch.backward`, either in
-``.grad`` or in a window of a wrapped optimizer, which the call closes.
+``.grad`` or in a window of a wrapped optimizer. The call closes this window.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ class GradientsInGrad:
         self._known_ids = set(ignored_ids)
         self._refused_nodes: set[str] = set()
         self._needs_optimizer = self.window is None and processes() > 1
-        """Whether modules that several workers train need a wrapped optimizer."""
+        """Whether to raise an error if several workers train a module, because such a
+        module needs a wrapped optimizer.
+        """
         if self.window is None:
             self._refused_nodes.add(REENTRANT_NODE)
         if before.notes_calls:
@@ -156,8 +158,8 @@ class GradientsInGrad:
         self.note_sums()
 
     def note_sums(self) -> None:
-        """Copy new gradients into whose memory other code may write. Record the number
-        of writes into each gradient sum.
+        """Copy each new gradient whose memory other code may write to. Record how often
+        each gradient sum was written to.
         """
         if self._without_gradient:
             for leaf in self._without_gradient:
@@ -220,9 +222,9 @@ class GradientsInWindow(GradientsInGrad):
     """Collects the gradients of one call in a window of a wrapped optimizer.
 
     The optimizer's loss scale, overflow policy, clipping and workers apply. The loss
-    may also depend on leaves that do not belong to the optimizer, for example on the
-    parameters of a critic through which a generator's loss goes. Such leaves get the
-    large batch's gradient in ``.grad``.
+    may also depend on leaves that do not belong to the optimizer. For example, a
+    generator's loss depends on the parameters of a critic. Such leaves get the large
+    batch's gradient in ``.grad``.
     """
 
     window: WholeWindow
@@ -355,8 +357,8 @@ def touched_error() -> UsageError:
 
 
 def require_alone(modules: Iterable[nn.Module]) -> None:
-    """Raise if several workers train one of `modules`, because their gradients would be
-    reduced in each micro-batch.
+    """Raise if several workers train one of `modules`, because this module's gradients
+    would be reduced in each micro-batch.
     """
     for module in modules:
         if isinstance(module, DistributedDataParallel) or any(
@@ -386,7 +388,7 @@ def options_of_call(
     optimizer: AccumulatingOptimizer | None, reduction: str | None
 ) -> Options:
     """Return the options that determine the weights of micro-batches: the options of
-    `optimizer`, or without an optimizer the default options with `reduction`.
+    `optimizer`, or the default options with `reduction` if there is no optimizer.
     """
     if optimizer is None:
         return make_options(None, reduction=reduction or "mean")

@@ -171,8 +171,8 @@ def reduce(units: Sequence[Unit]) -> None:
     """Reduce the unreduced gradients of `units` into ``.grad``, as FSDP2 does for a
     module that a backward pass did not reach.
 
-    This function calls ``post_backward`` itself, because FSDP2 would otherwise have to
-    know in advance which backward pass is the last.
+    This function calls ``post_backward`` itself. Otherwise, FSDP2 would have to know in
+    advance which backward pass is the last one.
     """
     roots: dict[int, Private] = {}
     for unit in reversed(units):

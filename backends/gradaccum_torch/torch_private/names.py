@@ -26,8 +26,8 @@ Node = Any
 """A node of autograd's graph. torch has no common type for all nodes."""
 
 version: Callable[[Tensor], int] = attrgetter("_version")
-"""Returns how often a tensor has been modified in place. There is no other way to see
-that other code has modified ``.grad``.
+"""Returns how often a tensor has been modified in place. There is no other way to
+detect that other code has modified ``.grad``.
 """
 flattened: Callable[[Sequence[Tensor]], Tensor] = _flatten_dense_tensors
 """Copies several dense tensors of one dtype into one flat tensor."""
@@ -85,8 +85,8 @@ class Division(NamedTuple):
     terms: int
     """How many terms were added up to form the dividend."""
     of_sums: bool
-    """Whether each term is itself a sum over items. In that case, the division may
-    compute a mean over these items.
+    """Whether each term is itself a sum over items. If so, the division may compute a
+    mean over these items.
     """
 
 
@@ -256,9 +256,9 @@ def untraced(function: Callable[..., object]) -> None:
 
 
 def untraced_within(function: _F) -> _F:
-    """Return a function that behaves like `function`, but neither it nor anything that
-    it calls is compiled by Dynamo. This is needed before torch 2.8, where `untraced`
-    does not apply to the functions that `function` calls.
+    """Return a function that behaves like `function`. Dynamo compiles neither the
+    returned function nor anything that it calls. This is needed before torch 2.8, where
+    `untraced` does not apply to the functions that `function` calls.
     """
     if hasattr(_frames(), "_FrameExecStrategy"):
         untraced(function)
@@ -291,17 +291,17 @@ def note_step_called(optimizer: torch.optim.Optimizer) -> None:
 
 
 def unscaling_caller(frames: int) -> Mapping[str, Any] | None:
-    """If the function `frames` levels up the call stack is
-    ``GradScaler._unscale_grads_``, return the local variables of that function.
-    Otherwise return None. There is no other way to detect that a scaler unscales the
-    gradients, because unscaling does not change a gradient's version.
+    """If the function that is `frames` levels up the call stack is
+    ``GradScaler._unscale_grads_``, return its local variables. Otherwise return None.
+    There is no other way to detect that a scaler is unscaling the gradients, because
+    unscaling does not change a gradient's version.
     """
     frame = sys._getframe(frames)
     return frame.f_locals if frame.f_code.co_name == "_unscale_grads_" else None
 
 
 def is_called_by_model_state() -> bool:
-    """True if the function that calls this one was called by
+    """True if the caller of this function was itself called from
     `torch.distributed.checkpoint.state_dict`.
     """
     module = sys._getframe(2).f_globals.get("__name__")
@@ -325,7 +325,7 @@ def scale_and_tracker(scaler: torch.amp.GradScaler) -> list[float]:
 def pending_update(scaler: torch.amp.GradScaler) -> Mapping[int, Any]:
     """Return the record that ``scaler.step`` makes for the next ``scaler.update()``.
     The record is empty if ``step`` has not been called. ``update`` replaces the record
-    with a new object.
+    with a new one.
     """
     return scaler._per_optimizer_states
 
@@ -338,8 +338,7 @@ reduction.
 
 def leave_reduction_out(module: DistributedDataParallel) -> Callable[[], None]:
     """Suppress the gradient reduction of `module`, even if the user's loop sets
-    ``require_backward_grad_sync``. Return a function that enables the module's
-    reduction again.
+    ``require_backward_grad_sync``. Return a function that enables the reduction again.
     """
     _WAITING[module] = _WAITING.get(module, 0) + 1
     _wait(module)
@@ -376,8 +375,8 @@ def send_buffers(module: DistributedDataParallel) -> None:
     """Send the first worker's buffers to all workers, as a forward pass of `module`
     normally does. Collective.
 
-    The buffers are not sent in forward passes, because another worker may be at the end
-    of its window at the same time.
+    The buffers are not sent in forward passes, because another worker may be ending its
+    window during this worker's forward pass.
     """
     vars(module)["require_forward_param_sync"] = True
     if module.will_sync_module_buffers():  # type: ignore[no-untyped-call]

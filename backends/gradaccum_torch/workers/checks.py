@@ -41,8 +41,8 @@ UNEQUAL_PARAMETERS = (
     " torch.distributed.broadcast, or load the same checkpoint on all workers."
 )
 CLOSE = 1e-3
-"""The largest relative difference at which the sums of a parameter's elements on two
-workers count as equal. The sums may be rounded differently.
+"""To compare a parameter on two workers, the sums of its elements are compared. They
+count as equal up to this relative difference, because they may be rounded differently.
 """
 
 
@@ -75,9 +75,9 @@ stays empty until the gradient reduction of a module is suppressed for the first
 
 
 def require_reduced(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Called before each step of `optimizer`. Raise if the optimizer has parameters
-    whose module's gradient reduction is suppressed, and whose gradients no wrapper
-    reduces.
+    """Called before each step of `optimizer`. Raise if nothing reduces the gradients of
+    its parameters over the workers: the reduction of their module is suppressed, and no
+    wrapper reduces them instead.
     """
     if optimizer in CHECKED_OPTIMIZERS:
         return
@@ -105,8 +105,8 @@ names.untraced(require_reduced)
 
 def refuse_bare_steps(optimizer: torch.optim.Optimizer) -> None:
     """Called when the wrapper of `optimizer` suppresses the gradient reduction of a
-    module. From now on, raise an error when another optimizer makes a step with
-    gradients that are therefore not reduced.
+    module. From now on, raise an error when an optimizer that is not wrapped makes a
+    step with gradients of this module, because they are no longer reduced.
     """
     REDUCING_OPTIMIZERS.add(optimizer)
     CHECKED_OPTIMIZERS.clear()
@@ -149,8 +149,8 @@ def require_all_sharded(parameters: Iterable[Tensor], units: Sequence[Unit]) -> 
 
 
 def require_meshes_within(parameters: Iterable[Tensor], workers: Iterable[int]) -> None:
-    """Raise unless all ranks that share a sharded parameter are among `workers`, the
-    ranks over which the gradient norm is added up.
+    """Raise unless `workers` contains all ranks that share a sharded parameter.
+    `workers` are the ranks over which the gradient norm is added up.
     """
     ranks = set(workers)
     for parameter in filter(names.is_sharded, parameters):

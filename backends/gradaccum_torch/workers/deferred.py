@@ -62,9 +62,9 @@ class DeferredReduction:
 
     @contextmanager
     def last_pass(self) -> Iterator[None]:
-        """Make FSDP2 reduce gradients during the backward pass inside the block, but
-        only if every worker has a gradient for every parameter, because all workers
-        must reduce the gradients of the same parameters. Collective.
+        """Make FSDP2 reduce gradients during the backward pass inside the block. This
+        is done only if every worker has a gradient for every parameter, because all
+        workers must reduce the gradients of the same parameters. Collective.
         """
         has_gradients = [has_gradient(parameter) for _, parameter in self.trainable()]
         if all(self.compare_flags(has_gradients, dist.ReduceOp.MIN)):
@@ -117,8 +117,8 @@ class DeferredReduction:
     def compare_flags(
         self, flags: Sequence[bool], operation: dist.ReduceOp.RedOpType
     ) -> list[bool]:
-        """For each flag, return whether the flag is true on any worker (if `operation`
-        is MAX) or on all workers (if `operation` is MIN).
+        """For each flag, return whether it is true on any worker (if `operation` is
+        MAX) or on all workers (if `operation` is MIN).
         """
         numbers = torch.tensor(flags, dtype=torch.int32, device=self.mesh.device_type)
         for dimension in range(self.mesh.ndim):

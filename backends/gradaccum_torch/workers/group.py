@@ -1,10 +1,10 @@
 """The workers of one process group, each with a copy of the model. The workers'
 gradient sums are added up when the window ends.
 
-First the gradient sums are added up in buckets, and then a few numbers such as the
-weight. These numbers also show which parameters had a gradient sum on at least one
-worker. A worker that has no more data calls ``flush``. It then takes part in the other
-workers' windows until all workers have called ``flush``.
+First the gradient sums are added up in buckets. Then a few numbers are added up, such
+as the weight. These numbers also show which parameters had a gradient sum on at least
+one worker. A worker that has no more data calls ``flush``. It then takes part in the
+other workers' windows until all workers have called ``flush``.
 
 If a parameter is sharded over the same workers, each worker's gradient of its shard
 already covers the items of all workers. Such a gradient is not added up, and the norm
@@ -38,8 +38,7 @@ from gradaccum_torch.workers.overlap import BucketReduction
 
 OPTIMIZERS: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 """How many optimizers were wrapped for each process group. The keys are the groups
-themselves instead of their names, because torch may reuse the name of a group that was
-destroyed.
+themselves, because torch may reuse the name of a group that was destroyed.
 """
 
 

@@ -17,8 +17,8 @@ from gradaccum_torch.gradient_watch import GradientWatch
 from gradaccum_torch.torch_private.names import is_sharded, mesh_of
 
 Measure = Callable[[Gradients], tuple[float, bool]]
-"""A function that returns the norm of gradient sums, and whether they are finite. All
-sums that are passed in one call must be distributed over the same workers.
+"""A function that returns the norm of gradient sums, and whether the sums are finite.
+All sums that are passed in one call must be distributed over the same workers.
 """
 MakeGradientSum = Callable[
     [Callable[[], list[Tensor]], GradientWatch, Options], GradientSum
@@ -107,8 +107,8 @@ class Workers:
     def norm(
         self, state: State, sums: Gradients, measure: Measure
     ) -> tuple[float, bool]:
-        """Return the norm of the window's gradient over all workers, and whether it is
-        finite. Collective over `norm_groups` and the stages of a pipeline.
+        """Return the norm of the window's gradient over all workers, and whether the
+        gradient is finite. Collective over `norm_groups` and the stages of a pipeline.
 
         Raises:
             UsageError: the reduction over the workers failed or timed out.
@@ -143,8 +143,8 @@ class Workers:
         return square, is_finite
 
     def weightless_pass(self) -> AbstractContextManager[object] | None:
-        """If other workers wait for a backward pass of this worker although the weight
-        of its loss is 0, return a context in which that pass produces zeros. Otherwise
+        """Called if the loss has weight 0. If other workers wait for this worker's
+        backward pass, return a context in which the pass produces zeros. Otherwise
         return None.
         """
         return None
@@ -166,8 +166,8 @@ class Workers:
         """
 
     def abandon(self, numbers: Sequence[float]) -> None:
-        """Finish a reduction that has already begun, even though this worker discards
-        its window. All workers then raise an error.
+        """Finish a reduction that has already begun, although this worker discards its
+        window. All workers then raise an error.
         """
 
     def window_ended(self) -> None:

@@ -76,8 +76,7 @@ def workers_of(
         text = UNNAMED_WORKERS.format(processes())
         warnings.warn(text, GradAccumWarning, stacklevel=5)
     # Check this only after the workers' options have been compared. If only some
-    # workers pass until_weight, the comparison has already raised an error on all
-    # workers.
+    # workers pass until_weight, that comparison raises an error on all workers.
     if workers.place[1] > 1 and isinstance(options.steps, UntilWeight):
         raise shared_until_weight_error(options.steps)
     return workers
