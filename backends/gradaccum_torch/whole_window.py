@@ -162,8 +162,8 @@ class WholeWindow:
                 "optimizer: expected an inner optimizer that changes only parameters"
                 " that have a gradient; got an inner optimizer that changes other"
                 " parameters, or counts its steps in its parameter groups. Load the"
-                ' last checkpoint, and wrap without on_overflow="ignore", so that the'
-                " inner optimizer makes one step per window."
+                ' last checkpoint, and wrap without on_overflow="ignore". The inner'
+                " optimizer then makes one step per window instead of one per layer."
             )
 
     def _group_numbers(self) -> list[object]:

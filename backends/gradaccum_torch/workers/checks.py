@@ -157,11 +157,11 @@ def require_meshes_within(parameters: Iterable[Tensor], workers: Iterable[int]) 
         parameter_ranks = names.mesh_of(parameter).mesh.flatten().tolist()
         if not ranks.issuperset(parameter_ranks):
             raise ArgumentValueError(
-                "optimizer: expected parameters that are sharded only over ranks that"
-                " compute the gradient norm together; got a parameter on ranks"
-                f" {parameter_ranks}, although only ranks {sorted(ranks)} compute the"
-                " norm together. Shard the parameter over these ranks or a subset of"
-                " them, or pass it to a separate optimizer."
+                "optimizer: expected parameters sharded only over ranks"
+                f" {sorted(ranks)}, because the gradient norm is added up over these"
+                f" ranks; got a parameter sharded over ranks {parameter_ranks}. Shard"
+                f" the parameter over some or all of ranks {sorted(ranks)}, or pass it"
+                " to a separate optimizer."
             )
 
 
