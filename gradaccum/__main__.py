@@ -50,8 +50,8 @@ def main() -> None:
 
 
 def check(arguments: list[str]) -> int | str:
-    """Call the function that the user named, print the report that it returns, and
-    return the exit status.
+    """Call the function named on the command line, print its report, and return the
+    exit status.
     """
     module, _, name = "".join(arguments[:1]).partition(":")
     if not name:

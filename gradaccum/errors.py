@@ -13,8 +13,8 @@ from typing import SupportsFloat, SupportsIndex, cast
 
 
 class GradAccumError(Exception):
-    """The base class of gradaccum's errors. The open window keeps its gradient sum when
-    such an error is raised.
+    """The base class of gradaccum's errors. Raising one of these errors leaves the open
+    window's gradient sum intact.
     """
 
 
@@ -31,8 +31,8 @@ class GradientError(GradAccumError, ValueError):
 
 
 class CheckpointError(GradAccumError, ValueError):
-    """The saved state does not match the parameters, or its open window does not match
-    the options.
+    """The saved state does not match the parameters, or it contains an open window that
+    was accumulated with other options.
     """
 
 

@@ -15,8 +15,8 @@ Vector: TypeAlias = Any
 ``@``.
 """
 PIVOT = 1e-6
-"""Gradients count as distinguishable if the part of each gradient that is not a
-combination of the earlier gradients is larger than this fraction of the gradient.
+"""Project each gradient onto the gradients before it. The gradients are distinguishable
+if every remainder is larger than this fraction of its gradient.
 """
 
 
@@ -24,17 +24,17 @@ class WeightedSum(NamedTuple):
     """A gradient, expressed as a weighted sum of the micro-batches' gradients."""
 
     coefficients: tuple[float, ...]
-    """One coefficient per micro-batch. With several workers the coefficients of worker
-    0 come first, then the coefficients of worker 1, and so on.
+    """One coefficient per micro-batch. With several workers, the coefficients are
+    ordered by worker: worker 0 comes first.
     """
     uncertainty: float
     """The rounding error of the coefficients, relative to the largest coefficient; inf
     if the micro-batches' gradients are too similar to distinguish.
     """
     unexplained: float
-    """||v - sum(c_k g_k)|| / sum(||c_k g_k||): the fraction of the gradient v that the
-    weighted sum of the micro-batches' gradients g_k, with the coefficients c_k, does
-    not explain.
+    """The fraction of the gradient v that the weighted sum does not explain, computed
+    as ||v - sum(c_k g_k)|| / sum(||c_k g_k||). Here c_k is the coefficient of
+    micro-batch k, and g_k its gradient.
     """
     norm: float
     """The 2-norm of the gradient."""
@@ -53,9 +53,10 @@ def norm_of(vector: Vector) -> float:
 def right_factors(
     reduction: Reduction, weights: Sequence[float], large_weight: float = 1.0
 ) -> tuple[float, ...]:
-    """Return one factor per micro-batch. The sum of the micro-batches' gradients, each
-    multiplied by its factor, is the gradient of the large batch. With the reduction
-    "sum_per_item", each factor is `large_weight` divided by the total weight.
+    """Return one factor per micro-batch. Multiplying each micro-batch's gradient by its
+    factor and adding up the products gives the gradient of the large batch.
+    `large_weight`, the weight of the large batch, is used only with the reduction
+    "sum_per_item".
     """
     if reduction == "sum":
         return (1.0,) * len(weights)
@@ -96,7 +97,7 @@ class GradientBasis:
 
     def project(self, vector: Vector) -> tuple[list[float], Vector]:
         """Approximate a vector by the nearest weighted sum of the gradients. Return the
-        coefficients of this sum, and the vector minus the sum.
+        coefficients of this sum, and the remainder (the vector minus the sum).
         """
         coefficients = [0.0] * len(self.norms)
         for direction, recipe in zip(self.directions, self.recipes, strict=True):
@@ -115,7 +116,7 @@ class GradientBasis:
         residual = norm_of(remainder)
         sizes = [abs(coefficient) for coefficient in coefficients]
         total = sum(size * norm for size, norm in zip(sizes, self.norms, strict=True))
-        # The standard error of the coefficients if the residual is 1 in each element.
+        # The standard error of the coefficients for a residual of 1 in every element.
         spread = max(math.hypot(*shares) for shares in zip(*self.recipes, strict=True))
         error = 4 * residual / math.sqrt(self.freedom) * spread
         return WeightedSum(

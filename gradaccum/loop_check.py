@@ -64,7 +64,7 @@ class LoopReader:
     clip_norm: float | None = None
     """The norm to which each window is clipped, or None."""
     workers: int = 1
-    """The number of workers; all have the same number of micro-batches."""
+    """The number of workers. Every worker runs the same number of micro-batches."""
     limit: float = 1e-4
     """The largest `WeightedSum.unexplained` that rounding can cause."""
 
@@ -281,7 +281,7 @@ class LoopReader:
                 "",
                 f"Update {number} was clipped as a whole.",
             ),
-            # Do not report a small factor that other problems most likely explain.
+            # Do not report a small factor if another problem most likely caused it.
             (is_smaller and bool(self.problems), "", ""),
             (
                 is_smaller,
@@ -506,7 +506,7 @@ def loop_report(
         gradients: the gradient of each micro-batch.
         updates: the gradients that the optimizer received.
         weights: the weight of each micro-batch.
-        epsilon: the machine epsilon of the coarsest parameter.
+        epsilon: the machine epsilon of the coarsest dtype among the parameters.
         norms: the norm of each update, if `updates` contains only some elements of each
             update.
         options: as in `LoopReader`.
@@ -527,9 +527,10 @@ def are_equal(numbers: Sequence[float], room: float) -> bool:
 
 
 def are_clipped(sizes: Sequence[float], norms: Sequence[float], room: float) -> bool:
-    """True if all micro-batches' gradients have the same norm after multiplication by
-    their factors. The micro-batches with the largest factor are ignored, because they
-    may not have been clipped.
+    """True if each micro-batch's gradient seems to have been clipped separately:
+    multiplied by their factors, all gradients have the same norm. The micro-batches
+    with the largest factor are ignored, because their gradients may be too small to be
+    clipped.
     """
     largest = max(sizes)
     clipped_norms = [

@@ -1,13 +1,13 @@
 """Nests of arrays: the containers, such as tuples and dicts, in which users pass a
-batch. JAX's pytrees are used instead in the JAX backend.
+batch. The JAX backend uses JAX's pytrees instead.
 
 A nest is a tuple, list, mapping or dataclass of nests, or a leaf. A list or tuple of
 plain values (strings, numbers) is one leaf with one value per item.
 
-Any other list or tuple is a container, and each of its elements contains data of all
-items. A list with one element per item (one dict per image) looks the same, so
-`require_one_size` rejects an ambiguous list unless the user's ``axes`` have an entry
-for each element.
+Any other list or tuple is a container, and each of its elements holds data for all
+items. A list with one element per item, such as one dict per image, looks like a
+container too. `require_one_size` rejects such an ambiguous list unless the user's
+``axes`` have an entry for each of its elements.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeAlias
 from gradaccum.errors import ArgumentValueError
 
 Nest: TypeAlias = object
-"""Containers around leaves of any kind."""
+"""A leaf of any type, or containers around leaves."""
 
 PLAIN = (str, bytes, bool, int, float, complex, type(None))
 """The types of plain Python values, which contain no array and are not split: every
@@ -47,8 +47,8 @@ def leaves_of(nest: Nest, path: str = "") -> list[Leaf]:
 
 
 def children_of(nest: Nest) -> list[tuple[str, Nest]] | None:
-    """Return the children of a container, each with the piece of the path that leads to
-    it, such as ``[0]``; None for a leaf.
+    """Return the children of `nest`, each with the last step of its path, such as
+    ``[0]``. Return None if `nest` is a leaf.
     """
     if _is_dataclass(nest):
         return [

@@ -375,7 +375,7 @@ def given_weight(weight: Scalar | None, use: str | None) -> Scalar:
 
 def require_denominator_allowed(options: Options, *, several: bool = False) -> None:
     """Raise unless ``flush(denominator=...)`` is allowed. It is allowed only with
-    ``steps=None`` and without other workers.
+    ``steps=None`` and a single worker.
     """
     if several or options.steps is not None:
         raise UsageError(

@@ -52,7 +52,8 @@ def half_made_error() -> UsageError:
         "optimizer: expected the last update to have completed, or not to have started;"
         " got an update that was interrupted by an exception, so the parameters, the"
         " optimizer's state or the gradient sum may be only partly updated. Load the"
-        " last checkpoint, or call discard() to continue with the partial update."
+        " last checkpoint, or call discard() to drop the window and continue with the"
+        " partly updated values."
     )
 
 
@@ -82,8 +83,8 @@ def update_due_error(call: str) -> UsageError:
     """
     return UsageError(
         f"{call}: expected a call before the window's reduction; got a call after the"
-        " workers' sums were added up and the update then raised an error. Call flush()"
-        " on every worker to retry the update, or discard() on every worker to drop it."
+        " reduction, when the update had already failed. Call flush() on every worker"
+        " to retry the update, or discard() on every worker to drop it."
     )
 
 

@@ -8,8 +8,9 @@ backend:
 - ``gradaccum.types`` maps the top-level package of the optimizers that the backend
   wraps (``optax`` for ``jax``) to the same object.
 
-Entry points are part of a package's metadata. If the packages were copied without their
-metadata, this project's three adapters are still found if they can be imported.
+Entry points are part of a package's metadata. This project's three adapters are found
+even without their metadata, for example in a copy of the packages, as long as they can
+be imported.
 """
 
 from __future__ import annotations
@@ -153,8 +154,8 @@ def available_backends() -> tuple[str, ...]:
 def backend_of(optimizer: object) -> Backend:
     """Return the backend whose package defines the type of `optimizer` or one of its
     base classes. If there is no such backend, look up the type of
-    ``optimizer.optimizer`` instead. The backend of a timm scheduler is found in this
-    way.
+    ``optimizer.optimizer`` instead. This is how the backend of a timm scheduler is
+    found.
 
     Raises:
         ArgumentTypeError: no backend was found.
@@ -203,7 +204,7 @@ _SHARED = signature(make_options).parameters.keys() - {"steps", "driver"}
 
 
 Steps = int | Sequence[tuple[int, int]] | Callable[[Any], Any] | UntilWeight | None
-"""The types that ``steps=`` may have. See `wrap`."""
+"""The types that ``steps=`` accepts. See `wrap`."""
 
 
 class WrapOptions(TypedDict, total=False):

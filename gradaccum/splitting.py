@@ -43,9 +43,10 @@ class AutoMicroBatchSize:
     that you create remembers its own sizes and may have a memory limit.
 
     Args:
-        memory_limit: only in JAX: the largest number of bytes that the call may use,
-            for example 2 * 1024**3 for 2 GiB. None means the limit that the device
-            reports; a CPU reports no limit. MindSpore has no automatic size.
+        memory_limit: the largest number of bytes that a call may use, such as 2 *
+            1024**3 (2 GiB). None means the limit that the device reports; a CPU reports
+            no limit. Only JAX supports this argument. MindSpore does not support
+            ``"auto"`` at all.
     """
 
     def __init__(self, memory_limit: int | None = None) -> None:
@@ -64,8 +65,8 @@ class AutoMicroBatchSize:
         before_retry: Callable[[], object] = lambda: None,
     ) -> R:
         """Run a batch with smaller and smaller micro-batches until they fit in memory.
-        Return the result of the last attempt. Remember its size for `key` if a larger
-        size did not fit.
+        Return the result of the successful attempt. If a larger size did not fit,
+        remember the successful size for `key`.
 
         Args:
             key: identifies calls that need about the same memory per item. If a larger
@@ -162,8 +163,8 @@ class Division(NamedTuple):
     """How to split a batch. Exactly one of the two fields is set."""
 
     steps: int | None
-    """The largest number of micro-batches. Each has ceil(items / steps) items, except
-    that the last may have fewer.
+    """The maximum number of micro-batches. Each micro-batch contains ceil(items /
+    steps) items; the last micro-batch may be smaller.
     """
     micro_batch_size: int | AutoMicroBatchSize | None
     """Items per micro-batch; the last micro-batch may be smaller."""
@@ -177,8 +178,8 @@ def make_division(steps: object = None, micro_batch_size: object = None) -> Divi
         micro_batch_size: an int >= 1, "auto" or an `AutoMicroBatchSize`.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: both arguments or neither are passed, or
-            the value is invalid.
+        ArgumentTypeError, ArgumentValueError: both arguments are passed, neither is
+            passed, or the value is invalid.
     """
     if (steps is None) == (micro_batch_size is None):
         count = "neither" if steps is None else "both"

@@ -122,8 +122,8 @@ def at_rest(state: tuple[Scalar, ...], *, float64_weight: bool = False) -> State
     )
 
 
-# The outcome of the last call. If the last call flushed an empty window, it did
-# nothing, and `applied`, `skipped` and `overflow` are False.
+# The outcome of the last call. Flushing an empty window does nothing, so `applied`,
+# `skipped` and `overflow` are then False.
 
 
 class StepResult(NamedTuple):

@@ -75,8 +75,9 @@ def select(condition: Scalar, a: Scalar, b: Scalar) -> Scalar:
 def accumulate(state: Fields, weight: Scalar, finite: Scalar, where: Where) -> Fields:
     """Return the state after one more micro-batch.
 
-    - `weight`: a scalar >= 0. Any other weight counts as a non-finite gradient. Outside
-      compiled code, an earlier check raises an error for such a weight.
+    - `weight`: a scalar >= 0. A micro-batch with any other weight is treated as if its
+      gradient were not finite. Outside compiled code, an earlier check has already
+      rejected such a weight.
     - `finite`: bool, False if the gradient is known to contain an inf or NaN. The
       micro-batch's weight is then not added.
     """
@@ -198,8 +199,8 @@ def with_denominator(
     `gradaccum.kit.window_loss`. If the window's weight is 0, it stays 0.
 
     - `state`: the state of all workers after the window's last micro-batch.
-    - `denominator`: a finite scalar > 0. With any other value, `decide` decides against
-      the update.
+    - `denominator`: a finite scalar > 0. With any other value, `decide` rejects the
+      update.
     """
     (
         micro_step,

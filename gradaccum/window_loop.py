@@ -1,6 +1,6 @@
 """Passes over a loader: count the updates in a pass, flush at the end of a pass, or
-read a pass window by window, so that a window's totals are known before its first
-forward pass.
+read a pass window by window, so that a window's totals, such as its number of tokens,
+are known before its first forward pass.
 
 If a loss has a single denominator, no totals are needed: pass each micro-batch's
 weight. If a loss has several terms, divide each term by its own total over the window,
@@ -166,7 +166,7 @@ def epoch(
     see: Callable[[M], object] | None = None,
 ) -> Epoch[M]:
     """Return an iterator over the micro-batches of a loader. It calls `flush` when the
-    loader ends.
+    loader is exhausted.
 
     If the loop ends early, through a ``break`` or an error, the window stays open.
 
@@ -407,7 +407,7 @@ def windows(
             once per window, and once more at the end. With ``until_weight`` it is
             called once per micro-batch. The totals and the weight are then sums over
             all workers. Every worker must iterate over every window, even after its own
-            loader has ended and its windows have length 0.
+            loader is exhausted and its windows have length 0.
         start: the number of the first window. Pass it to resume a run whose `steps`
             depends on the window's number.
 

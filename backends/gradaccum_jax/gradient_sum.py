@@ -288,9 +288,8 @@ def fits(accumulator: Tree, divisor: Scalar, dtypes: list[DType]) -> Scalar:
 
 
 def _is_narrower(dtype: DType, total_dtype: DType) -> bool:
-    """True if `dtype` has a smaller range than the quotient when a sum of dtype
-    `total_dtype` is divided by a float32. The quotient is a float32 even if the sum is
-    in half precision.
+    """True if a sum of dtype `total_dtype`, divided by a float32, may be outside the
+    range of `dtype`. The quotient is a float32 even if the sum is in half precision.
     """
     if not jnp.issubdtype(total_dtype, jnp.inexact):
         return False

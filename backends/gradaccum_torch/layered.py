@@ -231,9 +231,9 @@ class Border:
                 f"layers[{index}]: expected the layer's input to remain unmodified; got"
                 " an input that was modified in place. Set inplace=False in the layer's"
                 " first operation, or combine the layer with the previous layer:"
-                " nn.Sequential(nn.Conv2d(...), nn.ReLU(inplace=True)). If another"
-                " layer or loss_fn modifies the same memory, for example a buffer that"
-                " a layer returned, have that layer return buffer.clone() instead."
+                " nn.Sequential(nn.Conv2d(...), nn.ReLU(inplace=True)). If a layer"
+                " returns a buffer that another layer or loss_fn later modifies, return"
+                " buffer.clone() from the first layer instead."
             )
 
 

@@ -13,9 +13,11 @@ from gradaccum.nests import leaves_of, spread, with_leaves
 from gradaccum.splitting import LargeBatch
 
 Items: TypeAlias = Sequence[int]
-"""Indices along the batch axis, in the order of the items in a micro-batch."""
+"""The batch-axis index of each item in a micro-batch, in order."""
 KEY = "key"
-"""Marks a random key, which has no batch axis. Each micro-batch gets the whole key."""
+"""Marks an argument as a random key, which has no batch axis. Each micro-batch gets the
+whole key.
+"""
 
 
 class Batch(LargeBatch):

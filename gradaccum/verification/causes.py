@@ -14,7 +14,7 @@ class Cause:
 
     kind: str
     """The kind of cause, such as ``"batch_statistics"``. ``gradaccum/VERIFY.md`` has a
-    section of that name.
+    section with this name.
     """
     where: str
     """The layer, state, parameter or part of the batch that is the cause, or "the
@@ -138,6 +138,7 @@ CAUSES = {
         " Multiply a penalty beside a sum by the micro-batch's share of the items.",
     ),
 }
-"""For each finding of the experiments, the kind of cause, where it is, the explanation
-and the fix. Names in braces are replaced with facts that the experiment supplies.
+"""For each finding of the experiments, the kind of cause, the place where it is, the
+explanation and the fix. Names in braces are replaced with facts that the experiment
+supplies.
 """

@@ -1,13 +1,13 @@
 """How far the gradients of two partitions of a batch differ, in units of the rounding
 error.
 
-A parameter's unit is the largest change of its gradient when all parameters change by
-one rounding error. It is measured several times, for the large batch and for the first
-partition. The unit has a lower bound: each micro-batch's gradient is rounded once, and
-the sum is off by at most log2(terms) rounding errors (pairwise summation: Higham,
-"Accuracy and Stability of Numerical Algorithms", section 4.2). If terms cancel, so that
-a gradient consists only of rounding errors, its terms are assumed to be as large as the
-largest gradient.
+A parameter's unit is the largest change in its gradient when all parameters are
+perturbed by one rounding error. Several perturbations are tried, both for the large
+batch and for the first partition. The unit has a lower bound: each micro-batch's
+gradient is rounded once, and the sum is off by at most log2(terms) rounding errors
+(pairwise summation: Higham, "Accuracy and Stability of Numerical Algorithms", section
+4.2). If terms cancel, so that a gradient consists only of rounding errors, its terms
+are assumed to be as large as the largest gradient.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class Coefficients(NamedTuple):
     """
     unexplained: float
     """||g - sum(c_k g_k)|| / sum(||c_k g_k||) with the best coefficients c_k, where g
-    is the large batch's gradient. It is about one rounding error if only the
-    coefficients are wrong.
+    is the large batch's gradient. If only the coefficients are wrong, this number is
+    about one rounding error.
     """
     uncertainty: float
     """The rounding error of the best coefficients, relative to the largest coefficient.
@@ -199,7 +199,7 @@ class Comparison:
         return moved_names(self.errors)
 
     def is_right_with(self, weighting: Weighting) -> bool:
-        """True if accumulation is right with other factors."""
+        """True if accumulation with the factors of another weighting would be right."""
         return not any(
             self.differing(self.accumulate(parts, weighting), self.large)
             for parts in self.partitions
@@ -239,9 +239,9 @@ class Comparison:
 
     @cached_property
     def floors(self) -> dict[str, float]:
-        """For each parameter, a lower bound of its unit: the error of rounding the
-        micro-batches' gradients and adding them up. The bound is above 0 even if all
-        gradients are 0.
+        """For each parameter, a lower bound on its unit: the rounding error of
+        computing the micro-batches' gradients and adding them up. The bound is above 0
+        even if all gradients are 0.
         """
         parts = self.partitions[0]
         sizes = dict.fromkeys(self.subject.places, 0.0)

@@ -86,8 +86,8 @@ class Examination:
 
     def __init__(self, comparison: Comparison) -> None:
         self.comparison = comparison
-        """The comparison under the conditions of training, but without the causes found
-        so far.
+        """The comparison under the conditions of training, with the causes found so far
+        removed.
         """
         self.causes: list[Cause] = []
         self.notes: list[str] = []
@@ -157,8 +157,9 @@ class Examination:
         comparison = self.comparison
         gradient = comparison.under(**conditions).large
         distances = comparison.norms(gradient - comparison.large)
-        # A repetition is not compared in units. Units are measured with repeated runs,
-        # so they also grow if the gradient changes from run to run.
+        # A plain repetition is compared with the lower bounds of the units. The units
+        # themselves are measured with repeated runs, so they would also grow if the
+        # gradient changes from run to run.
         is_repetition = conditions == {"scale": 1.0}
         limits = comparison.floors if is_repetition else comparison.units
         return [
@@ -234,7 +235,7 @@ class Examination:
                 finding = name if name in CAUSES else "count"
                 reduction = comparison.weighting.reduction
                 return self.add(finding, count=name, reduction=reduction)
-        # The last partition has one micro-batch, whose coefficient is always 1.
+        # Skip the last partition: its only micro-batch always has the coefficient 1.
         coefficients = map(comparison.coefficients, comparison.partitions[:-1])
         certain = [each for each in coefficients if each is not None]
         if certain and all(map(are_weights, certain)):
@@ -245,8 +246,9 @@ class Examination:
         return self.counts(part)[code]
 
     def counts(self, part: Items) -> dict[str, float]:
-        """Return the numbers that a loss may divide by, computed from a micro-batch's
-        arrays. The keys are the expressions that compute them.
+        """Return numbers that a loss may divide by, such as a count of labels. Each
+        number is computed from a micro-batch's arrays, and its key is the expression
+        that computes it.
         """
         counts = {}
         for path, array in self.comparison.subject.arrays(part):
@@ -274,10 +276,9 @@ class Examination:
 
 
 def are_weights(coefficients: Coefficients) -> bool:
-    """True if the micro-batches' gradients add up to the large batch's gradient with
-    these coefficients, and the coefficients are positive and add up to 1. If the loss
-    is a maximum, one item has the coefficient 1 and all other items have 0; such
-    coefficients do not count as weights.
+    """True if these coefficients are all positive, add up to 1, and combine the
+    micro-batches' gradients into the large batch's gradient. It is False for a loss
+    that is a maximum, because there one coefficient is 1 and the others are 0.
     """
     best = coefficients.best
     for share, norm in zip(best, coefficients.norms, strict=True):

@@ -21,8 +21,8 @@ class VerificationReport:
     equivalent: bool
     """True if accumulation is right for this loss."""
     causes: tuple[Cause, ...]
-    """Why accumulation is wrong, in the order in which the causes were found; empty if
-    `equivalent`.
+    """The reasons why accumulation is wrong, in the order in which they were found;
+    empty if `equivalent` is true.
     """
     errors: Mapping[str, float]
     """For each parameter, the distance between the worst partition's gradient and the

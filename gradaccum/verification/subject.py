@@ -32,8 +32,8 @@ class Conditions:
     carry_state: bool = True
     """False means that the model's state is restored before each micro-batch."""
     seed: int = 0
-    """If this is 0, each micro-batch begins with the user's random state. Any other
-    number gives another random state.
+    """If this is 0, each micro-batch starts from the user's random state. Any other
+    number is a seed with which the random generators are reseeded instead.
     """
     scale: float = 1.0
     """The factor by which the loss is multiplied. The gradients are divided by the
@@ -71,7 +71,9 @@ class HostRandom:
         self._numpy_state = self._numpy.get_state()
 
     def restore(self, seed: int = 0) -> None:
-        """Restore the saved random states, or set other states if `seed` is not 0."""
+        """Restore the saved random states, or reseed the generators with `seed` if it
+        is not 0.
+        """
         random.setstate(self._python_state)
         self._numpy.set_state(self._numpy_state)
         if seed:
@@ -83,15 +85,16 @@ class Subject(ABC):
     """A model, its loss and one batch; see `gradaccum.verify` for the arguments."""
 
     is_model: Callable[[object], bool] | None = None
-    """Returns True for the model, and for a module that shares parameters with it. None
-    means that a model of this framework cannot be called.
+    """A function that returns True for the model, and for any module that shares
+    parameters with the model. None means that a model of this framework cannot be
+    called.
     """
     quiet_layers: Sequence[str] = ()
     """The names of layers that run in evaluation mode because they draw random numbers.
     """
     places: Mapping[str, slice]
-    """For each parameter with respect to which the loss is differentiated, the slice of
-    a gradient vector that contains its elements.
+    """For each parameter, the slice of a gradient vector that contains its elements.
+    Only parameters with respect to which the loss is differentiated have an entry.
     """
 
     def __init__(
@@ -171,7 +174,7 @@ class Subject(ABC):
     @abstractmethod
     def gradient(self, part: Items, conditions: Conditions) -> Vector:
         """Return the gradient of a micro-batch: all parameters in one float64 vector,
-        with zeros for a parameter that the loss did not reach.
+        with zeros for a parameter on which the loss does not depend.
         """
 
     def unreached_parameters(self) -> Sequence[str]:

@@ -1,8 +1,9 @@
 """Split a large batch into micro-batches, and loop over them.
 
 Arrays are inputs of the compiled program. Axes, sizes and plain values such as flags
-are constants of the program, so each shape of batch has its own program. The batch is
-traversed with `jax.tree`, because users register their own classes as pytrees.
+are constants of the program, so a separate program is compiled for each batch shape.
+The batch is traversed with `jax.tree`, because users register their own classes as
+pytrees.
 """
 
 from __future__ import annotations
@@ -134,8 +135,8 @@ class LargeBatch:
     def micro_batch(
         self, number: Scalar, items: int, key_numbers: tuple[Scalar, ...]
     ) -> MicroBatch:
-        """Return micro-batch `number`, which has `items` items. `key_numbers` are
-        folded into random keys.
+        """Return the micro-batch with index `number`, which contains `items` items.
+        `key_numbers` are folded into random keys.
         """
         start = number * (self.size // self.blocks)
         length = items // self.blocks
