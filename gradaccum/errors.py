@@ -43,8 +43,8 @@ class UsageError(GradAccumError, RuntimeError):
 
 
 class GradAccumWarning(UserWarning):
-    """The loop is valid, but most likely does not do what its author intended. Each
-    cause is reported once per wrapped optimizer.
+    """The training loop is valid, but most likely does not do what its author intended.
+    Each cause is reported once per wrapped optimizer.
     """
 
 
@@ -87,8 +87,8 @@ def require_number(
     if `or_equal` is true).
     """
     # float() raises one of these errors if the value is an array with several elements,
-    # or a traced value. ``suppress`` is not used, because it would take longer than the
-    # rest of this function, which runs once per micro-batch.
+    # or a traced value. ``contextlib.suppress`` is not used, because it would take
+    # longer than the rest of this function, which runs once per micro-batch.
     try:
         is_text = isinstance(value, (bool, str))
         number = None if is_text else float(cast(SupportsFloat, value))

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, TypeAlias
 from gradaccum.options import Reduction
 
 Vector: TypeAlias = Any
-"""A float64 vector of NumPy or torch, which supports ``+``, ``-``, ``* float`` and
-``@``.
+"""A float64 vector (a NumPy array or a torch tensor) that supports ``@``, ``+``, ``-``
+and ``* float``.
 """
 PIVOT = 1e-6
 """Project each gradient onto the gradients before it. The gradients are distinguishable
@@ -67,7 +67,7 @@ def right_factors(
 
 class GradientBasis:
     """Orthonormal vectors that span the micro-batches' gradients, computed by the
-    modified Gram-Schmidt process. A gradient of zero adds no vector.
+    modified Gram-Schmidt process. An all-zero gradient adds no vector.
     """
 
     def __init__(self, gradients: Sequence[Vector]) -> None:
@@ -79,7 +79,7 @@ class GradientBasis:
         """
         self.freedom = len(gradients[0]) - sum(norm != 0 for norm in self.norms)
         """The degrees of freedom of the residual: the number of elements of a gradient
-        minus the number of coefficients.
+        minus the number of gradients that are not all zero.
         """
         self.is_usable = any(self.norms) and self.freedom > 0
         for place, norm in enumerate(self.norms):

@@ -1,9 +1,9 @@
 """The loop check: which micro-batches reached the optimizer, and with what weight?
 
-An optimizer should receive sum(c_k g_k), where g_k is the gradient of micro-batch k by
-itself, and all g_k are computed at the same parameters. A backend records the gradient
-that the optimizer receives, and finds the coefficients c_k by least squares. This
-module interprets the coefficients.
+An optimizer should receive sum(c_k g_k), where g_k is the gradient of micro-batch k.
+All g_k are computed at the same parameters. A backend records the gradient that the
+optimizer receives, and finds the coefficients c_k by least squares. This module
+interprets the coefficients.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class LoopReader:
     """The number of micro-batches that each worker adds to a window; None if unknown.
     """
     clip_norm: float | None = None
-    """The norm to which each window is clipped, or None."""
+    """The norm to which each window's gradient is clipped, or None."""
     workers: int = 1
     """The number of workers. Every worker runs the same number of micro-batches."""
     limit: float = 1e-4
@@ -140,7 +140,7 @@ class LoopReader:
         self.problems.append(LoopProblem(kind, update, explanation))
 
     def _find_lost(self) -> None:
-        """Report the micro-batches that are in no update."""
+        """Report the micro-batches that no update contains."""
         reached = set().union(*self.members)
         lost = {k for k, weight in enumerate(self.weights) if weight} - reached
         kind = "lost"
@@ -201,7 +201,7 @@ class LoopReader:
 
     def _read_weights(self, number: int, update: WeightedSum) -> None:
         """Find the first rule that explains the coefficients of an update. Report this
-        rule, unless it is the rule of a correct loop.
+        rule, unless it is what a correct loop does.
         """
         expected = self.expected[number - 1]
         members = self.members[number - 1]
@@ -408,8 +408,8 @@ def recording(optimizer: Any, model: Any = None) -> AbstractContextManager[LoopR
     need not be wrapped, and any trainer may run the loop.
 
     The parameters are restored after each update, so that all gradients are computed at
-    the same parameters. The optimizer's own state is not restored. Record with a fresh
-    model, without dropout.
+    the same parameters. The optimizer's own state is not restored. Use a fresh model
+    without dropout.
 
         with gradaccum.recording(optimizer) as record:
             train()
@@ -418,7 +418,7 @@ def recording(optimizer: Any, model: Any = None) -> AbstractContextManager[LoopR
     Args:
         optimizer: a torch optimizer, wrapped by any package or not; in MindSpore a
             `gradaccum_mindspore.LoopRecorder`, wrapped or not. JAX has its own
-            `LoopRecorder`, whose ``report`` takes the state that the loop returns.
+            `LoopRecorder`, whose ``report`` accepts the state that the loop returns.
         model: a module whose call returns an object with a ``loss``, as the models of
             Hugging Face transformers do. Its calls are recorded as the micro-batches,
             so that ``report`` needs no `micro_batches`.
@@ -455,7 +455,7 @@ def check_loop(
             `gradaccum.wrap`.
         steps: micro-batches per window. By default, each update's window is taken to be
             the micro-batches that contributed to the update.
-        clip_norm: the global 2-norm to which the loop clips each window.
+        clip_norm: the global 2-norm to which the loop clips each window's gradient.
     """
     with recording(optimizer) as record:
         train()
@@ -477,7 +477,7 @@ def assert_accumulates(
     **options: Any,
 ) -> None:
     """Run `check_loop`, and raise an AssertionError with its report unless the loop is
-    right. Use it in a test of your own trainer.
+    correct. Use it in a test of your own trainer.
     """
     report = check_loop(train, optimizer, loss_fn, micro_batches, **options)
     if not report.right:
@@ -527,10 +527,10 @@ def are_equal(numbers: Sequence[float], room: float) -> bool:
 
 
 def are_clipped(sizes: Sequence[float], norms: Sequence[float], room: float) -> bool:
-    """True if each micro-batch's gradient seems to have been clipped separately:
-    multiplied by their factors, all gradients have the same norm. The micro-batches
-    with the largest factor are ignored, because their gradients may be too small to be
-    clipped.
+    """True if each micro-batch's gradient seems to have been clipped separately,
+    because all gradients have the same norm after multiplication by their factors. The
+    micro-batches with the largest factor are ignored: their gradients may have been too
+    small to be clipped.
     """
     largest = max(sizes)
     clipped_norms = [
@@ -542,8 +542,8 @@ def are_clipped(sizes: Sequence[float], norms: Sequence[float], room: float) -> 
 
 
 def are_multiplied(sizes: Sequence[float], room: float) -> bool:
-    """True if the ratio of consecutive factors is constant, or if the factors never
-    decrease.
+    """True if the gradient sum seems to have been multiplied inside the window, because
+    the ratio of consecutive factors is constant or the factors never decrease.
     """
     factors = [before / after for before, after in pairwise(sizes)]
     if len(factors) < 2:

@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeAlias
 from gradaccum.errors import ArgumentValueError
 
 Nest: TypeAlias = object
-"""A leaf of any type, or containers around leaves."""
+"""A leaf of any type, or a container of nests."""
 
 PLAIN = (str, bytes, bool, int, float, complex, type(None))
 """The types of plain Python values, which contain no array and are not split: every

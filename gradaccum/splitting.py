@@ -126,8 +126,8 @@ class SmallerSizeError(Exception):
 
 
 def free_frames(error: BaseException) -> None:
-    """Clear the stack frames of `error` and of its causes, because their tracebacks
-    keep the failed attempt's arrays in memory.
+    """Clear the stack frames in the tracebacks of `error` and of its causes, because
+    these frames keep the failed attempt's arrays in memory.
     """
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
@@ -227,8 +227,8 @@ class MicroBatch(NamedTuple):
     arguments: tuple[Any, ...]
     weight: float
     factor: float
-    """The factor by which the micro-batch's loss and gradient are multiplied; 0 if its
-    weight is 0.
+    """The factor by which the micro-batch's loss and gradient are multiplied. It is 0
+    if the micro-batch's weight is 0.
     """
 
 
@@ -357,8 +357,9 @@ def merged_aux(
 def concatenated(
     nests: Sequence[Nest], concatenate: Callable[[list[Any]], object]
 ) -> Nest:
-    """Return a nest with the same structure as each of `nests`. Each of its leaves is
-    ``concatenate(leaves)``, where `leaves` is the list of the corresponding leaves.
+    """Merge `nests`, which all have the same structure, into one nest. Each of its
+    leaves is ``concatenate(leaves)``, where `leaves` contains the corresponding leaf of
+    each nest.
     """
     columns = zip(
         *([leaf.value for leaf in leaves_of(nest)] for nest in nests), strict=True

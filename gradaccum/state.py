@@ -1,9 +1,9 @@
 """The state of an accumulation: seven scalars with the same names in every backend and
 every checkpoint.
 
-A state is immutable. A backend decides where its scalars are stored (Python numbers,
-`jax.Array`, MindSpore `Parameter`); only the transitions in `gradaccum.transitions`
-compute a new state.
+A state is immutable: only the transitions in `gradaccum.transitions` compute a new
+state. Each backend decides how the scalars are stored: as Python numbers, a `jax.Array`
+or a MindSpore `Parameter`.
 """
 
 from __future__ import annotations

@@ -108,10 +108,10 @@ def usable(state: Fields, weight: Scalar, finite: Scalar) -> Scalar:
     """True if the micro-batch counts: its gradient is added to the sum, and its weight
     to the total.
 
-    A micro-batch of weight 0 adds nothing, whatever its gradient is. The micro-batch
-    also adds nothing if its weight is negative or not finite, or would make the total
-    infinite; `accumulate` then sets the overflow flag. The arguments are the same as
-    for `accumulate`.
+    A micro-batch of weight 0 adds nothing, whatever its gradient is. A micro-batch
+    whose weight is negative or not finite, or would make the total infinite, also adds
+    nothing; `accumulate` then sets the overflow flag. The arguments are the same as for
+    `accumulate`.
     """
     return finite & (weight > 0) & (state[3] + weight < INFINITY)
 

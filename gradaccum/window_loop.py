@@ -176,7 +176,7 @@ def epoch(
         carry: if True, leave the last window open for the next pass.
         progress: if True, show a progress bar with rich.
         see: a function that is called with each micro-batch after the loop's body has
-            run.
+            processed it.
 
     Raises:
         ModuleNotFoundError: `progress` is True, and rich is not installed.

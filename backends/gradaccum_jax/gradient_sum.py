@@ -63,7 +63,7 @@ def zeros(params: Params, accumulate_dtype: DType) -> Tree:
     return jax.tree.map(empty_sum, params)
 
 
-# The gradients of a frozen parameter are not added up. Where their sum would be, the
+# The gradients of a frozen parameter are not added up. Instead of their sum, the
 # accumulator contains an empty array of shape (0, 0, *parameter.shape). No parameter of
 # an ordinary model has such a shape.
 

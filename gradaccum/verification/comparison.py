@@ -34,9 +34,9 @@ PERTURBATIONS = 4
 large batch, and again for the first partition.
 """
 ROUNDING_LIMIT = 4.0
-"""A difference of at most this many units counts as rounding, because the largest
-difference may be twice the largest perturbation. In thirty models for which
-accumulation is right, the difference was at most 2 units.
+"""A difference of at most this many units counts as rounding. The limit is above 1,
+because the largest difference may be twice the largest perturbation. In thirty models
+for which accumulation is right, the difference was at most 2 units.
 """
 SUM_ROUNDOFF = 2.0**-23
 """The roundoff of float32, the coarsest dtype in which sums are computed."""
@@ -199,7 +199,7 @@ class Comparison:
         return moved_names(self.errors)
 
     def is_right_with(self, weighting: Weighting) -> bool:
-        """True if accumulation with the factors of another weighting would be right."""
+        """True if accumulation would be right with the factors of another weighting."""
         return not any(
             self.differing(self.accumulate(parts, weighting), self.large)
             for parts in self.partitions

@@ -157,9 +157,9 @@ class Examination:
         comparison = self.comparison
         gradient = comparison.under(**conditions).large
         distances = comparison.norms(gradient - comparison.large)
-        # A plain repetition is compared with the lower bounds of the units. The units
-        # themselves are measured with repeated runs, so they would also grow if the
-        # gradient changes from run to run.
+        # If a run is only repeated, its gradient is compared with the units' lower
+        # bounds. The units themselves are measured with repeated runs, so they would
+        # grow too if the gradient changed from run to run.
         is_repetition = conditions == {"scale": 1.0}
         limits = comparison.floors if is_repetition else comparison.units
         return [
@@ -182,14 +182,14 @@ class Examination:
             self.add("coupled", self.comparison.moved)
 
     def is_explained(self) -> bool:
-        """True if the gradients do not differ, or if other weights remove the
+        """True if the gradients do not differ, or if other weights would remove the
         difference.
         """
         return not self.comparison.moved or self.has_other_weights()
 
     def depends_on_state(self) -> None:
-        """Test whether a micro-batch leaves something behind that changes the gradient
-        of the next micro-batch.
+        """Test whether a micro-batch changes a state of the model that affects the
+        gradient of the next micro-batch.
         """
         alone = self.comparison.under(carry_state=False)
         parts = self.comparison.partitions[0]
@@ -224,7 +224,9 @@ class Examination:
         return self.add("by_place")
 
     def has_other_weights(self) -> bool:
-        """Test whether another reduction or other weights make accumulation right."""
+        """Test whether another reduction or other weights would make accumulation
+        right.
+        """
         comparison = self.comparison
         weightings = {"sum": Weighting("sum", len), "mean": Weighting("mean", len)}
         for code in self.counts(comparison.items):

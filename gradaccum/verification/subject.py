@@ -1,8 +1,6 @@
 """The `Subject` that `gradaccum.verify` examines: a model, a loss and one batch. The
-parts of the batch are run under different conditions.
-
-The core decides what to run. Each framework's subclass runs the parts and restores the
-user's state.
+core decides which parts of the batch to run, and under which conditions. Each
+framework's subclass runs these parts and restores the user's state.
 """
 
 from __future__ import annotations
@@ -241,8 +239,8 @@ LossFunction: TypeAlias = Callable[..., Any]
 def as_loss(
     loss_fn: LossFunction, batch: Any, is_model: Callable[[object], bool] | None = None
 ) -> tuple[LossFunction, tuple[Any, ...]]:
-    """Return the loss as a function that is called as ``loss_fn(model, *batch)``, and
-    the arguments after the model.
+    """Return the loss as a function that is called as ``loss_fn(model, *batch)``, and a
+    tuple of the arguments that follow the model.
 
     `loss_fn` may also be ``loss_fn(*batch)``, which does not get the model as an
     argument, or a criterion, ``loss_fn(outputs, *targets)``. A dictionary is passed as
@@ -278,8 +276,8 @@ def as_loss(
 
 
 def as_arguments(batch: Any) -> tuple[Any, ...]:
-    """Return the arguments of the loss for a batch: the elements of a tuple or list, or
-    the batch itself.
+    """Return a batch as a tuple of arguments for the loss: the elements of a tuple or
+    list, or else the batch itself as the only argument.
     """
     return tuple(batch) if isinstance(batch, list | tuple) else (batch,)
 

@@ -111,7 +111,7 @@ class SizeSearch:
             raise jax.errors.JaxRuntimeError(
                 f"RESOURCE_EXHAUSTED: {needed_bytes} bytes"
             )
-        # A device may report only at the end of a run that it is out of memory.
+        # A device may report only at the end of a run that it ran out of memory.
         library: Any = jax
         result = library.block_until_ready(program(model_arguments, batch))
         self.programs[name] = program

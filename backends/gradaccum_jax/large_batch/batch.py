@@ -36,13 +36,14 @@ from gradaccum_jax.sharding import AxisShards, axis_shards, divide_axis, merge_a
 
 C = TypeVar("C")
 Weight = Callable[..., Any] | Array | None
-"""The user's `weight` option: either a function of a micro-batch's arguments, an array
-with one number per item, or None, which means weight 1 for each item.
+"""The user's `weight` option: a function of a micro-batch's arguments, an array with
+one number per item, or None, which means weight 1 for each item.
 """
 Stacks = list[Tree]
 """The values of all micro-batches, as a list of one or two trees. The arrays in a tree
 have a leading axis with one entry per micro-batch. The first tree is for the
-micro-batches of equal size. The second tree is for a smaller last micro-batch.
+micro-batches of equal size. The second tree, if there is one, is for a smaller last
+micro-batch.
 """
 
 
@@ -67,8 +68,8 @@ class MicroBatch(NamedTuple):
 
 
 class Constant(NamedTuple):
-    """A value in a batch that is not an array. A program is compiled for each value and
-    type. The type is compared too, because 1 equals True.
+    """A non-array value in a batch. A separate program is compiled for each value and
+    type. The type is compared too, because in Python 1 equals True.
     """
 
     kind: type
@@ -107,7 +108,9 @@ class LargeBatch:
     arrays: list[Array]
     """The arrays among the leaves of the batch."""
     structure: Any
-    """The tree structure of the first three fields of a `MicroBatch`."""
+    """The tree structure of a `MicroBatch`'s first three fields, whose leaves are the
+    leaves of the batch.
+    """
     axes: tuple[Axis | Constant, ...]
     """For each leaf of the batch, its batch axis, or its value if the leaf is not an
     array.
@@ -243,7 +246,7 @@ def _weights_of_items(weight: Weight, items: int) -> Array:
 def cut_batch(batch: LargeBatch, size: int, others: Tree = ()) -> LargeBatch:
     """Return `batch`, split into micro-batches of `size` items, or of slightly more
     items if the batch is sharded over devices. If the batch's own arrays do not show
-    the mesh, it is read from `others`, the other arguments of the call.
+    the mesh, the mesh is read from `others`, the other arguments of the call.
     """
     known_shards = 1
     possible_shards = 1
