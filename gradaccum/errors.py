@@ -49,7 +49,7 @@ class GradAccumWarning(UserWarning):
 
 
 class BackendNotFoundError(GradAccumError, ImportError):
-    """There is no backend with this name, or its framework is not installed."""
+    """The requested backend does not exist, or its framework is not installed."""
 
 
 # Checks of plain arguments. No check accepts a bool or NaN as a number.

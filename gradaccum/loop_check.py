@@ -40,8 +40,8 @@ class LoopProblem(NamedTuple):
     ``"boundary"``, ``"weights"``, ``"unexplained"`` or ``"no_update"``.
     """
     update: int
-    """The number of the update, counted from 1; 0 if the problem does not belong to a
-    single update.
+    """The number of the update, counted from 1; 0 if the problem is not specific to one
+    update.
     """
     explanation: str
 

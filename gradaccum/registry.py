@@ -5,8 +5,8 @@ There are two groups of entry points. Within each group, a name belongs to only 
 backend:
 
 - ``gradaccum.backends`` maps the backend's name to its `Backend` object;
-- ``gradaccum.types`` maps the top-level package of the optimizers that the backend
-  wraps (``optax`` for ``jax``) to the same object.
+- ``gradaccum.types`` maps the top-level package whose optimizers the backend wraps,
+  such as ``optax``, to the same object.
 
 Entry points are part of a package's metadata. This project's three adapters are found
 even without their metadata, for example in a copy of the packages, as long as they can

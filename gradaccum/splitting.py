@@ -76,8 +76,8 @@ class AutoMicroBatchSize:
                 whole batch is tried first.
             attempt: ``attempt(size, smaller_size)`` runs the batch with micro-batches
                 of `size` items. If the micro-batches do not fit in memory, `attempt`
-                raises a `SmallerSizeError`, normally with `smaller_size`, from the
-                framework's own error.
+                catches the framework's own error, and raises a `SmallerSizeError` from
+                it, normally with `smaller_size`.
             before_retry: a function that is called before each attempt except the
                 first.
 

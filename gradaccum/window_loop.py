@@ -1,6 +1,6 @@
 """Passes over a loader: count the updates in a pass, flush at the end of a pass, or
-read a pass window by window, so that a window's totals, such as its number of tokens,
-are known before its first forward pass.
+read a pass window by window. With the last method, a window's totals, such as its
+number of tokens, are known before its first forward pass.
 
 If a loss has a single denominator, no totals are needed: pass each micro-batch's
 weight. If a loss has several terms, divide each term by its own total over the window,
@@ -71,7 +71,7 @@ def updates_in(
         steps: an int, a list of pairs or a callable, as for `gradaccum.wrap`.
         epochs: the number of passes over the loader, an int >= 0.
         optimizer_step: the number of updates made before these passes. It is needed
-            only if `steps` depends on it.
+            only if `steps` depends on this number.
         micro_step: the number of micro-batches in a window that is already open. The
             first pass completes this window.
 

@@ -99,10 +99,10 @@ class GradientTypes(NamedTuple):
     them.
     """
     update_dtypes: list[DType]
-    """One gradient dtype per leaf. It determines the dtype of the leaf's update: the
-    dtype that the inner optimizer returns for a gradient of this dtype. The list equals
-    `dtypes`, except in a flush. A flush has no gradients, so the list then contains the
-    dtypes of the parameters.
+    """One gradient dtype per leaf. The leaf's update gets the dtype that the inner
+    optimizer would return for a gradient of this dtype. The list equals `dtypes`,
+    except in a flush. A flush has no gradients, so the list then contains the dtypes of
+    the parameters.
     """
 
 

@@ -1,5 +1,5 @@
-"""How far the gradients of two partitions of a batch differ, in units of the rounding
-error.
+"""Measure how far the gradients of two partitions of a batch differ, in units of the
+rounding error.
 
 A parameter's unit is the largest change in its gradient when all parameters are
 perturbed by one rounding error. Several perturbations are tried, both for the large

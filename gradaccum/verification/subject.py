@@ -171,13 +171,13 @@ class Subject(ABC):
 
     @abstractmethod
     def gradient(self, part: Items, conditions: Conditions) -> Vector:
-        """Return the gradient of a micro-batch: all parameters in one float64 vector,
-        with zeros for a parameter on which the loss does not depend.
+        """Return the gradient of a micro-batch: the gradients of all parameters in one
+        float64 vector, with zeros for a parameter on which the loss does not depend.
         """
 
     def unreached_parameters(self) -> Sequence[str]:
-        """Return the names of the parameters that the loss does not reach, if the
-        framework distinguishes such parameters from parameters whose gradient is zero.
+        """Return the names of the parameters on which the loss does not depend, if the
+        framework distinguishes these parameters from parameters whose gradient is zero.
         """
         return ()
 

@@ -58,8 +58,8 @@ def coupled_value_and_grad(
         step = gradaccum_jax.coupled_value_and_grad(embed, info_nce, steps=8)
         loss, grads = step(params, images, texts)
 
-    Compared with `value_and_grad`, it costs an additional forward pass, and memory for
-    the outputs of all items.
+    Compared with `value_and_grad`, this function needs an additional forward pass, and
+    memory for the outputs of all items.
 
     Args:
         outputs_fn: ``outputs_fn(params, *micro_batch)`` returns a tree of arrays with
@@ -67,8 +67,8 @@ def coupled_value_and_grad(
             each micro-batch, so random numbers must come from a key in the batch.
         loss_fn: ``loss_fn(params, outputs)`` returns a floating scalar, computed from
             the rows of the whole batch in the order of the items; or ``(loss, aux)``
-            with `has_aux`. It is called once. If you use a loss scale, multiply the
-            loss by it in this function. Integer outputs get no gradient.
+            with `has_aux`. `loss_fn` is called once. If you use a loss scale, multiply
+            the loss by the scale in `loss_fn`. Integer outputs get no gradient.
         has_aux: as in `jax.value_and_grad`.
         steps: as for `value_and_grad`.
         micro_batch_size: as for `value_and_grad`.
