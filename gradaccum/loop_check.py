@@ -517,7 +517,8 @@ def loop_report(
         sums = [
             each._replace(norm=norm) for each, norm in zip(sums, norms, strict=True)
         ]
-    # A float64 model may compute its loss in float32, so the limit is at least 1e-6.
+    # The limit is at least 1e-6, because a float64 model may compute its loss in
+    # float32.
     limit = max(16 * epsilon, math.pow(epsilon, 0.6), 1e-6)
     return LoopReport(sums, weights, limit=limit, **options)
 

@@ -231,12 +231,12 @@ def _sum_of_squares(arrays: Leaves, factor: Scalar, shard_axes: ShardAxes) -> Sc
         total = sums.get(axes, jnp.zeros_like(factor))
         group_factor = factor
         if _is_large(group[0]):
-            # Before JAX 0.10, XLA:CPU writes the squares to memory. This select makes
-            # XLA process one array after the other. It always returns `factor`, because
-            # `total` is never negative. AdamW on four arrays then needs temporary
-            # memory of 0.25 times the size of the parameters instead of 1.0 times (JAX
-            # 0.7.1). Groups of small arrays do not need the select. Without the select,
-            # their kernels are identical, and XLA compiles repeated kernels in less
+            # Before JAX 0.10, XLA:CPU writes the squares to memory. This `jnp.where`
+            # makes XLA process one array after the other, so AdamW on four arrays needs
+            # temporary memory of 0.25 times the size of the parameters instead of 1.0
+            # times (JAX 0.7.1). The result is always `factor`, because `total` is never
+            # negative. Groups of small arrays do not need the `jnp.where`. Without it,
+            # their kernels are identical, and XLA compiles identical kernels in less
             # than half the time (JAX 0.7.1).
             group_factor = jnp.where(total < 0, total, factor)
         squares = [jnp.square(array * group_factor) for array in group]

@@ -55,8 +55,8 @@ def partitions(items: int, steps: int) -> tuple[Parts, ...]:
     """Return the partitions to compare with the large batch. The first partition is the
     same as in training.
 
-    No micro-batch has one item unless `steps` requires it, because batch norm rejects a
-    single item.
+    Micro-batches of one item are avoided unless `steps` requires them, because batch
+    norm rejects a single item.
     """
     places = tuple(range(items))
     size = math.ceil(items / steps)

@@ -2,7 +2,7 @@
 loss's scale, the random state, the model's state, the mode, the weights, the number of
 micro-batches.
 
-A cause that would disturb a later experiment is looked for and removed first.
+Causes that would disturb later experiments are found and removed first.
 `gradaccum/VERIFY.md` has a section for each kind of cause.
 """
 

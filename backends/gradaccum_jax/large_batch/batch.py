@@ -163,7 +163,7 @@ class LargeBatch:
 def take_items(
     array: Array, axis: int, start: Scalar, length: int, blocks: int
 ) -> Array:
-    """Divide `axis` into blocks, and take `length` items of each block, beginning at
+    """Divide `axis` into blocks, and take `length` items from each block, beginning at
     index `start` of the block. Return these items, block after block.
     """
     array = jnp.asarray(array)
@@ -262,8 +262,8 @@ def cut_batch(batch: LargeBatch, size: int, others: Tree = ()) -> LargeBatch:
         size = _round_up(size, possible_shards)
     blocks = math.gcd(possible_shards, size)
     if blocks < possible_shards and batch.items % size:
-        # In JAX 0.7, XLA concatenates rows incorrectly if the parts have different
-        # sizes.
+        # In JAX 0.7, XLA concatenates the rows incorrectly if the last micro-batch has
+        # fewer.
         blocks = known_shards
     return replace(batch, size=size, blocks=blocks)
 
