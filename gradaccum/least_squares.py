@@ -15,8 +15,8 @@ Vector: TypeAlias = Any
 and ``* float``.
 """
 PIVOT = 1e-6
-"""Project each gradient onto the gradients before it. The gradients are distinguishable
-if every remainder is larger than this fraction of its gradient.
+"""If no more than this fraction of a gradient is orthogonal to the earlier gradients,
+the gradients are too similar to distinguish.
 """
 
 

@@ -31,7 +31,7 @@ SHOWN = 8
 
 
 class LoopProblem(NamedTuple):
-    """One thing that is wrong with a loop."""
+    """One mistake in a training loop."""
 
     kind: str
     """The kind of mistake: ``"lost"``, ``"only_last"``, ``"leaked"``,
@@ -66,7 +66,7 @@ class LoopReader:
     workers: int = 1
     """The number of workers. Every worker runs the same number of micro-batches."""
     limit: float = 1e-4
-    """The largest `WeightedSum.unexplained` that rounding can cause."""
+    """The largest `WeightedSum.unexplained` that can still be due to rounding."""
 
     def __post_init__(self) -> None:
         require_reduction(self.reduction)

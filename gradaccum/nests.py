@@ -1,7 +1,7 @@
 """Nests of arrays: the containers, such as tuples and dicts, in which users pass a
 batch. The JAX backend uses JAX's pytrees instead.
 
-A nest is a tuple, list, mapping or dataclass of nests, or a leaf. A list or tuple of
+A nest is a leaf, or a tuple, list, mapping or dataclass of nests. A list or tuple of
 plain values (strings, numbers) is one leaf with one value per item.
 
 Any other list or tuple is a container, and each of its elements holds data for all

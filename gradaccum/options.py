@@ -1,5 +1,5 @@
 """The options of `gradaccum.wrap`, such as the length of a window and the loss scale.
-The options are checked in this file for all backends.
+This module also checks the options, for all backends.
 """
 
 from __future__ import annotations

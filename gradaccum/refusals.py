@@ -89,8 +89,8 @@ def update_due_error(call: str) -> UsageError:
 
 
 def shared_until_weight_error(steps: object) -> UsageError:
-    """Return the error for ``steps=until_weight(...)`` with several workers, because
-    each worker knows only its own weight.
+    """Return the error for ``steps=until_weight(...)`` with several workers. This is
+    not supported, because each worker knows only its own weight.
     """
     return UsageError(
         "steps: expected a number of micro-batches or None, because several workers"

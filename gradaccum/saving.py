@@ -40,8 +40,8 @@ class Terms(NamedTuple):
     scale: str
     """Whether the loss scale is ``"unused"``, ``"static"`` or ``"dynamic"``."""
     steps: int | UntilWeight | None
-    """The number of micro-batches in the full window, or the weight at which the window
-    ends. None means that the caller closes the window.
+    """The number of micro-batches in a complete window, or the weight at which the
+    window ends. None means that the caller closes the window.
     """
 
 
@@ -109,7 +109,7 @@ def resumed(fields: State, saved_terms: Terms, options: Options) -> State:
 
     An open window is resumed unchanged. A full window whose update was interrupted also
     counts as open. If no window is open, the saved loss scale and growth tracker are
-    kept only when both runs use a dynamic scale.
+    kept only if the saved run and the resuming run both use a dynamic scale.
 
     Args:
         fields: the saved state, as Python numbers.

@@ -106,7 +106,9 @@ def close_part(
 
 
 def new_part(state: T, part: AccumulationState) -> T:
-    """Return `state` with `part` as the new state of the wrapped optimizer."""
+    """Return a copy of `state` in which `part` is the new state of the wrapped
+    optimizer.
+    """
     new_state: T = jax.tree.map(
         lambda node: part if is_state(node) else node, state, is_leaf=is_state
     )

@@ -89,9 +89,9 @@ class Coefficients(NamedTuple):
     """For each micro-batch, the factor by which accumulation multiplies its gradient.
     """
     unexplained: float
-    """||g - sum(c_k g_k)|| / sum(||c_k g_k||) with the best coefficients c_k, where g
-    is the large batch's gradient. If only the coefficients are wrong, this number is
-    about one rounding error.
+    """The fraction of the large batch's gradient g that the sum with the best
+    coefficients c_k does not explain: ||g - sum(c_k g_k)|| / sum(||c_k g_k||). If only
+    the coefficients are wrong, this fraction is about one rounding error.
     """
     uncertainty: float
     """The rounding error of the best coefficients, relative to the largest coefficient.
@@ -124,8 +124,8 @@ class Coefficients(NamedTuple):
 
 
 class Weighting(NamedTuple):
-    """The factors by which micro-batches' gradients are multiplied before they are
-    added up.
+    """How the micro-batches are weighted: computes the factor by which each
+    micro-batch's gradient is multiplied before the gradients are added up.
     """
 
     reduction: Reduction
@@ -212,13 +212,15 @@ class Comparison:
         return moved_names(self.in_units(a - b))
 
     def in_units(self, gradient: Vector) -> dict[str, float]:
-        """Return the 2-norm of a gradient for each parameter, in units of the rounding
-        error.
+        """For each parameter, return the 2-norm of its part of `gradient`, in units of
+        the rounding error.
         """
         return self.norms(self.divided_by_units(gradient))
 
     def norms(self, gradient: Vector) -> dict[str, float]:
-        """Return the 2-norm of a gradient for each parameter; inf if it is NaN."""
+        """For each parameter, return the 2-norm of its part of `gradient`, or inf if
+        the norm is NaN.
+        """
         norms = {}
         for name, place in self.subject.places.items():
             norm = norm_of(gradient[place])

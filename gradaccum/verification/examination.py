@@ -292,7 +292,8 @@ def are_weights(coefficients: Coefficients) -> bool:
 
 
 def joined_names(names: Iterable[str]) -> str:
-    """Return a text with the first five `names` and the number of other names."""
+    """Return a text that lists the first five `names` and says how many more there are.
+    """
     names = list(names)
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(names[:5]) + more

@@ -238,9 +238,9 @@ def _weights_of_items(weight: Weight, items: int) -> Array:
 # The number of shards is known from the array, or from its type on an explicit mesh.
 # Under `jax.jit`, the type of an array on an ordinary mesh contains only the mesh. Then
 # the number of shards is assumed to be the number of devices. If there are in fact
-# fewer shards, each shard is divided into several blocks. A micro-batch may become only
-# slightly larger so that its blocks are equal, because each device may store the whole
-# batch.
+# fewer shards, each shard is divided into several blocks. The size of a micro-batch is
+# rounded up so that its blocks are equal. If the number of shards is only assumed, the
+# size grows by an eighth at most, because the batch may not be sharded at all.
 
 
 def cut_batch(batch: LargeBatch, size: int, others: Tree = ()) -> LargeBatch:
