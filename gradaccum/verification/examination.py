@@ -292,8 +292,7 @@ def are_weights(coefficients: Coefficients) -> bool:
 
 
 def joined_names(names: Iterable[str]) -> str:
-    """Return a text that lists the first five `names` and says how many more there are.
-    """
+    """List the first five `names`, and say how many more there are."""
     names = list(names)
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(names[:5]) + more
