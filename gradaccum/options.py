@@ -232,8 +232,8 @@ class ScalerDriver(Protocol):
 def scale_rule(
     loss_scale: object, driver: ScalerDriver | None = None
 ) -> tuple[ScaleRule, Any]:
-    """Return the rule selected by `loss_scale`, and the framework's own loss scaler if
-    the user passed one (otherwise None).
+    """Return the loss-scaling rule selected by `loss_scale`, and the framework's own
+    loss scaler if the user passed one (otherwise None).
 
     Raises:
         ArgumentTypeError, ArgumentValueError: `loss_scale` is not None, a finite number

@@ -134,8 +134,8 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def bytes_of(program: Any, arguments: Tree) -> int:
     """Return the number of bytes that a run of `program` needs in addition to the
-    arguments already on the device. If devices differ, it is the number for the device
-    that needs the most memory.
+    arguments already on the device. If the devices need different amounts of memory,
+    return the largest amount.
     """
     stats = program.memory_analysis()
     host_arrays = [
