@@ -43,7 +43,8 @@ def run_if(predicate: Scalar, function: Callable[[T], T], operand: T) -> T:
     """Return ``function(operand)`` if `predicate` is true, else `operand`. The results
     of `function` must have the shapes and dtypes of `operand`.
 
-    Under `jax.vmap` this becomes a select, which means that both results are computed.
+    Under `jax.vmap` this becomes a select, so `function` runs even if `predicate` is
+    false.
     """
     arrays = jax.tree.map(jnp.asarray, operand)
     if manual_axes():
@@ -58,7 +59,7 @@ def run_if(predicate: Scalar, function: Callable[[T], T], operand: T) -> T:
 
 
 def in_one_kernel(numbers: T) -> T:
-    """Return a tree of scalars unchanged, but make XLA compute all of them in one
+    """Return a tree of scalars unchanged, but make XLA compute all scalars in one
     kernel.
     """
     leaves, structure = jax.tree.flatten(numbers)

@@ -108,8 +108,8 @@ def working_dtype(dtype: DType) -> DType:
 
 
 def write(parameter: Parameter, value: Tensor) -> None:
-    """Assign `value`, which must have the parameter's dtype. This works in PyNative
-    mode and in compiled code.
+    """Assign `value` to `parameter`, which must have the same dtype. This works in
+    PyNative mode and in compiled code.
     """
     # Assign has no bfloat16 kernel on a CPU. Tensor.copy_ is not used, because the
     # compiler can overlook its effect.

@@ -129,8 +129,8 @@ class MindSporeSubject(Subject):
     def precision(self) -> tuple[float, float]:
         """A pair of numbers. The first is the distance from 1 to the next larger number
         in the coarsest dtype among the parameters, the inputs and the outputs of Cells.
-        The second is the smallest positive number that all dtypes of the parameters
-        contain.
+        The second is the smallest positive number that can be represented in the dtypes
+        of all parameters.
         """
         part = range(self.batch.items)
         parameters = list(self._parameters.values())

@@ -142,8 +142,8 @@ class CoupledPasses:
             leaves = tensors_of(self.outputs_fn(*micro_batch))
             product = 0.0
             for place, cotangent in zip(cotangents, rows, strict=True):
-                # Convert to a wider dtype, because the sum could overflow in half
-                # precision. Only its gradient is used.
+                # Convert to a wider dtype, because the product could overflow in half
+                # precision. Only the gradient of the product is used.
                 work = working_dtype(cotangent.dtype)
                 terms = leaves[place].astype(work) * cotangent.astype(work)
                 product = product + terms.sum()
@@ -186,7 +186,8 @@ def coupled_value_and_grad(
         loss_fn: a function of the outputs of the whole batch that returns a scalar. It
             is also differentiated, once, with respect to the parameters that it uses
             itself.
-        weights: the Parameters of both functions to differentiate with respect to.
+        weights: the Parameters, used by either function, to differentiate with respect
+            to.
         steps: the maximum number of micro-batches, as for `value_and_grad`.
         micro_batch_size: the number of items in a micro-batch.
         axes: the axis along which each array contains its items, as for

@@ -61,9 +61,9 @@ class TensorSum:
 def gradient_function(
     fn: Function, parameters: Sequence[Parameter], has_aux: bool, scale: Function
 ) -> Function:
-    """Return a function that takes the arguments of a micro-batch. It returns ``(scaled
-    loss, loss)``, or ``(scaled loss, loss, aux)`` with `has_aux`, and the gradients of
-    the scaled loss.
+    """Return a function that takes the arguments of a micro-batch and returns a pair:
+    the outputs and the gradients of the scaled loss. The outputs are
+    ``(scaled loss, loss)``, or ``(scaled loss, loss, aux)`` with `has_aux`.
     """
 
     def outputs(*arguments: Nest) -> tuple[Any, ...]:
