@@ -224,7 +224,7 @@ def describe(state: Tree) -> str:
     ``micro-batch 2 of 4, update 17, 1 skipped, scale 65536``.
 
     The number after "of" is the size of the window that contains the last micro-batch.
-    Call this function outside compiled code, because it waits for the device.
+    Call this function outside compiled code, because it synchronizes with the device.
 
     Args:
         state: as in `result`.

@@ -30,7 +30,7 @@ Numbers = np.ndarray[Any, Any]
 
 
 class JaxSubject(Subject):
-    """The loss is compiled once for each size of micro-batch."""
+    """The loss is compiled once for each micro-batch size."""
 
     def __init__(self, params: Any, *arguments: Any, **options: Any) -> None:
         super().__init__(params, *arguments, **options)
@@ -110,7 +110,9 @@ class JaxSubject(Subject):
         return loss * jnp.asarray(scale, jnp.result_type(loss))
 
     def is_divided_by(self, steps: int, reduction: str) -> bool:
-        """A division computes a mean if the dividend is a sum."""
+        """True if the loss ends with a division by `steps`. A division of a sum does
+        not count, because it computes a mean.
+        """
         operations = self._program.eqns[-3:-1]  # the operations before the scaling
         names = [operation.primitive.name for operation in operations]
         if reduction == "sum" or names[-1:] != ["div"]:

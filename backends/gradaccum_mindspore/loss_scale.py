@@ -3,9 +3,9 @@
 At the end of a window the gradients are divided by the loss scale, so the training step
 must multiply the loss by the scale. MindSpore's own cells, such as
 `mindspore.nn.TrainOneStepCell`, cannot do this. To detect a training step that does not
-do this, `note_read` is called wherever the scale is read, and `require_read` is called
-wherever gradients are passed to the optimizer. In compiled code, both functions run
-only while MindSpore compiles the program. In PyNative mode, they run at each call.
+scale the loss, `note_read` is called wherever the scale is read, and `require_read` is
+called wherever gradients are passed to the optimizer. In compiled code, both functions
+run only while MindSpore compiles the program. In PyNative mode, they run at each call.
 """
 
 from __future__ import annotations

@@ -469,8 +469,8 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
         return self.storage.listener_calls.on_update(function)
 
     def __repr__(self) -> str:
-        """Return a one-line description of the state. The call waits for the device.
-        ``print(optimizer.inner)`` shows the inner optimizer.
+        """Return a one-line description of the state. The call synchronizes with the
+        device. ``print(optimizer.inner)`` shows the inner optimizer.
         """
         steps = self.options.steps
         if self.storage.size_varies:

@@ -97,8 +97,8 @@ def resumed_values(storage: Storage, parameter_dict: Checkpoint) -> dict[str, ob
         options = with_known_size(options, saved_state.optimizer_step)
     elif storage.size_varies:
         # A schedule of window sizes may be undefined after the last update of a run. So
-        # it is not called here. It is called when the next micro-batch is added, and
-        # the window's size is stored then.
+        # the schedule is not called here, but when the next micro-batch is added. The
+        # size that it returns is stored then.
         options = options._replace(steps=terms.steps)
     state = kit.resumed(saved_state, terms, options)
     values: dict[str, object] = dict(zip(fields.values(), state, strict=True))

@@ -36,9 +36,9 @@ PLAIN = (bool, int, float, str)
 
 
 class MindSporeSubject(Subject):
-    """The random numbers of MindSpore's random operators cannot be set from outside. So
-    Dropout Cells are compared in evaluation mode, and other random operators cannot be
-    compared.
+    """The random numbers of MindSpore's random operators cannot be controlled from
+    outside. So Dropout Cells are compared in evaluation mode, and other random
+    operators cannot be compared.
     """
 
     def __init__(self, model: nn.Cell, *arguments: Any, **options: Any) -> None:

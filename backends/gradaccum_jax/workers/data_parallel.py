@@ -165,8 +165,8 @@ def start_on(init: Step, mesh: Mesh | None, axes: tuple[str, ...]) -> Step:
 
 
 def specs_of(index: int, arg: Tree, axes: tuple[str, ...]) -> list[Spec]:
-    """Return the `PartitionSpec` of each leaf of `arg`, which is argument number
-    `index` of a step.
+    """Return the `PartitionSpec` of each leaf of `arg`, the step's argument at position
+    `index`.
     """
     split, same = _specs(axes)
     if index > 1:

@@ -166,9 +166,9 @@ def require_own(name: str, tree: Tree, axes: tuple[str, ...]) -> None:
 
 
 def shared_window(state: AccumulationState, axes: tuple[str, ...]) -> AccumulationState:
-    """Return `state`, which is the same on all devices, with the types of a shared
-    window: the fields in `OWN` may differ between devices, and all other fields may
-    not.
+    """Mark the fields of `state` as in a shared window: the fields in `OWN` as values
+    that may differ between devices, and all other fields as the same on all devices.
+    The values in `state` must in fact be the same on all devices.
     """
     if not axes:
         return state

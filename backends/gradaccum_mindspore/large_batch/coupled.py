@@ -183,11 +183,11 @@ def coupled_value_and_grad(
         outputs_fn: a function or Cell of the batch that returns a nested structure of
             Tensors. Each Tensor has one row per item, or the same number of rows for
             each item.
-        loss_fn: a function of the outputs of the whole batch that returns a scalar. It
-            is also differentiated, once, with respect to the parameters that it uses
-            itself.
-        weights: the Parameters, used by either function, to differentiate with respect
-            to.
+        loss_fn: a function of the outputs of the whole batch that returns a scalar. The
+            loss is also differentiated, once, with respect to the parameters that
+            `loss_fn` itself uses.
+        weights: the Parameters of `outputs_fn` and `loss_fn` to differentiate with
+            respect to.
         steps: the maximum number of micro-batches, as for `value_and_grad`.
         micro_batch_size: the number of items in a micro-batch.
         axes: the axis along which each array contains its items, as for

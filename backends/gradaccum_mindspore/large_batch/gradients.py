@@ -107,7 +107,8 @@ def run_micro_batches(
         backward: a function that `gradient_function` returned.
         batch: the arguments of the user's function for the whole large batch.
         options: the options of the function that processes the large batch.
-        add: a function that is called with the gradients, the loss and the micro-batch.
+        add: a function that is called for each micro-batch, with the gradients, the
+            loss and the micro-batch.
     """
     losses = TensorSum()
     weights: list[float] = []
