@@ -15,8 +15,8 @@ window, so adding a micro-batch is a single addition. `compiled_clear` computes 
 zeros, because ``zeros_like`` would add a constant as large as the model to the graph.
 
 Arithmetic on a half-precision sum runs in float32, and the result is rounded when it is
-written. MindSpore has few bfloat16 operators on a CPU, and float16 cannot represent a
-factor such as 2^16.
+written. This is necessary because MindSpore has few bfloat16 operators on a CPU, and
+because float16 cannot represent a factor such as 2^16.
 """
 
 from __future__ import annotations

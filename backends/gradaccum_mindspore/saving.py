@@ -35,8 +35,8 @@ def load_checkpoint_into(cell: nn.Cell, parameter_dict: Checkpoint) -> None:
             Parameters of `cell` have the same name; or the open window cannot be
             resumed. It can be resumed only if it was saved with the same reduction,
             overflow policy, loss scale and number of steps, by a worker of the same
-            rank, in a run with the same number of workers. Nothing is written in these
-            cases.
+            rank, in a run with the same number of workers. When this error is raised,
+            nothing has been written.
     """
     cells = [part for _, part in nn.Cell.cells_and_names(cell)]
     storages = [part for part in cells if isinstance(part, Storage)]

@@ -1,5 +1,5 @@
 """Compute the loss and the gradient of a large batch, or the update of a wrapped
-optimizer, with the memory of one micro-batch.
+optimizer, with only as much memory as one micro-batch needs.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def value_and_update(
         loss, updates, state = step(params, state, x, y)
         params = gradaccum_jax.apply_updates(params, updates, state)
 
-    Each call closes the window, with all options of `tx`. If the window already
+    Each call closes the window and applies all options of `tx`. If the window already
     contained micro-batches, the update includes them.
 
     Args:

@@ -218,8 +218,8 @@ class Results(NamedTuple):
 
 def results_of(results: Any, args: tuple[Tree, ...], axes: tuple[str, ...]) -> Results:
     """Prepare the results of a step for `jax.shard_map`. Results that are the same on
-    all devices are marked as such. Results that differ between devices get a leading
-    device axis.
+    all devices are marked as replicated. Results that differ between devices get a
+    leading device axis.
     """
     params_and_state, rest = split_results(results, args)
     require_shared_window(params_and_state, axes)

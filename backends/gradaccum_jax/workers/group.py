@@ -51,9 +51,9 @@ devices.
 
 
 class ParamsType(Enum):
-    """Which types `data_parallel` gives the parameters while it traces a step: the
-    types of values that are the same on all devices, or the types of per-device copies.
-    Each step is traced once with each kind of type.
+    """The types that the parameters have while `data_parallel` traces a step: the types
+    of values that are the same on all devices, or the types of per-device copies. Each
+    step is traced once with each kind of type.
     """
 
     SAME = "same on all devices"

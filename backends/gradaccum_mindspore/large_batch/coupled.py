@@ -2,9 +2,9 @@
 be any function of per-item outputs.
 
 The first pass keeps the outputs of all items. The loss of all outputs is differentiated
-once, with respect to the outputs and to its own parameters. The second pass propagates
-the gradient of each micro-batch's outputs to the parameters, by differentiating
-``sum(outputs * gradient)``.
+once, with respect to the outputs and to the parameters of the loss itself. The second
+pass propagates the gradient of each micro-batch's outputs to the parameters, by
+differentiating ``sum(outputs * gradient)``.
 
 Both passes run in PyNative mode, even if graph mode is set.
 """
@@ -170,8 +170,8 @@ def coupled_value_and_grad(
     accumulate_dtype: object = None,
     modules: Sequence[nn.Cell] | None = None,
 ) -> CoupledGradient:
-    """Return a function of a large batch that returns the loss of all items together
-    and its gradients, computed micro-batch by micro-batch.
+    """Return a function of a large batch that returns the joint loss of all items and
+    its gradients, computed micro-batch by micro-batch.
 
     ``coupled_value_and_grad(outputs_fn, loss_fn, weights, steps=4)(*batch)`` returns
     the same as ``mindspore.value_and_grad(lambda *batch: loss_fn(outputs_fn(*batch)),
