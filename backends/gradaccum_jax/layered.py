@@ -77,17 +77,17 @@ def layered_value_and_update(
 
     Only one layer's gradient is in memory at a time. The price is that the activations
     between the layers are kept for the whole batch, and that each layer runs a second
-    time in the backward pass. The inner optimizer has a separate state for the outer
-    parameters and for each layer, and is called separately for each of them. The
-    parameters of a layer are passed to the inner optimizer without their leading axis.
-    So an optimizer whose updates combine several layers, such as
-    `optax.clip_by_global_norm`, is rejected. An optimizer that draws random numbers is
-    rejected too, because it would draw the same numbers for each layer.
+    time in the backward pass. The inner optimizer is called separately for the outer
+    parameters and for each layer, with a separate state for each of them. It gets the
+    parameters of a layer without their leading axis. An optimizer whose updates combine
+    several layers, such as `optax.clip_by_global_norm`, is rejected. An optimizer that
+    draws random numbers is rejected too, because it would draw the same numbers for
+    each layer.
 
     Args:
-        prelude: ``prelude(outer, *micro_batch)`` returns the first layer's input
-            activations, as any tree of arrays. Integers in the tree, such as a mask,
-            have no gradient.
+        prelude: ``prelude(outer, *micro_batch)`` returns the inputs of the first layer
+            as a tree of arrays. Integer arrays in the tree, such as a mask, have no
+            gradient.
         layer: ``layer(params of one layer, activations, *micro_batch)`` returns
             activations of the same shapes and dtypes.
         loss_fn: ``loss_fn(outer, activations, *micro_batch)`` returns a floating-point
@@ -114,7 +114,7 @@ def layered_value_and_update(
         ArgumentTypeError: `tx` is not wrapped.
         ArgumentValueError: `tx` was not wrapped with ``steps=None``, or an option is
             invalid. The returned function raises this error in the same cases as a
-            function that `value_and_grad` returned.
+            function that `value_and_grad` returns.
         UsageError: `tx` or its inner optimizer cannot update the layers separately.
     """
     accumulation = require_open(tx)
@@ -188,9 +188,9 @@ class LayeredValueAndUpdate(LargeBatchFunction):
         ) -> tuple[tuple[Part, Stacks], None]:
             layer_parts, upstream = carry
             number, border = number_and_border
-            # The layers are read from the scan's carry and written back to it. If the
-            # layers were read from a separate array, XLA would keep a copy of all of
-            # them.
+            # The layers' parameters are read from the scan's carry and written back to
+            # the carry. If they were read from a separate array, XLA would keep a copy
+            # of all layers.
             layer_part = entry_at(layer_parts, number)
             sums, upstream = passes.pull_back(
                 self.layer,
@@ -303,9 +303,9 @@ class LayeredPasses:
 
     def head(self, activations: Stacks, numbers: Array) -> Any:
         """Apply the loss function to the last layer's activations. Return five values:
-        the window's state without its pytrees, the sums of the outer parameters'
-        gradients, the gradients with respect to the activations, the weights of the
-        micro-batches, and the loss or the pair (loss, aux).
+        the window's state, in which only the scalars are set, the sums of the outer
+        parameters' gradients, the gradients with respect to the activations, the
+        weights of the micro-batches, and the loss or the pair (loss, aux).
         """
         spec = self.function.spec
         dtype = jnp.result_type(self.state.weight)
@@ -387,7 +387,7 @@ class LayeredPasses:
         self, window: AccumulationState, part: Part, sums: Leaves
     ) -> tuple[Part, AccumulationState]:
         """Update the parameters in `part` with the sums of their gradients. Return the
-        updated part, and the window's state after the update.
+        updated `part`, and the window's state after the update.
         """
         put = moving_of(part.params)[1]
         state = window._replace(
@@ -418,8 +418,8 @@ def require_separable(
     inner: optax.GradientTransformationExtraArgs, outer: Tree, layers: Tree
 ) -> None:
     """Raise if the inner optimizer draws random numbers, or if its update of one layer
-    (or of the outer parameters) depends on another layer. To check this, two successive
-    updates are traced.
+    (or of the outer parameters) depends on another layer. This check traces two
+    successive updates.
     """
 
     def second_updates(params: Tree, first: Tree, second: Tree) -> Tree:

@@ -95,9 +95,9 @@ def on_masters(
 
 
 def distance(p: Array, master: Array) -> Array:
-    """Return the float32 update u of a half-precision parameter p for which
-    ``(p + u).astype(p.dtype)``, as computed by `optax.apply_updates`, is the rounded
-    `master`.
+    """Return a float32 update u for a half-precision parameter p, such that
+    ``(p + u).astype(p.dtype)``, as `optax.apply_updates` computes it, equals the
+    rounded `master`.
 
     Let q be the rounded master, t the number of bits in the half-precision significand
     (11 or 8), and u = fl(q - p). The result is q, bit for bit, in each of these cases:

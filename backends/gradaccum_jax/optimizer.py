@@ -2,7 +2,7 @@
 the functions `flush`, `discard` and `epoch`.
 
 `wrap` returns a plain `optax.GradientTransformationExtraArgs`. Its functions `init` and
-`update` are methods of an `Accumulation`, which also provides the options to `flush`.
+`update` are methods of an `Accumulation` object, from which `flush` reads the options.
 `update` is jitted, so it is compiled only once in a loop outside `jax.jit`.
 """
 
@@ -100,9 +100,7 @@ class Accumulation:
 
     @cached_property
     def inner(self) -> optax.GradientTransformationExtraArgs:
-        """The optimizer that was passed to `wrap`, extended by
-        `master_weights.on_masters`.
-        """
+        """The inner optimizer, wrapped by `master_weights.on_masters`."""
         inner = optax.with_extra_args_support(self.transformation)
         return on_masters(inner, self.options.master_weights)
 
@@ -206,7 +204,7 @@ class Accumulation:
     def add(
         self, state: AccumulationState, grads: Tree, weight: Scalar, loss: Scalar
     ) -> AccumulationState:
-        """Add one micro-batch to the open window. This never closes the window."""
+        """Add one micro-batch to the open window, without ever closing the window."""
         micro_batch = MicroBatch(self._align(grads, state), weight, loss)
         return window.add(state, micro_batch, None, self.options, self.shard_axes)[0]
 
@@ -312,8 +310,8 @@ def flush(
             recipes.
         params: the parameters. They are required with master weights, or if the inner
             optimizer needs them. The updates have the dtypes of the parameters.
-        denominator: a finite scalar > 0, which requires ``steps=None``. The sum of the
-            gradients is divided by this number instead of the window's weight.
+        denominator: a finite scalar > 0. The sum of the gradients is divided by this
+            number instead of the window's weight. This requires ``steps=None``.
         extra: arguments that are passed on to the inner optimizer.
 
     Returns:
@@ -355,7 +353,7 @@ def epoch(loader: Iterable[M], *, progress: bool = False) -> kit.Epoch[tuple[M, 
 
     Args:
         loader: an iterable over the micro-batches.
-        progress: True shows a progress bar, which requires the package rich.
+        progress: True shows a progress bar. This requires the rich package.
 
     Raises:
         ArgumentTypeError: `loader` is not an iterable, or `progress` is not a bool.
@@ -396,7 +394,7 @@ def discard(tx: optax.GradientTransformation, state: S) -> S:
 
 
 def accumulation_of(tx: object) -> Accumulation | None:
-    """Return the `Accumulation` of `tx` if it came from `gradaccum.wrap`, else None."""
+    """Return the `Accumulation` behind `tx`, or None if `tx` is not wrapped."""
     owner = getattr(getattr(tx, "update", None), "__self__", None)
     return owner if isinstance(owner, Accumulation) else None
 

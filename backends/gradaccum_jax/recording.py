@@ -27,7 +27,7 @@ class RecorderState(NamedTuple):
 
 class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
     """An optax transformation to use instead of the inner optimizer. It records the
-    gradients that the optimizer would receive, and returns updates of zeros, so the
+    gradients that the optimizer would receive, and returns all-zero updates, so the
     parameters do not change.
 
         recorder = gradaccum_jax.LoopRecorder()
@@ -71,9 +71,9 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
         Args:
             state: the optimizer's state at the end of the loop, or a tree that contains
                 this state. A wrapper may compute an update in every step but apply only
-                some of them. The state shows which updates were applied.
-            loss_fn: ``loss_fn(params, *micro_batch)`` returns the loss, a scalar that
-                is not yet divided or weighted.
+                some of these updates. The state shows which updates were applied.
+            loss_fn: ``loss_fn(params, *micro_batch)`` returns the loss as a scalar,
+                before it is divided or weighted.
             params: the parameters with which the loop ran. They are still the same
                 after the loop, because the recorder's updates are zeros.
             micro_batches: the micro-batches that the loop trained on, in the same

@@ -1,7 +1,8 @@
-"""Check whether a state that was restored from a checkpoint fits the optimizer.
+"""Check whether a state that was restored from a checkpoint matches the optimizer.
 
 A checkpoint library that restores without a target tree returns plain dicts and lists.
-The leaves keep their paths, so each leaf is matched to a leaf of the state by its path.
+The paths of the leaves are preserved, so each restored leaf is matched by its path to a
+leaf of the optimizer's own state.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ def check_state(tx: optax.GradientTransformation, state: Tree, params: Params) -
     structure of the state of `tx`.
 
     All paths, shapes and dtypes are checked. An open window can be resumed only with
-    the same values of these options: `reduction`, `on_overflow`, `steps`, and the kind
-    of loss scale (if the scale is constant, also its value). If no window is open, all
-    of these options may change. The saved loss scale is kept only if the scale is
+    the same `reduction`, `on_overflow` and `steps`, and with the same kind of loss
+    scale. A constant loss scale must also have the same value. If no window is open,
+    all of these options may change. The saved loss scale is kept only if the scale is
     dynamic both in the saved run and in this run. Do not call this function under
     `jax.jit`, because it reads the values of arrays.
 
@@ -55,9 +56,9 @@ def check_state(tx: optax.GradientTransformation, state: Tree, params: Params) -
     Args:
         tx: an optimizer from `gradaccum.wrap`; or an `optax.chain`, `optax.partition`
             or `optax.masked` that contains one such optimizer.
-        state: the state from the checkpoint, with NumPy or JAX arrays: an
-            `AccumulationState`; or the nested dicts that `flax.serialization` and orbax
-            return if they restore without a target; or flax nnx's
+        state: the state from the checkpoint, with NumPy or JAX arrays as leaves. It may
+            be an `AccumulationState`, the nested dicts that `flax.serialization` and
+            orbax return if they restore without a target, or flax nnx's
             ``optimizer.opt_state``, as shown in the recipes.
         params: the parameters, or a `jax.ShapeDtypeStruct` for each parameter.
 

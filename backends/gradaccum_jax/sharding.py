@@ -2,10 +2,10 @@
 and the differences between JAX versions.
 
 Inside `jax.shard_map`, the type of a value contains the mesh axes along which the value
-may differ between devices. JAX requires the results of a loop or a conditional to have
-the same types as its inputs. If a result would vary along more axes than its input,
-these helpers first add the axes to the type of the input. This happens, for example, if
-the predicate varies along more axes.
+may differ between devices. JAX requires each result of a loop or a conditional to have
+the same type as the corresponding input. But a result may vary along more axes than its
+input, for example because the predicate does. In this case, these helpers first add the
+missing axes to the type of the input.
 """
 
 from __future__ import annotations
@@ -79,10 +79,9 @@ def vary(tree: T, axes: Axes) -> T:
 def with_axes_of_results(
     predicate: Scalar, function: Callable[[T], T], operand: T
 ) -> tuple[Callable[[T], T], T]:
-    """Make the types of the inputs and results of a conditional agree. Return versions
-    of `function` and `operand` in which each array is marked as varying along a mesh
-    axis if the array itself, the corresponding result or `predicate` varies along this
-    axis.
+    """Make the types of a conditional's inputs and results agree, and return the
+    changed `function` and `operand`. An input and its result are marked as varying
+    along a mesh axis if either of them, or `predicate`, varies along this axis.
     """
     leaves, structure = jax.tree.flatten(operand)
     while True:
@@ -170,9 +169,9 @@ def _shards_by_type(sharding: Any, axis: int, others: Tree) -> AxisShards:
 
 
 def _most_devices(tree: Tree) -> int:
-    """Return the number of devices of the largest mesh with automatic axes, among the
-    surrounding mesh and the meshes of the arrays in `tree`. Return 1 if there is no
-    such mesh.
+    """Return the number of devices of the largest mesh that has automatic axes: either
+    the surrounding mesh or the mesh of an array in `tree`. Return 1 if no mesh has
+    automatic axes.
     """
     arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
     meshes: list[Any] = [typeof(leaf).sharding.mesh for leaf in arrays]
@@ -188,9 +187,9 @@ def _is_automatic(mesh: Any) -> bool:
 
 
 def divide_axis(array: Array, axis: int, blocks: int) -> Array:
-    """Split `axis` of `array` into two axes. The first new axis is the index of a
-    block, and keeps the sharding. The second new axis is the index of an item within
-    its block.
+    """Split `axis` of `array` into two axes. The first new axis runs over blocks of
+    items and keeps the sharding of `axis`. The second new axis runs over the items of a
+    block.
     """
     length = array.shape[axis] // blocks
     shape = (*array.shape[:axis], blocks, length, *array.shape[axis + 1 :])

@@ -55,16 +55,16 @@ class AccumulationState(NamedTuple):
     two windows it contains leftover values from the last update.
     """
     inner_state: InnerState
-    """The inner optimizer's own state. If there are master weights, this state belongs
-    to them, not to the parameters.
+    """The inner optimizer's own state. With master weights, this state belongs to the
+    master weights, not to the parameters.
     """
     last_applied: Scalar
     """bool: True if the last call closed a window with an update."""
     last_skipped: Scalar
     """bool: True if the last call closed a window without an update."""
     last_overflow: Scalar
-    """bool: True if the last call closed a window that had overflowed, or if the call
-    dropped its micro-batch.
+    """bool: True if the last call closed a window that had overflowed, or if it dropped
+    the micro-batch that was passed to it.
     """
     last_grad_norm: Scalar
     """The global 2-norm of the last closed window's gradient before clipping, in the
@@ -158,8 +158,8 @@ def like(new: Scalar, old: Scalar) -> Array:
 
 
 def all_like(news: Sequence[Scalar], olds: Sequence[Scalar]) -> list[Array]:
-    """Cast each new value to the dtype of its old value, and mark it as varying along
-    the same mesh axes.
+    """Cast each new value to the dtype of the corresponding old value, and mark it as
+    varying along the same mesh axes as the old value.
     """
     arrays = [
         jnp.asarray(new, jnp.result_type(old))
@@ -223,8 +223,8 @@ def describe(state: Tree) -> str:
     """Return a one-line description of the state, for example
     ``micro-batch 2 of 4, update 17, 1 skipped, scale 65536``.
 
-    The number after "of" is the size of the last micro-batch's window. Call this
-    function outside compiled code, because it waits for the device.
+    The number after "of" is the size of the window that contains the last micro-batch.
+    Call this function outside compiled code, because it synchronizes with the device.
 
     Args:
         state: as in `result`.

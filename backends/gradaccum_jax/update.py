@@ -78,7 +78,7 @@ class Update(NamedTuple):
 
         Returns:
             If `apply` is true: the updates, the accumulator overwritten with the
-            updates, and the inner optimizer's new state. Otherwise: updates of zeros,
+            updates, and the inner optimizer's new state. Otherwise: all-zero updates,
             the unchanged accumulator, and the old state.
         """
         update_types = self._update_types(accumulator, inner_state, divisor)
@@ -146,9 +146,9 @@ def _wide_enough(total: Array, update: Array) -> Array:
 
 def _updates_that_move(updates: Updates, accumulator: Tree) -> Updates:
     """Return `updates`, with replacements for the parameters that never change. The
-    update of an integer or bool parameter is replaced with its gradient sum, which is
-    exactly 0 and has the parameter's dtype. The update of a frozen parameter is
-    replaced with an empty array.
+    update of an integer or bool parameter is replaced with the parameter's gradient
+    sum, which is exactly 0 and has the parameter's dtype. The update of a frozen
+    parameter is replaced with an empty array.
     """
 
     def update_that_moves(total: Array, update: Array) -> Array:
@@ -183,8 +183,8 @@ def without_frozen(
     try:
         program = jax.make_jaxpr(results)(totals, params).jaxpr
     except Exception:
-        # The optimizer needs arguments that are passed only with a micro-batch. So it
-        # is not yet known which parameters are frozen.
+        # The optimizer needs arguments that it gets only when a micro-batch is added.
+        # So it is not yet known which parameters are frozen.
         return accumulator
     uses_state = [True] * len(program.outvars[count:])
     is_read = partial_eval.dce_jaxpr(program, [True] * count + uses_state)[1]
@@ -200,9 +200,9 @@ def without_frozen(
 
 
 def no_update(leaf: Array) -> Array:
-    """Return an update of zeros with the shape and dtype of `leaf`. The zeros are -0.0,
-    because adding -0.0 leaves every parameter unchanged, bit for bit. Adding 0.0 would
-    change -0.0 to 0.0.
+    """Return an all-zero update with the shape and dtype of `leaf`. Its elements are
+    -0.0, because adding -0.0 leaves every parameter unchanged, bit for bit. Adding 0.0
+    would change -0.0 to 0.0.
     """
     zero: complex = 0
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):

@@ -24,13 +24,13 @@ ROUNDOFFS = {
     "f64": 2.0**-52,
 }
 """The relative rounding error of each floating-point dtype, beginning with the coarsest
-dtype. A key is the beginning of a dtype's name in the text of a JAX program (jaxpr).
+dtype. The keys are prefixes of the dtypes' names in the text of a JAX program (jaxpr).
 """
 Numbers = np.ndarray[Any, Any]
 
 
 class JaxSubject(Subject):
-    """The loss is compiled once for each size of micro-batch."""
+    """The loss is compiled once for each micro-batch size."""
 
     def __init__(self, params: Any, *arguments: Any, **options: Any) -> None:
         super().__init__(params, *arguments, **options)
@@ -60,7 +60,8 @@ class JaxSubject(Subject):
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
-        # NumPy need not warn, because the report says which gradients are not finite.
+        # Suppress NumPy's warnings, because the report says which gradients are not
+        # finite.
         with np.errstate(all="ignore"), super().isolated():
             yield
 
@@ -81,8 +82,8 @@ class JaxSubject(Subject):
         self._perturbed_parameters = jax.tree.map(perturbed, self._parameters)
 
     def gradient(self, part: Sequence[int], conditions: Conditions) -> Numbers:
-        # A program is compiled for each seed, because random numbers that the loss
-        # draws from Python and NumPy are constants of a program.
+        # Compile a program for each seed, because random numbers that the loss draws
+        # with Python or NumPy become constants of the program.
         if conditions.seed not in self._compiled:
             self._compiled[conditions.seed] = jax.jit(jax.grad(self._scaled_loss))
         differentiate = self._compiled[conditions.seed]
@@ -109,7 +110,9 @@ class JaxSubject(Subject):
         return loss * jnp.asarray(scale, jnp.result_type(loss))
 
     def is_divided_by(self, steps: int, reduction: str) -> bool:
-        """A division computes a mean if the dividend is a sum."""
+        """True if the loss ends with a division by `steps`. A division of a sum does
+        not count, because it computes a mean.
+        """
         operations = self._program.eqns[-3:-1]  # the operations before the scaling
         names = [operation.primitive.name for operation in operations]
         if reduction == "sum" or names[-1:] != ["div"]:
@@ -127,8 +130,10 @@ class JaxSubject(Subject):
 
     @cached_property
     def precision(self) -> tuple[float, float]:
-        """The relative rounding error of the coarsest dtype in the compiled loss. The
-        smallest number is a normal number, because XLA flushes subnormal numbers to 0.
+        """A pair of numbers. The first is the relative rounding error of the coarsest
+        dtype in the compiled loss. The second is the smallest number that is positive
+        and normal in the dtypes of all parameters. Subnormal numbers do not count,
+        because XLA flushes them to 0.
         """
         names = re.findall(r"\b(b?f\d+)", str(self._program))
         roundoff = max(ROUNDOFFS[name] for name in names if name in ROUNDOFFS)

@@ -1,8 +1,8 @@
 """Add a micro-batch to the open window, close the window, or discard it.
 
-Only the device knows whether a window ends with a micro-batch. So every micro-batch
-runs the same compiled program: `add`, then `close`, which closes the window only if
-`at_end` is true.
+Whether a micro-batch ends the window is known only on the device. So every micro-batch
+runs the same compiled program: first `add`, then `close`, which closes the window only
+if `at_end` is true.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def close(
     denominator: Scalar = None,
 ) -> tuple[Updates, AccumulationState]:
     """Close the window if `at_end` is true: apply or skip its update, and count the
-    window. Otherwise return updates of zeros, and a state that contains the flags of
+    window. Otherwise return all-zero updates, and a state that contains the flags of
     `event`.
 
     The program has three conditionals: the first decides whether to apply the update,
@@ -149,8 +149,8 @@ def close(
 
     If all arrays are small, compile time matters more than memory. In this case the
     optimizer's branch divides the sum, which saves a conditional, and one kernel
-    computes all counts that the first conditional needs. With large arrays, this kernel
-    would cost 30 us in each micro-batch (JAX 0.7.1).
+    computes all scalars that the first conditional needs. With large arrays, this
+    kernel would cost 30 us in each micro-batch (JAX 0.7.1).
     """
     require_known_axes(state.accumulator, update.axes, update.shard_axes)
     is_small = gradient_sum.is_small(state.accumulator)

@@ -43,7 +43,8 @@ def run_if(predicate: Scalar, function: Callable[[T], T], operand: T) -> T:
     """Return ``function(operand)`` if `predicate` is true, else `operand`. The results
     of `function` must have the shapes and dtypes of `operand`.
 
-    Under `jax.vmap` this becomes a select, which means that both results are computed.
+    Under `jax.vmap` this becomes a select, so `function` runs even if `predicate` is
+    false.
     """
     arrays = jax.tree.map(jnp.asarray, operand)
     if manual_axes():
@@ -53,17 +54,17 @@ def run_if(predicate: Scalar, function: Callable[[T], T], operand: T) -> T:
 
 # For each scalar that a branch returns, XLA:CPU compiles a separate kernel, which takes
 # about 4 ms (JAX 0.7.1). Only a reduction can return several results from one kernel.
-# So each scalar is duplicated, and a reduction selects the later of the two copies. XLA
-# does not simplify this reduction.
+# So each scalar is duplicated, and a reduction selects the second copy. XLA does not
+# simplify this reduction.
 
 
 def in_one_kernel(numbers: T) -> T:
-    """Return a tree of scalars unchanged, but make XLA compute all of them in one
+    """Return a tree of scalars unchanged, but make XLA compute all scalars in one
     kernel.
     """
     leaves, structure = jax.tree.flatten(numbers)
-    # XLA:CPU rejects a reduction of float32 and float64 arrays, and JAX rejects a
-    # reduction of arrays that vary along different mesh axes.
+    # XLA:CPU cannot reduce float32 and float64 arrays together, and JAX rejects a
+    # reduction over arrays that vary along different mesh axes.
     if manual_axes() or any(leaf.dtype == jnp.float64 for leaf in leaves):
         return numbers
     return cast(T, jax.tree.unflatten(structure, _reduced(*leaves)))

@@ -115,8 +115,9 @@ class WindowLoss(nn.Cell):  # type: ignore[misc]
         self.write((total, weight_with_loss, value))
 
     def after_window(self, state: State, ending: State, options: Options) -> Losses:
-        """Return the losses to store after a window that ended with `state`. `ending`
-        and `options` determine the number by which the sum of the losses is divided.
+        """Return the losses to store after a window whose last state was `state`. The
+        sum of the losses is divided by the number that `ending` and `options`
+        determine.
         """
         total, weight_with_loss, _ = self.read()
         if weight_with_loss != state.weight:

@@ -8,15 +8,15 @@ because MindSpore runs it in another thread. So on a CPU most of the PyNative fu
 use NumPy, which reads a tensor's memory without a copy and takes only microseconds. On
 other devices, and for bfloat16, the functions use MindSpore's operators.
 
-Only `write` and `add_into` change a sum, because in PyNative mode ``Tensor.add_`` and
-similar methods leave a Parameter unchanged, and a compiled function does not see the
-effect of ``set_data``. The sums are set to zero at the end of a window, so adding a
-micro-batch is a single addition. `compiled_clear` computes the zeros, because
-``zeros_like`` would add a constant as large as the model to the graph.
+Only `write` and `add_into` change a sum. Other ways are unreliable: in PyNative mode
+``Tensor.add_`` and similar methods leave a Parameter unchanged, and a compiled function
+does not see the effect of ``set_data``. The sums are set to zero at the end of a
+window, so adding a micro-batch is a single addition. `compiled_clear` computes the
+zeros, because ``zeros_like`` would add a constant as large as the model to the graph.
 
 Arithmetic on a half-precision sum runs in float32, and the result is rounded when it is
-written. MindSpore has few bfloat16 operators on a CPU, and float16 cannot represent a
-factor such as 2^16.
+written. This is necessary because MindSpore has few bfloat16 operators on a CPU, and
+because float16 cannot represent a factor such as 2^16.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def working_dtype(dtype: DType) -> DType:
 
 
 def write(parameter: Parameter, value: Tensor) -> None:
-    """Assign `value`, which must have the parameter's dtype. This works in PyNative
-    mode and in compiled code.
+    """Assign `value` to `parameter`. Both must have the same dtype. This works in
+    PyNative mode and in compiled code.
     """
     # Assign has no bfloat16 kernel on a CPU. Tensor.copy_ is not used, because the
     # compiler can overlook its effect.

@@ -2,10 +2,10 @@
 
 At the end of a window the gradients are divided by the loss scale, so the training step
 must multiply the loss by the scale. MindSpore's own cells, such as
-`mindspore.nn.TrainOneStepCell`, cannot do this. To detect such a step, `note_read` is
-called wherever the scale is read, and `require_read` is called wherever gradients are
-passed to the optimizer. In compiled code, both functions run only while MindSpore
-compiles the program. In PyNative mode, they run at each call.
+`mindspore.nn.TrainOneStepCell`, cannot do this. To detect a training step that does not
+scale the loss, `note_read` is called wherever the scale is read, and `require_read` is
+called wherever gradients are passed to the optimizer. In compiled code, both functions
+run only while MindSpore compiles the program. In PyNative mode, they run at each call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _read: set[int] = set()
 
 def key_of(options: Options) -> int:
     """Return a number that identifies one wrapped optimizer in compiled code, or
-    `NEVER` if it has no loss scale.
+    `NEVER` if the optimizer has no loss scale.
     """
     return NEVER if options.scale_rule == ScaleRule() else next(_keys)
 

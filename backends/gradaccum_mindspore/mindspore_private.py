@@ -54,9 +54,9 @@ def is_graph_mode() -> bool:
 
 
 def refuse_trace() -> None:
-    """Raise an error if ``mindspore.jit(capture_mode="trace")`` is recording this call.
-    Each later call would only repeat the operators of the recorded call, and would
-    never make an update.
+    """Raise an error if ``mindspore.jit(capture_mode="trace")`` is recording this call,
+    because each later call would only repeat the recorded operators and would never
+    make an update.
     """
     if not jit_trace._using_trace:
         return

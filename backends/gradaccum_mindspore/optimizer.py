@@ -367,20 +367,20 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
         self, loader: Iterable[M], *, carry: bool = False, progress: bool = False
     ) -> kit.Epoch[M]:
         """Iterate from Python over the micro-batches of a loader, and flush when the
-        loader ends: ``for x, y in opt.epoch(loader):``.
+        loader is exhausted: ``for x, y in opt.epoch(loader):``.
 
         If you leave the loop early, the window stays open. With several workers, each
-        worker flushes once, when its own loader ends. A `GradAccumWarning` is issued
-        once if micro-batches differ in size but no weight is passed. In compiled code,
-        such micro-batches are detected only if the program is compiled for each size.
-        Another warning is issued once if an earlier loop was left early and its window
-        is still open.
+        worker flushes once, when its own loader is exhausted. A `GradAccumWarning` is
+        issued once if micro-batches differ in size but no weight is passed. In compiled
+        code, different sizes are detected only if the program is compiled for each
+        size. Another warning is issued once if an earlier loop was left early and its
+        window is still open.
 
         Args:
             loader: an iterable over the micro-batches, such as a `mindspore.dataset`
                 dataset.
             carry: True leaves the last window open for the next epoch.
-            progress: True shows a progress bar, which requires the package rich.
+            progress: True shows a progress bar. This requires the rich package.
 
         Raises:
             ArgumentTypeError: `loader` is not iterable, or `carry` or `progress` is not
@@ -403,7 +403,7 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
 
     def updates_in(self, loader: Sized | int, epochs: int = 1) -> int:
         """Return the number of updates that the next `epochs` epochs over a loader will
-        make. Use it, for example, as the length of a schedule.
+        make. Use this number, for example, as the length of a schedule.
 
         Args:
             loader: an object with a length, or the number of micro-batches, an int >=
@@ -469,8 +469,8 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
         return self.storage.listener_calls.on_update(function)
 
     def __repr__(self) -> str:
-        """Return a one-line description of the state. The call waits for the device.
-        ``print(optimizer.inner)`` shows the inner optimizer.
+        """Return a one-line description of the state. The call synchronizes with the
+        device. ``print(optimizer.inner)`` shows the inner optimizer.
         """
         steps = self.options.steps
         if self.storage.size_varies:

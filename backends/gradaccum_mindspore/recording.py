@@ -78,7 +78,7 @@ class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
                 `gradaccum.check_loop`.
 
         Raises:
-            IndexError: the loop made more updates than the recorder keeps.
+            IndexError: the loop made more updates than the recorder can store.
         """
         update_count = int(self.updates_made.asnumpy()[0])
         batches = [kit.as_arguments(each) for each in micro_batches]
@@ -99,8 +99,8 @@ class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
 
 
 def recording(optimizer: Any) -> AbstractContextManager[LoopRecorder]:
-    """Start recording with the `LoopRecorder` that the loop uses as its optimizer,
-    whether or not gradaccum has wrapped it.
+    """Start recording with the `LoopRecorder` that the loop uses as its optimizer. The
+    recorder may be wrapped by gradaccum.
 
     MindSpore compiles an optimizer together with the step, so calls to any other
     optimizer cannot be observed.

@@ -2,7 +2,7 @@
 anything is written, and functions that are already compiled use the loaded values.
 
 In contrast, `mindspore.load_param_into_net` skips missing values, does not check the
-window, and loads values that already compiled functions ignore.
+window, and functions that are already compiled ignore the values that it loads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gradaccum_mindspore.state import (
 
 def load_checkpoint_into(cell: nn.Cell, parameter_dict: Checkpoint) -> None:
     """Load a checkpoint into a wrapped optimizer, or into a cell that contains a
-    wrapped optimizer, whether or not it has been compiled.
+    wrapped optimizer. The optimizer or cell may already be compiled.
 
     Args:
         cell: a wrapped optimizer, or a cell such as `mindspore.nn.TrainOneStepCell`.
@@ -32,10 +32,11 @@ def load_checkpoint_into(cell: nn.Cell, parameter_dict: Checkpoint) -> None:
 
     Raises:
         CheckpointError: a value is missing, or has the wrong shape or dtype; two
-            Parameters of `cell` have the same name; or the open window does not match.
-            It matches only if it was saved with the same reduction, overflow policy,
-            loss scale and number of steps, by a worker of the same rank, in a run with
-            the same number of workers. Nothing is written in these cases.
+            Parameters of `cell` have the same name; or the open window cannot be
+            resumed. It can be resumed only if it was saved with the same reduction,
+            overflow policy, loss scale and number of steps, by a worker of the same
+            rank, in a run with the same number of workers. When this error is raised,
+            nothing has been written.
     """
     cells = [part for _, part in nn.Cell.cells_and_names(cell)]
     storages = [part for part in cells if isinstance(part, Storage)]
@@ -96,8 +97,8 @@ def resumed_values(storage: Storage, parameter_dict: Checkpoint) -> dict[str, ob
         options = with_known_size(options, saved_state.optimizer_step)
     elif storage.size_varies:
         # A schedule of window sizes may be undefined after the last update of a run. So
-        # it is not called here. It is called when the next micro-batch is added, and
-        # the window's size is stored then.
+        # the schedule is not called here, but when the next micro-batch is added. The
+        # size that it returns is stored then.
         options = options._replace(steps=terms.steps)
     state = kit.resumed(saved_state, terms, options)
     values: dict[str, object] = dict(zip(fields.values(), state, strict=True))

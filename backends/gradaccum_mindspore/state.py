@@ -205,8 +205,8 @@ class Storage(nn.Cell):  # type: ignore[misc]
             for position, dtype in enumerate(sum_dtypes)
             if narrows(dtype, self.gradient_dtypes[position])
         )
-        """The indices of the gradient sums that may be finite but overflow when they
-        are cast to the inner optimizer's dtype.
+        """The indices of the gradient sums that can overflow when they are cast to the
+        inner optimizer's dtype, even if the sums themselves are finite.
         """
         self.sums = ParameterTuple(
             [

@@ -88,7 +88,8 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
             # the sizes differ. `Sizes("sum")` never warns.
             optimizer.storage.sizes = Sizes("sum")
         # The attribute is not called `weight`, because a Cell that contains a tuple of
-        # Parameters gets one attribute for each Parameter, with the Parameter's name.
+        # Parameters gets one attribute for each Parameter, with the Parameter's name,
+        # which may be `weight`.
         self.weight_of_micro_batch = weight
         self.takes_means = optimizer.options.reduction == "mean"
         self.backward = ms.value_and_grad(
@@ -167,7 +168,8 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
         self.optimizer.storage.sizes.see(run.train_dataset_element)
         steps = run.batch_num
         if not run.dataset_sink_mode:
-            # If a `sink_size` was passed, `batch_num` equals it even outside sink mode.
+            # If a `sink_size` was passed, `batch_num` equals `sink_size` even outside
+            # sink mode.
             steps = run.train_dataset.get_dataset_size()
         if run.cur_step_num % steps == 0:
             self._flush()

@@ -122,8 +122,8 @@ def require_unwrapped(inner: Optimizer) -> None:
 
 
 def require_no_scale(inner: Optimizer) -> None:
-    """Raise if `inner` has its own loss scale. It would divide the gradients by this
-    scale, which gradaccum does not know.
+    """Raise if `inner` has its own loss scale. The optimizer would divide the gradients
+    by this scale, which gradaccum does not know.
     """
     scale = float(getattr(inner, "loss_scale", 1.0))
     if scale != 1:

@@ -36,9 +36,9 @@ PLAIN = (bool, int, float, str)
 
 
 class MindSporeSubject(Subject):
-    """The random numbers of MindSpore's random operators cannot be set from outside. So
-    Dropout Cells are compared in evaluation mode, and other random operators cannot be
-    compared.
+    """The random numbers of MindSpore's random operators cannot be controlled from
+    outside. So Dropout Cells are compared in evaluation mode, and other random
+    operators cannot be compared.
     """
 
     def __init__(self, model: nn.Cell, *arguments: Any, **options: Any) -> None:
@@ -129,8 +129,8 @@ class MindSporeSubject(Subject):
     def precision(self) -> tuple[float, float]:
         """A pair of numbers. The first is the distance from 1 to the next larger number
         in the coarsest dtype among the parameters, the inputs and the outputs of Cells.
-        The second is the smallest positive number that all dtypes of the parameters
-        contain.
+        The second is the smallest positive number that can be represented in the dtypes
+        of all parameters.
         """
         part = range(self.batch.items)
         parameters = list(self._parameters.values())

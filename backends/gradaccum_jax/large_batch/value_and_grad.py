@@ -1,5 +1,5 @@
 """Compute the loss and the gradient of a large batch, or the update of a wrapped
-optimizer, with the memory of one micro-batch.
+optimizer, with only as much memory as one micro-batch needs.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def value_and_grad(
     compiled program.
 
     Args:
-        loss_fn: ``loss_fn(params, *micro_batch)`` returns a floating scalar, or
+        loss_fn: ``loss_fn(params, *micro_batch)`` returns a floating-point scalar, or
             ``(loss, aux)`` with `has_aux`.
         has_aux: as in `jax.value_and_grad`.
         steps: the largest number of micro-batches. Each micro-batch has ceil(items /
@@ -88,9 +88,9 @@ def value_and_grad(
         reduction: "mean" if `loss_fn` returns a mean, that is, a sum divided by the
             micro-batch's weight; "sum" if it returns a sum; "sum_per_item" if it
             returns a sum that is to be divided by the batch's weight.
-        weight: the weight of a micro-batch. It is a function of the arguments that
-            `loss_fn` gets after `params`, which returns, for example, the number of
-            tokens; or an array with one number per item. By default the weight is the
+        weight: an array with one number per item, or a function that returns the weight
+            of a micro-batch, for example its number of tokens. The function gets the
+            same arguments as `loss_fn`, except `params`. By default the weight is the
             number of items. The weight is not differentiated. A traced weight that is
             negative or not finite makes the loss and the gradient NaN. A micro-batch of
             weight 0 adds nothing, even if its gradient is NaN. If all weights are 0,
@@ -120,8 +120,8 @@ def value_and_grad(
         ``((loss, aux), gradients)``. The loss has shape () and the dtype that `loss_fn`
         returns. Arrays that are passed by keyword are split along axis 0, or along
         `axes` if `axes` is a single axis for all arguments. Other values, such as
-        ``train=True``, are passed whole. They are constants of the compiled program,
-        except floats.
+        ``train=True``, are passed whole. Except for floats, they are constants of the
+        compiled program.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an option is invalid; or, when the
@@ -194,7 +194,7 @@ def value_and_update(
         loss, updates, state = step(params, state, x, y)
         params = gradaccum_jax.apply_updates(params, updates, state)
 
-    Each call closes the window, with all options of `tx`. If the window already
+    Each call closes the window and applies all options of `tx`. If the window already
     contained micro-batches, the update includes them.
 
     Args:
@@ -216,17 +216,17 @@ def value_and_update(
         ``(loss, updates, state)``, or ``((loss, aux), updates, state)``. The loss is
         unscaled and includes dropped micro-batches; ``gradaccum_jax.result(...).loss``
         excludes them. The updates have the parameters' dtypes, and are zeros if no
-        update was made. From `extra`, the inner optimizer gets the arguments that it
-        declares, and the arguments of optax's own optimizers, such as `value_fn`,
-        unless `loss_fn` has an argument of the same name. It also gets the window's
+        update was made. The inner optimizer gets two kinds of arguments from `extra`:
+        arguments that it declares, and arguments of optax's own optimizers, such as
+        `value_fn`, that are not also arguments of `loss_fn`. It also gets the window's
         loss as `value`, unless `extra` contains a `value`. All other arguments in
         `extra` are passed to `loss_fn`, as for `value_and_grad`.
 
     Raises:
         ArgumentTypeError: `tx` is not wrapped.
         ArgumentValueError: `tx` was not wrapped with ``steps=None``, or an option is
-            invalid. A call of the returned function raises this error in the same cases
-            as with `value_and_grad`.
+            invalid. The returned function raises this error in the same cases as a
+            function that `value_and_grad` returns.
     """
     accumulation = require_open(tx)
     return ValueAndUpdate(

@@ -134,8 +134,8 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
 
 
 def _trace(check: Step, leaves: list[Array]) -> None:
-    """Trace `check`, which raises an error if the parameters or the state that the step
-    returns may differ between devices according to JAX's types.
+    """Trace `check`. It raises an error if, according to JAX's types, the parameters or
+    the state that the step returns may differ between devices.
     """
     try:
         jax.eval_shape(check, *leaves)
@@ -165,8 +165,8 @@ def start_on(init: Step, mesh: Mesh | None, axes: tuple[str, ...]) -> Step:
 
 
 def specs_of(index: int, arg: Tree, axes: tuple[str, ...]) -> list[Spec]:
-    """Return the `PartitionSpec` of each leaf of `arg`, which is argument number
-    `index` of a step.
+    """Return the `PartitionSpec` of each leaf of `arg`, the step's argument at position
+    `index`.
     """
     split, same = _specs(axes)
     if index > 1:
@@ -199,8 +199,9 @@ def _typed_by(leaf: Array, spec: Spec, mesh: Mesh) -> Array:
 
 
 def _without_device_axis(arg: Tree) -> Tree:
-    """Remove the leading device axis from the state's fields that differ between
-    devices, because the step on a single device expects these fields without the axis.
+    """Remove the leading device axis from the fields of the state that differ between
+    devices. The step runs on a single device, so it expects these fields without that
+    axis.
     """
     return map_by_kind(arg, own=lambda leaf: jnp.squeeze(leaf, 0))
 
@@ -217,8 +218,8 @@ class Results(NamedTuple):
 
 def results_of(results: Any, args: tuple[Tree, ...], axes: tuple[str, ...]) -> Results:
     """Prepare the results of a step for `jax.shard_map`. Results that are the same on
-    all devices are marked as such. Results that differ between devices get a leading
-    device axis.
+    all devices are marked as replicated. Results that differ between devices get a
+    leading device axis.
     """
     params_and_state, rest = split_results(results, args)
     require_shared_window(params_and_state, axes)
@@ -240,9 +241,9 @@ def results_of(results: Any, args: tuple[Tree, ...], axes: tuple[str, ...]) -> R
 
 
 def split_results(results: Any, args: tuple[Tree, ...]) -> tuple[Tree, Tree]:
-    """Split the results of a step into ``(params, state)`` and the rest. A step with
-    only one argument, like ``tx.init``, returns a state. In this case, the rest is
-    empty.
+    """Split the results of a step into ``(params, state)`` and the rest. A function
+    that takes only one argument, such as ``tx.init``, returns only a state, so the rest
+    is empty.
     """
     if len(args) == 1:
         return results, ()

@@ -2,9 +2,9 @@
 model.
 
 Each device has the gradient sum, the weight, the loss and the overflow flag of its own
-micro-batches. Everything else must be the same on all devices. If it differed, some
-devices might take a branch that contains an all-reduce and wait forever for devices
-that do not take it. So JAX's types, which show what may differ between devices, are
+micro-batches. Everything else must be the same on all devices. Otherwise, some devices
+might take a branch that contains an all-reduce, and wait there forever for devices that
+did not take the branch. So JAX's types, which show what may differ between devices, are
 checked inside `jax.shard_map`.
 """
 
@@ -51,9 +51,9 @@ devices.
 
 
 class ParamsType(Enum):
-    """Which types `data_parallel` gives the parameters while it traces a step: the
-    types of values that are the same on all devices, or the types of per-device copies.
-    Each step is traced once with each kind of type.
+    """The types that the parameters have while `data_parallel` traces a step: the types
+    of values that are the same on all devices, or the types of per-device copies. Each
+    step is traced once with each kind of type.
     """
 
     SAME = "same on all devices"
@@ -166,9 +166,9 @@ def require_own(name: str, tree: Tree, axes: tuple[str, ...]) -> None:
 
 
 def shared_window(state: AccumulationState, axes: tuple[str, ...]) -> AccumulationState:
-    """Return `state`, which is the same on all devices, with the types of a shared
-    window: the fields in `OWN` may differ between devices, and all other fields may
-    not.
+    """Mark the fields of `state` as in a shared window: the fields in `OWN` as values
+    that may differ between devices, and all other fields as the same on all devices.
+    The values in `state` must in fact be the same on all devices.
     """
     if not axes:
         return state
@@ -206,10 +206,10 @@ def map_by_kind(
 # ``shard_axes`` stores a part of the model.
 #
 # Then no device has the whole gradient. A device can compute only the norm of its own
-# shards, and cannot detect an inf in another device's shards. So the squares are added
-# up over all shards, and all devices make the same decision at the end of a window.
-# Each element is counted once, because JAX's types show which arrays are sharded and
-# which are replicated.
+# shards, and cannot detect an inf in another device's shards. So the squares of the
+# elements are added up over all shards, and all devices make the same decision at the
+# end of a window. Each element is counted once, because JAX's types show which arrays
+# are sharded and which are replicated.
 #
 # In an ensemble, each device has its own model. JAX's types do not distinguish such a
 # model from a shard. So an error is raised unless ``shard_axes`` says which case
@@ -319,8 +319,8 @@ def added_up(leaves: Leaves, axes: tuple[str, ...]) -> Leaves:
 
 
 def _packed(leaves: Leaves) -> tuple[Array, Callable[[Array], Leaves]]:
-    """Pack `leaves` into one array. Return this array, and a function that splits such
-    an array into the leaves again.
+    """Pack `leaves` into one array. Return this array, and a function that unpacks an
+    array of the same layout into leaves.
     """
     if len(leaves) == 1:
         return leaves[0], lambda array: [array]

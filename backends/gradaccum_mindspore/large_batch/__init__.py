@@ -1,3 +1,3 @@
 """Process a large batch in one call. The call splits the batch into micro-batches, and
-needs only the memory of one micro-batch.
+needs only as much memory as one micro-batch.
 """

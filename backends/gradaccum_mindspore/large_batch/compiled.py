@@ -72,8 +72,8 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         self.zero = hidden_parameter(
             Tensor(0, self.float_dtype), "gradaccum.large_batch.zero"
         )
-        # This is a Parameter, because the compiler replaces a sum that contains
-        # Python's NaN with 0.
+        # This is a Parameter, because the compiler replaces a sum with 0 if a term of
+        # the sum is Python's NaN.
         self.nan = hidden_parameter(
             Tensor(float("nan"), self.float_dtype), "gradaccum.large_batch.nan"
         )

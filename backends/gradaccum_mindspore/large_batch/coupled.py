@@ -2,9 +2,9 @@
 be any function of per-item outputs.
 
 The first pass keeps the outputs of all items. The loss of all outputs is differentiated
-once, with respect to the outputs and to its own parameters. The second pass propagates
-the gradient of each micro-batch's outputs to the parameters, by differentiating
-``sum(outputs * gradient)``.
+once, with respect to the outputs and to the parameters of the loss itself. The second
+pass propagates the gradient of each micro-batch's outputs to the parameters, by
+differentiating ``sum(outputs * gradient)``.
 
 Both passes run in PyNative mode, even if graph mode is set.
 """
@@ -142,8 +142,8 @@ class CoupledPasses:
             leaves = tensors_of(self.outputs_fn(*micro_batch))
             product = 0.0
             for place, cotangent in zip(cotangents, rows, strict=True):
-                # Convert to a wider dtype, because the sum could overflow in half
-                # precision. Only its gradient is used.
+                # Convert to a wider dtype, because the product could overflow in half
+                # precision. Only the gradient of the product is used.
                 work = working_dtype(cotangent.dtype)
                 terms = leaves[place].astype(work) * cotangent.astype(work)
                 product = product + terms.sum()
@@ -170,8 +170,8 @@ def coupled_value_and_grad(
     accumulate_dtype: object = None,
     modules: Sequence[nn.Cell] | None = None,
 ) -> CoupledGradient:
-    """Return a function of a large batch that returns the loss of all items together
-    and its gradients, computed micro-batch by micro-batch.
+    """Return a function of a large batch that returns the joint loss of all items and
+    its gradients, computed micro-batch by micro-batch.
 
     ``coupled_value_and_grad(outputs_fn, loss_fn, weights, steps=4)(*batch)`` returns
     the same as ``mindspore.value_and_grad(lambda *batch: loss_fn(outputs_fn(*batch)),
@@ -183,10 +183,11 @@ def coupled_value_and_grad(
         outputs_fn: a function or Cell of the batch that returns a nested structure of
             Tensors. Each Tensor has one row per item, or the same number of rows for
             each item.
-        loss_fn: a function of the outputs of the whole batch that returns a scalar. It
-            is also differentiated, once, with respect to the parameters that it uses
-            itself.
-        weights: the Parameters of both functions to differentiate with respect to.
+        loss_fn: a function of the outputs of the whole batch that returns a scalar. The
+            loss is also differentiated, once, with respect to the parameters that
+            `loss_fn` itself uses.
+        weights: the Parameters of `outputs_fn` and `loss_fn` to differentiate with
+            respect to.
         steps: the maximum number of micro-batches, as for `value_and_grad`.
         micro_batch_size: the number of items in a micro-batch.
         axes: the axis along which each array contains its items, as for

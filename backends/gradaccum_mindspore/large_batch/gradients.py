@@ -61,9 +61,9 @@ class TensorSum:
 def gradient_function(
     fn: Function, parameters: Sequence[Parameter], has_aux: bool, scale: Function
 ) -> Function:
-    """Return a function that takes the arguments of a micro-batch. It returns ``(scaled
-    loss, loss)``, or ``(scaled loss, loss, aux)`` with `has_aux`, and the gradients of
-    the scaled loss.
+    """Return a function that takes the arguments of a micro-batch and returns a pair:
+    the outputs and the gradients of the scaled loss. The outputs are
+    ``(scaled loss, loss)``, or ``(scaled loss, loss, aux)`` with `has_aux`.
     """
 
     def outputs(*arguments: Nest) -> tuple[Any, ...]:
@@ -107,7 +107,8 @@ def run_micro_batches(
         backward: a function that `gradient_function` returned.
         batch: the arguments of the user's function for the whole large batch.
         options: the options of the function that processes the large batch.
-        add: a function that is called with the gradients, the loss and the micro-batch.
+        add: a function that is called for each micro-batch, with the gradients, the
+            loss and the micro-batch.
     """
     losses = TensorSum()
     weights: list[float] = []

@@ -1,5 +1,5 @@
-"""Compute the loss and gradients of a large batch, or make the update of a wrapped
-optimizer, with the memory of one micro-batch.
+"""Compute the loss and gradients of a large batch, or update the parameters through a
+wrapped optimizer, with only as much memory as one micro-batch needs.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def value_and_grad(
 
     ``value_and_grad(forward, None, weights, steps=4)(x, y)`` returns
     ``(loss, gradients)`` as ``mindspore.value_and_grad(forward, None, weights)(x, y)``
-    does. It works in PyNative, inside `mindspore.jit` and in graph mode.
+    does. It works in PyNative mode, inside `mindspore.jit` and in graph mode.
 
     Args:
         fn: a function or Cell of the batch that returns a scalar loss, or
@@ -109,13 +109,14 @@ def value_and_grad(
             steps) items, but the last may have fewer.
         micro_batch_size: the number of items in a micro-batch.
         reduction: "mean" if `fn` returns a mean, which is weighted by `weight`; "sum"
-            if it returns a sum; "sum_per_item" if it returns a sum, and the sum over
-            the batch should be divided by the sum of the weights.
-        weight: a function of the micro-batch's arguments that returns its weight, such
-            as its number of tokens, or a sequence with one number per item. By default,
-            the weight is the number of items. A micro-batch of weight 0 adds nothing,
-            whatever its loss is. If all weights are 0, the loss and the gradients are
-            0. A weight is treated as a constant, so it must not depend on `weights`.
+            if it returns a sum; "sum_per_item" if it returns a sum, and the loss of the
+            batch should be divided by the sum of the weights.
+        weight: a sequence with one number per item, or a function of the micro-batch's
+            arguments that returns the micro-batch's weight, such as its number of
+            tokens. By default, the weight is the number of items. A micro-batch of
+            weight 0 adds nothing, whatever its loss is. If all weights are 0, the loss
+            and the gradients are 0. A weight is treated as a constant, so it must not
+            depend on `weights`.
         axes: the axis along which each array of the batch contains its items. It is
             either an int for all arrays, or a structure of ints like the tuple of
             arguments, in which an int may stand for a whole substructure. None means
@@ -124,8 +125,9 @@ def value_and_grad(
             give one axis per element, such as ``[0, 0]``.
         merge_aux: how the aux outputs of the micro-batches are merged. None returns
             them as a list. "concatenate" returns one aux with a row per item, in the
-            order of the items. A function is called once, with the list of aux outputs
-            and the list of the micro-batches' weights, and the call returns its result.
+            order of the items. If it is a function, it is called once, with the list of
+            aux outputs and the list of the micro-batches' weights, and returns the aux
+            of the whole batch.
         accumulate_dtype: the dtype in which gradients are added up. None means float32
             for half-precision gradients, and the gradient's own dtype for all others.
             The returned gradients are converted back to their own dtype.
@@ -258,7 +260,7 @@ def value_and_update(
     The call ends the window of `optimizer`: all its options apply, the loss is
     multiplied by its loss scale, and ``optimizer.result`` describes the window. If the
     window already contained micro-batches, the update includes them. The function works
-    in PyNative, inside `mindspore.jit` and in graph mode.
+    in PyNative mode, inside `mindspore.jit` and in graph mode.
 
     Args:
         fn: a function or Cell of the batch that returns an unscaled scalar loss, or
@@ -267,9 +269,9 @@ def value_and_update(
         has_aux: True if `fn` also returns an auxiliary output (aux).
         steps: the maximum number of micro-batches, as for `value_and_grad`.
         micro_batch_size: the number of items in a micro-batch.
-        weight: a function of the micro-batch's arguments that returns its weight, or a
-            sequence with one number per item. By default, the weight is the number of
-            items.
+        weight: a sequence with one number per item, or a function of the micro-batch's
+            arguments that returns the micro-batch's weight. By default, the weight is
+            the number of items.
         axes: the axis along which each array contains its items, as for
             `value_and_grad`.
         merge_aux: how the auxiliary outputs are merged, as for `value_and_grad`.

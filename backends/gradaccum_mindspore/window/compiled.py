@@ -5,8 +5,8 @@ The compiler drops operations that seem to have no effect. So this code computes
 new value from values that it read before its first write, and reads nothing that it has
 written. There is one exception: at the end of a window, the code writes the state, and
 only then reads the gradient sums and the decision whether to make the update. No branch
-of an ``if`` returns a value that it computed. Every function returns something, because
-MindSpore would process a returned None in the Python interpreter.
+of an ``if`` returns a value that was computed in the branch. Every function returns
+something, because MindSpore would process a returned None in the Python interpreter.
 
 The compiler copies everything that follows an ``if`` in a function into both branches.
 
@@ -106,8 +106,8 @@ def dtype_of(gradient: Tensor | None) -> DType | None:
 
 @constexpr  # type: ignore[untyped-decorator]
 def is_constant(number: float | None) -> bool:
-    """True if `number` is a constant of the compiled program. MindSpore passes None to
-    this function instead of a number that is not a constant.
+    """True if `number` is a constant of the compiled program. If a number is not a
+    constant, MindSpore passes None instead of the number.
     """
     return number is not None
 
@@ -144,8 +144,8 @@ def note_weighed_in(storage: Storage) -> Callable[[bool], bool]:
 
 
 def first(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Return `a`. This function replaces ``where`` if the condition is known to be
-    true.
+    """Return `a`. This function is used instead of ``where`` if the condition is known
+    to be true.
     """
     return a
 
@@ -378,8 +378,9 @@ class CompiledWindow(CellOfOnePhase):
         """Write the values that `add` returned."""
         storage = self.storage
         if event is None:
-            # These writes produce the numbers in `state`. Each write takes one
-            # operator, whereas an addition followed by an assignment would take two.
+            # These assignments update the counters to the values in `state`. Each is a
+            # single operator, whereas an addition followed by an assignment would need
+            # two.
             ops.assign_add(storage.micro_step, self.one_step)
             ops.assign_add(storage.weight, self.weight_number(weight))
         else:
@@ -470,7 +471,8 @@ class CompiledWindow(CellOfOnePhase):
     def finish(self) -> bool:
         """Update the parameters, unless the update is skipped, and clear the gradient
         sums. One method does both, because a separate graph that only clears the sums
-        would take longer. The compiler copies the clearing into both branches.
+        would take longer. The compiler copies the code that clears the sums into both
+        branches.
         """
         if self.is_applied:
             self.update(self.gradients(self.divisor.value()))

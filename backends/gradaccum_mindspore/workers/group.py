@@ -59,11 +59,12 @@ OVERFLOWS = 1
 MICRO_BATCHES = 2
 FLUSHES = 3
 COMPILED_ENDS = 4
-"""The index of the count of workers that end the window in compiled code."""
+"""The index of the number of workers that end the window in compiled code."""
 OPTIMIZER = 5
 OPTIMIZER_SQUARED = 6
-"""The index of the square of the optimizer's number. The sum of all workers' numbers
-and the sum of the squares show whether all workers end a window of the same optimizer.
+"""The index of the square of the number that identifies the optimizer. The sum of these
+numbers over all workers, together with the sum of their squares, shows whether all
+workers end a window of the same optimizer.
 """
 LOSS = 7
 RATES = 8
@@ -109,8 +110,8 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         """Replace the sums, the weight and the overflow flag with the totals over all
         workers.
 
-        This method runs in a separate branch. If a graph reads a Parameter again after
-        writing it, MindSpore copies the Parameter and rounds float64 to float32.
+        The code runs in a separate branch, because if a graph reads a Parameter again
+        after writing it, MindSpore copies the Parameter and rounds float64 to float32.
         """
         if self.always:
             self.add_up_sums(self.add_up_numbers(self.zero, self.one))

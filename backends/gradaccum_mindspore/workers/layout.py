@@ -38,7 +38,7 @@ def redistributed(states: Sequence[Checkpoint], workers: int) -> list[dict[str, 
 
     Args:
         states: the dicts that `mindspore.load_checkpoint` returned for the workers'
-            files, in rank order: checkpoints of a wrapped optimizer with
+            files, in rank order. Each file is a checkpoint of a wrapped optimizer with
             ``data_parallel=True``, or of a cell that contains such an optimizer. A
             single checkpoint of an optimizer without ``data_parallel=True`` is accepted
             too.
