@@ -223,8 +223,8 @@ class SumInBuffers(GradientSum):
 
 class SumOnArrival(SumInBuffers):
     """The sum of the open window's gradients, kept in buffers of a wider dtype. Each
-    gradient is added as soon as autograd has accumulated it. The micro-batch's
-    half-precision gradients are therefore never all in memory at once.
+    gradient is added as soon as autograd has accumulated it, so that at most two
+    half-precision gradients are in ``.grad`` at a time.
 
     The micro-batch's smallest gradient stays in ``.grad`` until ``step``, so that a
     write to ``.grad`` can be detected. If the window has only one micro-batch, all

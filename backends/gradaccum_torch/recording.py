@@ -110,15 +110,15 @@ class LoopRecord:
         weight: Callable[..., float] | None = None,
         **options: Any,
     ) -> kit.LoopReport:
-        """Report which micro-batches each update contained, and with what weight.
-        Collective if several processes are running.
+        """Report which micro-batches each update contained, and with what weight. This
+        is a collective call if several processes are running.
 
         Args:
-            loss_fn: ``loss_fn(*micro_batch)`` returns the loss before anything divides
-                or weights it. Default: the loss that `model` returned.
+            loss_fn: ``loss_fn(*micro_batch)`` returns the loss, neither divided nor
+                weighted. Default: the loss that `model` returned.
             micro_batches: this worker's micro-batches, in the order of the loop.
-                Default: the calls of `model`; `loss_fn` and `weight` are then called
-                with the arguments of these calls.
+                Default: the calls of `model`, whose arguments are then passed to
+                `loss_fn` and `weight`.
             weight: ``weight(*micro_batch)``. Default: the number of items.
             options: ``reduction``, ``steps`` and ``clip_norm``, as in
                 `gradaccum.check_loop`.

@@ -32,7 +32,7 @@ class Update:
         self.is_running = False
         self.is_broken = False
         """Whether an exception has interrupted an update or an addition to the gradient
-        sum. If so, the update or the sum may be incomplete.
+        sum, so that the update or the sum may be incomplete.
         """
         self.is_made = False
         """Whether the inner optimizer has made the update. This is True even if a hook
@@ -79,9 +79,9 @@ class Update:
             target = self.masters.worked_on(parameter)
             dtype = gradient_dtype(target)
             if total.requires_grad and divisor != 1:
-                # If an optimizer differentiates this gradient again, torch raises an
-                # error. This is intended, because the gradient's graph belongs to the
-                # undivided sum.
+                # Detach the sum, because its graph would give the derivative of the
+                # undivided sum. If an optimizer differentiates the gradient again,
+                # torch then raises an error instead.
                 total = total.detach()
                 sums[parameter] = total
             if total.dtype == dtype:
@@ -107,7 +107,7 @@ def hooks_of(wrapper: torch.optim.Optimizer, kind: str) -> list[Callable[..., An
 
 def hook_tables() -> dict[str, Hooks]:
     """Return the attributes in which a new torch optimizer stores its hooks, as a
-    mapping from the attributes' names to empty tables.
+    mapping from the attributes' names to empty dictionaries.
     """
     optimizer = torch.optim.SGD([torch.empty(0, device="cpu")])
     return {

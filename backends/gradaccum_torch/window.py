@@ -124,8 +124,8 @@ class Window:
         self.expects_one_pass = False
         """Whether the previous micro-batch had a single backward pass."""
         self.last_event = (False, False, False, 0.0)
-        """The `applied`, `skipped` and `overflow` flags of the last call, and the
-        gradient norm of the last window.
+        """The `applied`, `skipped` and `overflow` flags of the last ``step``, ``flush``
+        or ``discard``, and the gradient norm of the last window.
         """
         self.is_reduced = False
         """Whether the gradients of all workers have been added up, but the update has
@@ -192,7 +192,7 @@ class Window:
 
     def parameters_changed(self) -> None:
         """Called after the parameters have changed. Decide again whether the gradients
-        are summed in ``.grad`` or in separate buffers. The value of the sum is kept.
+        are summed in ``.grad`` or in separate buffers. The sum keeps its value.
         """
         self.masters.groups_changed()
         parameters = self.masters.parameters()
@@ -415,8 +415,8 @@ class Window:
         self.watch.micro_batch_ended()
 
     def _require_right_gradient(self, weight: float) -> None:
-        """Raise unless ``.grad`` contains exactly the gradients that this window's
-        backward passes have accumulated, from losses multiplied by the right factor.
+        """Raise unless ``.grad`` contains exactly what this window's backward passes
+        have accumulated, and their losses were multiplied by the right factor.
         """
         watch = self.watch
         micro_batch = self.micro_batch
@@ -440,9 +440,9 @@ class Window:
             is_users = self.size == 1 and factor == 1 and not self.workers.is_reducing
             if not is_users:
                 raise checks.changed_gradients_error()
-            # The changed values are now the window's sum. Such a loop changes .grad
+            # The changed values are now the window's sum. The user's loop changes .grad
             # after the backward pass, so the next window must not begin its reduction
-            # during that pass.
+            # during the backward pass.
             watch.reset()
 
     def _has_begun(self) -> bool:

@@ -48,9 +48,9 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Keep the optimizers' states, so that `on_train_start` can load them again.
-        This is necessary because Lightning clears the model's gradients after it has
-        loaded the states.
+        """Keep the optimizers' states from the checkpoint, because Lightning clears the
+        model's gradients after it has loaded these states. `on_train_start` loads the
+        states again.
         """
         self._saved_states[:] = checkpoint.get("optimizer_states", ())
 

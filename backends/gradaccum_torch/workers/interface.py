@@ -43,8 +43,8 @@ class ReducedWindow(NamedTuple):
 
 
 class Workers:
-    """The workers that share windows. This base class represents a single worker that
-    does not share its windows.
+    """The workers that share windows. The base class itself represents a single worker
+    that shares its windows with no other worker.
     """
 
     is_shared = False
@@ -84,7 +84,8 @@ class Workers:
         guard: UpdateGuard,
         parameters: Sequence[Tensor] | None = None,
     ) -> ReducedWindow:
-        """Add up the gradient sums, weights and `numbers` of all workers. Collective.
+        """Add up the gradient sums, weights and `numbers` of all workers. This is a
+        collective call.
 
         - `guard`: its `is_broken` flag is set while the sums are being written.
         - `parameters`: the parameters whose sums are added up. None means all
@@ -97,8 +98,8 @@ class Workers:
     def flush(
         self, close: Callable[[], None], between: Callable[[], None], is_open: bool
     ) -> None:
-        """Call ``close()`` once for the open window, and once for each further window
-        of the other workers. Call ``between()`` between consecutive calls of
+        """Call ``close()`` once for the open window, and once for each window that the
+        other workers close after it. Call ``between()`` between consecutive calls of
         ``close()``.
         """
         if is_open:
@@ -108,7 +109,8 @@ class Workers:
         self, state: State, sums: Gradients, measure: Measure
     ) -> tuple[float, bool]:
         """Return the norm of the window's gradient over all workers, and whether the
-        gradient is finite. Collective over `norm_groups` and the stages of a pipeline.
+        gradient is finite. This call is collective over `norm_groups` and the stages of
+        a pipeline.
 
         Raises:
             UsageError: the reduction over the workers failed or timed out.
@@ -187,7 +189,7 @@ def root_of_sum(
     state: State,
 ) -> tuple[float, bool]:
     """Return the square root of the sum of `square` over all workers, and whether
-    `is_finite` is true on all workers. Collective.
+    `is_finite` is true on all workers. This is a collective call.
     """
     numbers = [square, 0.0] if is_finite else [0.0, 1.0]
     square, overflows = add_numbers(numbers, groups, device, state)
@@ -203,7 +205,8 @@ def add_numbers(
     state: State,
 ) -> list[float]:
     """Return the sum of each of `numbers` over the workers of all `groups`. If there
-    are several groups, they must be the dimensions of one mesh. Collective.
+    are several groups, they must be the dimensions of one mesh. This is a collective
+    call.
 
     Raises:
         UsageError: the reduction over the workers failed or timed out.

@@ -6,8 +6,8 @@ parameters from the last to the first, because autograd computes their gradients
 about this order. A worker without a sum contributes zeros. Each worker can therefore
 begin the reduction during the backward pass that ends its window, as
 `DistributedDataParallel` does for a single batch (Li et al., "PyTorch Distributed:
-Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.3). It
-begins the reduction at the latest when its window ends.
+Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.3). At the
+latest, the reduction begins when the worker's window ends.
 """
 
 from __future__ import annotations
