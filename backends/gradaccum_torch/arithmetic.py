@@ -51,7 +51,9 @@ def sum_dtype(parameter: Tensor, accumulate_dtype: torch.dtype | None) -> torch.
 
 
 def add(total: Tensor, gradient: Tensor) -> Tensor:
-    """Return `total` plus `gradient` in the dtype of `total`, in place if possible."""
+    """Add `gradient` to `total`, in place if possible. Return the sum in the dtype of
+    `total`.
+    """
     gradient = gradient.detach()
     if not total.is_sparse or gradient.is_sparse:
         return total.add_(gradient)

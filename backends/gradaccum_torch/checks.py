@@ -40,8 +40,8 @@ def known_window_size(options: Options, optimizer_step: int) -> Size:
 
 
 def require_accumulate_dtype(dtype: object) -> torch.dtype | None:
-    """Return `dtype` as a torch dtype. Raise unless it is a real floating-point dtype
-    or the name of such a dtype.
+    """Return `dtype` as a torch dtype. Raise unless `dtype` is None, a real
+    floating-point dtype, or the name of such a dtype.
     """
     if dtype is None:
         return None

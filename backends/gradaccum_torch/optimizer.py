@@ -460,9 +460,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         dynamic loss scale.
 
         Raises:
-            CheckpointError: the saved state belongs to different parameters, or has an
-                open window with different options. The error is raised before anything
-                is changed.
+            CheckpointError: the saved state belongs to different parameters, or
+                contains an open window with different options. The error is raised
+                before anything is changed.
         """
         state_dict = dict(state_dict)
         for hook in hooks_of(self, "load_state_dict_pre"):

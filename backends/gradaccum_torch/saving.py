@@ -94,8 +94,8 @@ def load(window: Window, state_dict: StateDict) -> None:
     wrapped, no window is open afterwards.
 
     Raises:
-        CheckpointError: the saved state belongs to different parameters, or has an open
-            window with different options. The error is raised before anything is
+        CheckpointError: the saved state belongs to different parameters, or contains an
+            open window with different options. The error is raised before anything is
             changed.
     """
     if KEY not in state_dict:

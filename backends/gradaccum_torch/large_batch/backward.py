@@ -1,9 +1,8 @@
 """``gradaccum_torch.backward``: the gradient and the loss of the large batch from a
 single call, with the activations of only one micro-batch in memory.
 
-To weight a micro-batch's loss, its backward pass starts with a gradient equal to the
-micro-batch's share of the large batch's loss. So no operation is added to the user's
-graph.
+A micro-batch is weighted by starting its backward pass from its weight factor instead
+of 1, so that no operation is added to the user's graph.
 """
 
 from __future__ import annotations

@@ -75,8 +75,8 @@ def coupled_backward(
         optimizer: as for `gradaccum_torch.backward`. A loss scale multiplies the
             gradients of the outputs and of the loss's own parameters.
         modules: the modules whose buffers are restored. Default: the modules that are
-            called. Compiled code needs this argument, because it may hide the modules
-            that it calls.
+            called. Pass this argument if the functions run compiled code, because
+            compiled code may hide the modules that it calls.
 
     Returns:
         The loss, detached, shape ``()``.
@@ -84,9 +84,10 @@ def coupled_backward(
     Raises:
         ArgumentTypeError, ArgumentValueError: an argument is wrong, the batch cannot be
             divided in this way, or the loss is not a scalar.
-        UsageError: the second run returns different outputs; `optimizer` drops
-            micro-batches; or `optimizer` was not passed, although the parameters belong
-            to a wrapped optimizer or several workers train them.
+        UsageError: the second run returns different outputs; `optimizer` was wrapped
+            with ``on_overflow="drop_micro_batch"``; or `optimizer` was not passed,
+            although the parameters belong to a wrapped optimizer or several workers
+            train them.
 
     Examples:
         >>> import torch

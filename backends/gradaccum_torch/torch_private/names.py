@@ -126,7 +126,7 @@ def _divisor_of(node: Node) -> float | None:
 
 def _terms_of(node: Node) -> list[Node]:
     """If `node` computed a sum, return the nodes that computed its terms. Otherwise
-    return `node` itself. The search stops after about 100 terms.
+    return only `node`. The search stops after about 100 terms.
     """
     terms = list[Node]()
     nodes = [node]

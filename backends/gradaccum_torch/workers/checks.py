@@ -77,8 +77,8 @@ until the gradient reduction of a module is suppressed for the first time.
 
 def require_reduced(optimizer: torch.optim.Optimizer, *_: object) -> None:
     """Called before each step of `optimizer`. Raise if the gradients of its parameters
-    are not reduced over the workers, because the module's own reduction is suppressed
-    and no wrapper reduces these gradients instead.
+    are not reduced over the workers, because the reduction of their module is
+    suppressed and no wrapper reduces these gradients instead.
     """
     if optimizer in CHECKED_OPTIMIZERS:
         return

@@ -18,7 +18,8 @@ from gradaccum_torch.torch_private.names import is_sharded, mesh_of
 
 Measure = Callable[[Gradients], tuple[float, bool]]
 """A function that returns the norm of gradient sums, and whether the sums are finite.
-All sums that are passed in one call must be distributed over the same workers.
+All sums that are passed in one call must be stored by the same workers, either sharded
+or as copies.
 """
 MakeGradientSum = Callable[
     [Callable[[], list[Tensor]], GradientWatch, Options], GradientSum
@@ -130,7 +131,8 @@ class Workers:
     def _share_of_square(self, sums: Gradients, measure: Measure) -> tuple[float, bool]:
         """Return this worker's share of the squared gradient norm, and whether the
         gradients are finite. The squared norm of each parameter's gradient is divided
-        by the number of workers that have the parameter.
+        by the number of workers that share the parameter, because each of these workers
+        adds it.
         """
         parts: dict[Any, Gradients] = {}
         for parameter, total in sums.items():
