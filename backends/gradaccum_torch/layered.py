@@ -74,12 +74,12 @@ def layered_backward(
     If no option of `optimizer` needs the norm of the whole window's gradient, each
     layer is updated as soon as its gradient sum is complete. This is the case with
     ``gradaccum.wrap(optimizer, steps=None, on_overflow="ignore")``. The inner optimizer
-    then makes one ``step`` per layer, in which only this layer has gradients. After the
-    ``step`` these gradients are freed. A parameter that several layers share is updated
-    together with the first of these layers. With ``clip_norm``, ``skip_norm`` or
-    skipping on overflow, the sums of all layers are kept until the end, and the
-    optimizer makes a single step. Step hooks, and optimizers that count their steps in
-    their parameter groups, are allowed only in this case.
+    then performs one ``step`` per layer, in which only this layer has gradients. After
+    the ``step`` these gradients are freed. A parameter that several layers share is
+    updated together with the first of these layers. With ``clip_norm``, ``skip_norm``
+    or skipping on overflow, the sums of all layers are kept until the end, and the
+    optimizer performs a single step. Step hooks, and optimizers that count their steps
+    in their parameter groups, are allowed only in this case.
 
     If the call raises an error, everything is restored to its state before the call,
     except for layers that were already updated. A note on the error names these layers,

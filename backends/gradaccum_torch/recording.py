@@ -19,8 +19,9 @@ from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.torch_private.names import parameters_of, processes
 
 ELEMENTS = 1 << 20
-"""If the gradients have more elements than this, only about this many are recorded,
-evenly spread. The least-squares fit needs only a few elements per micro-batch.
+"""The approximate maximum number of gradient elements that are recorded. If there are
+more, only evenly spaced elements are recorded. The least-squares fit needs only a few
+elements per micro-batch.
 """
 
 

@@ -131,7 +131,7 @@ def refuse_bypass(inner: torch.optim.Optimizer, *_: object) -> None:
     """Raise if ``inner.step()`` is called directly while a wrapper of `inner` is alive.
 
     A step with learning rates of 0 is allowed, because it changes no parameter:
-    torch.distributed.checkpoint makes such a step to create the optimizer's state.
+    torch.distributed.checkpoint performs such a step to create the optimizer's state.
     """
     reference = UPDATES.get(inner)
     update = None if reference is None else reference()

@@ -182,7 +182,7 @@ class Outputs:
             tensor.requires_grad_(tensor.is_floating_point() or tensor.is_complex())
         self._differences: list[Tensor] = []
         """One scalar bool tensor for each output tensor of each micro-batch: whether
-        the second pass gave different values.
+        the second pass produced different values.
         """
 
     def gradients_of(
@@ -207,7 +207,7 @@ class Outputs:
         return tensors, gradients
 
     def require_same(self) -> None:
-        """Raise unless both passes gave the same outputs up to rounding. This
+        """Raise unless both passes produced the same outputs up to rounding. This
         synchronizes with the device.
         """
         if any(self._differences):

@@ -106,8 +106,8 @@ names.untraced(require_reduced)
 
 def refuse_bare_steps(optimizer: torch.optim.Optimizer) -> None:
     """Called when the wrapper of `optimizer` suppresses the gradient reduction of a
-    module. From now on, raise an error when an optimizer that is not wrapped makes a
-    step with gradients of this module, because the module no longer reduces them.
+    module. From now on, raise an error when an optimizer that is not wrapped steps with
+    gradients of this module, because the module no longer reduces them.
     """
     REDUCING_OPTIMIZERS.add(optimizer)
     CHECKED_OPTIMIZERS.clear()

@@ -41,8 +41,8 @@ GradientSync = Literal["micro_batch", "window"]
 
 
 class DeferredReduction:
-    """A set of FSDP2 modules. The reduction of their gradients is deferred while this
-    object is alive.
+    """A set of FSDP2 modules, whose gradient reduction is deferred while this object is
+    alive.
     """
 
     def __init__(self, units: Sequence[Unit], mesh: DeviceMesh) -> None:
@@ -173,7 +173,7 @@ def reduce_again(
 
 class SumInFSDP(GradientSum):
     """The sum of the open window's gradients. FSDP2 reduces the sum only when it is
-    needed, and then puts each worker's shard of it into ``.grad``.
+    needed, and then puts each worker's shard of the sum into ``.grad``.
     """
 
     def __init__(

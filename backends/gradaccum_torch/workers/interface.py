@@ -147,7 +147,7 @@ class Workers:
         return square, is_finite
 
     def weightless_pass(self) -> AbstractContextManager[object] | None:
-        """Called if the loss has weight 0. If other workers wait for this worker's
+        """Called for a loss of weight 0. If other workers wait for this worker's
         backward pass, return a context in which the pass produces zeros. Otherwise
         return None.
         """
@@ -165,13 +165,13 @@ class Workers:
         return nullcontext()
 
     def take_part(self) -> None:
-        """Begin to share windows. This method is called after all checks of the
-        optimizer have passed.
+        """Start to share windows. Called after all checks of the optimizer have
+        passed.
         """
 
     def abandon(self, numbers: Sequence[float]) -> None:
-        """Finish a reduction that has already begun, although this worker discards its
-        window. All workers then raise an error.
+        """Called when this worker discards its window. If the reduction of the window
+        has already begun, finish the reduction. All workers then raise an error.
         """
 
     def window_ended(self) -> None:
