@@ -68,7 +68,7 @@ def divide(tensors: Sequence[Tensor], divisor: float) -> None:
         return
     for group in groups_of(map(elements, tensors)):
         if has_exact_inverse(divisor):
-            # The inverse is exact, so multiplying by it gives the same bits as
+            # 1 / divisor is exact, so multiplying by it gives the same bits as
             # dividing, in half the time.
             torch._foreach_mul_(group, scalar_for(group, 1 / divisor))
         else:

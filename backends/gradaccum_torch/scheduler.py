@@ -128,8 +128,8 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
     def _step_update(
         self, num_updates: int | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """If there has been an update, call the scheduler's ``step_update`` with the
-        number of updates.
+        """If the optimizer has made any update, call the scheduler's ``step_update``
+        with the number of updates.
         """
         updates = self._optimizer_updates()
         self._scheduler.optimizer._window.changed_rate_warning.allow_change()

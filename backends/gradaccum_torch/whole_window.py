@@ -150,7 +150,7 @@ class WholeWindow:
 
     def update_part(self, number: int, belongs: Callable[[Tensor], bool]) -> None:
         """Update the parameters for which ``belongs(parameter)`` is true, and free
-        their gradients. For all other parameters the window stays open.
+        their gradients. The window stays open for all other parameters.
 
         - `number`: the index of the layer, for error messages.
         """

@@ -698,9 +698,9 @@ class Window:
         self.workers.window_ended()
 
     def close_part(self, belongs: Callable[[Tensor], bool]) -> None:
-        """Update the parameters for which ``belongs(parameter)`` is true. For all other
-        parameters the window stays open. All workers must update the same parameters in
-        the same order.
+        """Update the parameters for which ``belongs(parameter)`` is true. The window
+        stays open for all other parameters. All workers must update the same parameters
+        in the same order.
 
         This method is allowed only if no option needs the gradient norm. Clipping and
         the decision to skip an update need the norm over all parameters, but the

@@ -1,5 +1,5 @@
-"""A callback for the `transformers.Trainer` and for TRL's trainers. Each update of the
-Trainer then uses the gradient of one gradaccum window.
+"""A callback for the `transformers.Trainer` and for TRL's trainers. With this callback,
+each update of the Trainer uses the gradient of one gradaccum window.
 
 During training, `AccumulationCallback` replaces the Trainer's optimizer, its
 ``training_step`` and ``_prepare_inputs``, and two methods of its accelerator.

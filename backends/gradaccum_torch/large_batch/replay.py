@@ -128,7 +128,7 @@ class Buffers:
             hook.remove()
 
     def free_unwritten(self) -> None:
-        """Free the copies of large buffers into which nothing has written."""
+        """Free the copies of large buffers that have not been written to."""
         for index, copy in enumerate(self._copies):
             if copy.buffer is None or copy.buffer.numel() <= SMALL:
                 continue
