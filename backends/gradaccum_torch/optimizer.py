@@ -398,7 +398,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     def defaults(self, defaults: dict[str, Any]) -> None:
         self._inner.defaults = defaults
 
-    if not TYPE_CHECKING:  # A type checker should find a misspelt name.
+    if not TYPE_CHECKING:  # Let type checkers report misspelt names.
 
         def __getattr__(self, name: str) -> Any:
             # Do not return the inner optimizer's attributes whose names begin with an

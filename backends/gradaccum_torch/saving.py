@@ -65,7 +65,7 @@ def save(window: Window) -> StateDict:
 def entry_of(window: Window) -> Entry:
     state = window.current_state()
     # If no window is open, do not call the user's function for the window sizes,
-    # because the function may be undefined after the run's last update.
+    # because this function may not be defined beyond the run's last update.
     size = window.size if state.micro_step else None
     terms = kit.terms_of(window.options._replace(steps=size), state.optimizer_step)
     masters = window.masters.by_index()
@@ -80,8 +80,8 @@ def entry_of(window: Window) -> Entry:
         "masters": {index: master.detach() for index, master in masters.items()},
     }
     for index, total in entry["sums"].items():
-        # A sharded sum that is a view into a larger buffer is copied, because
-        # `torch.save` cannot save it.
+        # Copy a sharded sum that is a view into a larger buffer, because `torch.save`
+        # cannot save such a view.
         if is_sharded(total) and total.storage_offset():
             entry["sums"][index] = total.clone()
     for extension in window.extensions:

@@ -79,9 +79,9 @@ class Update:
             target = self.masters.worked_on(parameter)
             dtype = gradient_dtype(target)
             if total.requires_grad and divisor != 1:
-                # Detach the sum, because its graph would give the derivative of the
-                # undivided sum. If an optimizer differentiates the gradient again,
-                # torch then raises an error instead.
+                # Detach the sum, because its graph belongs to the undivided sum. torch
+                # therefore raises an error if an optimizer differentiates this gradient
+                # again.
                 total = total.detach()
                 sums[parameter] = total
             if total.dtype == dtype:

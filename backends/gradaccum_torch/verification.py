@@ -122,7 +122,8 @@ class TorchSubject(Subject):
             note_draws()
             running.pop()
 
-        # torch.compile warns about hooks that are registered for all modules at once.
+        # Register the hooks on each module, because torch.compile warns about hooks
+        # that are registered for all modules at once.
         with ExitStack() as hooks:
             for module in self.model.modules():
                 hooks.enter_context(

@@ -424,8 +424,8 @@ class Window:
             raise checks.interrupted_error()
         factors = watch.factors
         if self.options.separate_sums:
-            # Ignore factors other than 1. They may come from a backward pass of another
-            # wrapped optimizer whose gradients the user has cleared.
+            # Ignore factors other than 1, because they may come from a backward pass of
+            # another wrapped optimizer whose gradients the user has cleared.
             factors = factors & {1.0}
         if not (factors or self._has_begun()):
             raise checks.no_backward_error()

@@ -28,11 +28,10 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
     """Closes the open window after the last batch of an epoch, before validation and
     checkpointing.
 
-    Make it the first callback in the list. It also assigns weight 0 to a batch whose
-    ``training_step`` returns None, and steps wrapped schedulers with
-    ``"interval": "step"`` after the last update of an epoch. Without this callback, a
-    run whose gradient sum is kept in ``.grad`` cannot be resumed in the middle of a
-    window.
+    Put this callback first in the list. It also assigns weight 0 to a batch whose
+    ``training_step`` returns None, and steps wrapped schedulers with ``"interval":
+    "step"`` after the last update of an epoch. Without this callback, a run whose
+    gradient sum is kept in ``.grad`` cannot be resumed in the middle of a window.
 
     Raises:
         UsageError: the ``Trainer`` is configured to clip or accumulate gradients

@@ -1,9 +1,9 @@
-"""Splits the batch of a call, and implements ``micro_batch_size="auto"``. When memory
-runs out, such a call starts over with micro-batches of half the size.
+"""Splits the batch of a call, and implements ``micro_batch_size="auto"``. With this
+option, a call that runs out of memory starts over with micro-batches of half the size.
 
 At the end of an attempt, all workers agree on a common size before any gradient is
-added to ``.grad``. If only one worker started over, the other workers would wait for
-it.
+added to ``.grad``. Otherwise, a worker could start over alone, and the other workers
+would wait for it.
 """
 
 from __future__ import annotations

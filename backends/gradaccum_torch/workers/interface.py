@@ -132,7 +132,7 @@ class Workers:
         """Return this worker's share of the squared gradient norm, and whether the
         gradients are finite. The squared norm of each parameter's gradient is divided
         by the number of workers that share the parameter, because each of these workers
-        adds it.
+        computes the same norm.
         """
         parts: dict[Any, Gradients] = {}
         for parameter, total in sums.items():
