@@ -415,8 +415,8 @@ class Window:
         self.watch.micro_batch_ended()
 
     def _require_right_gradient(self, weight: float) -> None:
-        """Raise unless ``.grad`` contains exactly what this window's backward passes
-        have accumulated, and their losses were multiplied by the right factor.
+        """Raise if ``.grad`` contains anything other than what this window's backward
+        passes have accumulated, or if a loss was multiplied by the wrong factor.
         """
         watch = self.watch
         micro_batch = self.micro_batch

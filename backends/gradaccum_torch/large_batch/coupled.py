@@ -181,8 +181,8 @@ class Outputs:
         for tensor in self.tensors:
             tensor.requires_grad_(tensor.is_floating_point() or tensor.is_complex())
         self._differences: list[Tensor] = []
-        """One scalar bool tensor for each output tensor of each micro-batch: whether
-        the second pass produced different values.
+        """Whether the second pass produced different values: one scalar bool tensor for
+        each output tensor of each micro-batch.
         """
 
     def gradients_of(

@@ -290,8 +290,8 @@ def collecting(
     before: Before,
 ) -> Iterator[GradientsInGrad]:
     """Collect the gradients of the losses of `micro_batches`. At the end of the block,
-    add the gradients to ``.grad``, or make the update if an `optimizer` is passed. If
-    the block raises an error, restore everything.
+    make the update of `optimizer`, or add the gradients to ``.grad`` if `optimizer` is
+    None. If the block raises an error, restore everything.
     """
     largest_factor = max((each.factor for each in micro_batches), default=1.0)
     total_weight = sum(micro_batch.weight for micro_batch in micro_batches)
