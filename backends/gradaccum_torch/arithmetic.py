@@ -38,9 +38,9 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def sum_dtype(parameter: Tensor, accumulate_dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype in which the parameter's gradients are summed. The default is
-    float32 for half precision, and the gradient's dtype otherwise. A complex gradient
-    always keeps its dtype.
+    """Return the dtype in which the parameter's gradients are summed. By default this
+    is float32 for half-precision gradients, and the gradient's dtype otherwise. A
+    complex gradient always keeps its dtype.
     """
     dtype = gradient_dtype(parameter)
     if dtype.is_complex:
@@ -51,7 +51,9 @@ def sum_dtype(parameter: Tensor, accumulate_dtype: torch.dtype | None) -> torch.
 
 
 def add(total: Tensor, gradient: Tensor) -> Tensor:
-    """Return `total` plus `gradient` in the dtype of `total`, in place if possible."""
+    """Add `gradient` to `total`, in place if possible. Return the sum in the dtype of
+    `total`.
+    """
     gradient = gradient.detach()
     if not total.is_sparse or gradient.is_sparse:
         return total.add_(gradient)
@@ -59,14 +61,14 @@ def add(total: Tensor, gradient: Tensor) -> Tensor:
 
 
 def divide(tensors: Sequence[Tensor], divisor: float) -> None:
-    """Divide `tensors` in place, unless `divisor` is 1. They must not require
+    """Divide `tensors` in place, unless `divisor` is 1. The tensors must not require
     gradients.
     """
     if divisor == 1 or not tensors:
         return
     for group in groups_of(map(elements, tensors)):
         if has_exact_inverse(divisor):
-            # The inverse is exact, so multiplying by it gives the same bits as
+            # 1 / divisor is exact, so multiplying by it gives the same bits as
             # dividing, in half the time.
             torch._foreach_mul_(group, scalar_for(group, 1 / divisor))
         else:
@@ -74,15 +76,14 @@ def divide(tensors: Sequence[Tensor], divisor: float) -> None:
 
 
 def scalar_for(group: Sequence[Tensor], number: float) -> Any:
-    """Return `number` in the form with which a ``torch._foreach`` call on `group` is
-    fastest. The form does not change the result's bits.
+    """Return `number` as a tensor if this makes a ``torch._foreach`` call on `group`
+    faster, and otherwise unchanged. Both give the same bits.
 
-    On a CPU, torch 2.13 converts a Python number into a tensor once per tensor of the
-    group, which takes longer than the multiplication of a small tensor. So this
-    function converts the number once. On another device it returns the number
-    unchanged, because a tensor would have to be copied to the device. It also does so
-    if a tensor in the group has shape ``()``, because torch would then compute in
-    float64.
+    On a CPU, torch 2.13 converts a Python number into a tensor once for each tensor in
+    the group, which takes longer than multiplying a small tensor. Therefore, the number
+    is converted here, only once. On other devices it is returned unchanged, because a
+    tensor would have to be copied to the device. It is also returned unchanged if a
+    tensor in the group has shape ``()``, because torch would then compute in float64.
     """
     if type(group[0]) is Tensor and all(
         tensor.is_cpu and tensor.ndim for tensor in group
@@ -104,7 +105,9 @@ def narrowed(gradient: Tensor, divisor: float, dtype: torch.dtype) -> Tensor:
 
 @torch.no_grad()
 def fits(total: Tensor, divisor: float, dtype: torch.dtype) -> bool:
-    """True if `total` / `divisor` is finite in `dtype`. Waits for the device."""
+    """True if `total` / `divisor` is finite in `dtype`. This synchronizes with the
+    device.
+    """
     if not elements(total).numel():
         return True
     peak = elements(total).abs().max() / divisor
@@ -113,7 +116,7 @@ def fits(total: Tensor, divisor: float, dtype: torch.dtype) -> bool:
 
 def measure(sums: Sequence[Tensor]) -> tuple[float, bool]:
     """Return the global norm of `sums`, and whether all elements of `sums` are finite.
-    Waits for the device.
+    This synchronizes with the device.
     """
     tensors = [real_elements(total) for total in sums]
     norm = norm_of(tensors)
@@ -127,8 +130,8 @@ def measure(sums: Sequence[Tensor]) -> tuple[float, bool]:
 
 
 def doubled(tensor: Tensor) -> Tensor:
-    """Return `tensor` in float64. If its device is MPS, which has no float64, return it
-    on the CPU.
+    """Return `tensor` in float64. A tensor on an MPS device is copied to the CPU,
+    because MPS has no float64.
     """
     return (tensor.cpu() if tensor.is_mps else tensor).double()
 
@@ -195,12 +198,12 @@ def complete(gradient: Tensor) -> Tensor:
 
 @torch.no_grad()
 def all_finite(gradients: Sequence[Tensor]) -> bool:
-    """True if all `gradients` are finite. Waits for the device."""
+    """True if all `gradients` are finite. This synchronizes with the device."""
     return measure([complete(gradient) for gradient in gradients])[1]
 
 
 def is_zero(tensor: Tensor) -> bool:
-    """True if the part of `tensor` that this process stores contains only zeros. Waits
-    for the device.
+    """True if the part of `tensor` that this process stores contains only zeros. This
+    synchronizes with the device.
     """
     return not bool(local(elements(tensor)).any())

@@ -1,6 +1,4 @@
-"""The object through which the gradaccum package uses torch: it recognises torch's
-optimizers and schedulers, and wraps them.
-"""
+"""Recognises and wraps torch's optimizers and schedulers for the gradaccum package."""
 
 from __future__ import annotations
 
@@ -32,9 +30,7 @@ from gradaccum_torch.workers.workers import workers_of
 
 
 class TorchBackend:
-    """Recognises and wraps torch's optimizers and schedulers. ``gradaccum.wrap`` and
-    ``gradaccum.verify`` call it.
-    """
+    """The torch backend, which ``gradaccum.wrap`` and ``gradaccum.verify`` use."""
 
     name = "torch"
     subject_type = TorchSubject
@@ -78,7 +74,7 @@ class TorchBackend:
                 equal copies of one model without a parallel module. The window's sum is
                 reduced as with ``module=``. If the optimizer also averages gradients
                 over the workers itself, this average changes nothing, because all
-                workers already have the same gradients. With ``"alone"`` this process
+                workers already have the same gradients. With ``"alone"``, this process
                 does not share its windows, even if several processes are running. If
                 several processes are running and you pass neither `module` nor
                 `process_group`, a `GradAccumWarning` is issued.

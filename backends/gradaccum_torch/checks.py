@@ -30,8 +30,8 @@ def window_size(options: Options, optimizer_step: int) -> Size:
 
 
 def known_window_size(options: Options, optimizer_step: int) -> Size:
-    """Return the size of the window that follows `optimizer_step` updates. Return None
-    if a function of the user determines the size and raises an error.
+    """Return the size of the window that begins after `optimizer_step` updates. Return
+    None if the user passed a function for the size and this function raises an error.
     """
     try:
         return window_size(options, optimizer_step)
@@ -40,8 +40,8 @@ def known_window_size(options: Options, optimizer_step: int) -> Size:
 
 
 def require_accumulate_dtype(dtype: object) -> torch.dtype | None:
-    """Return `dtype` as a torch dtype. Raise unless it is a real floating-point dtype
-    or the name of such a dtype.
+    """Return `dtype` as a torch dtype. Raise unless `dtype` is None, a real
+    floating-point dtype, or the name of such a dtype.
     """
     if dtype is None:
         return None

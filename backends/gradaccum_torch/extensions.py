@@ -44,8 +44,8 @@ WEIGHED_TWICE = (
 
 
 class MicroBatch:
-    """The weight and the losses that the user has passed for the current micro-batch,
-    which ``step`` has not counted yet.
+    """The weight and the losses that the user has passed for the current micro-batch.
+    ``step`` has not counted this micro-batch yet.
     """
 
     weight: float | None = None
@@ -77,14 +77,14 @@ class MicroBatch:
 
 
 class Extension:
-    """An observer of a window. The window calls each of these methods at the time that
-    the method's docstring states. No method may change the window.
+    """An observer of a window. The docstring of each method says when the window calls
+    the method. The methods must not change the window.
     """
 
     is_finished = False
-    """Whether nothing remains to be observed. The window then stops calling this
-    observer, so that a check of a run's first windows does not slow down the rest of
-    the run.
+    """Whether this observer has nothing left to observe. The window then stops calling
+    the observer, so that a check that needs only the first windows does not slow down
+    the rest of the run.
     """
 
     def micro_batch_added(self, micro_batch: MicroBatch, weight: float) -> None:
@@ -99,8 +99,8 @@ class Extension:
         return []
 
     def reduced(self, numbers: list[float]) -> None:
-        """Called with the sums or averages, over all workers, of the numbers that
-        `numbers` has returned.
+        """Called with the numbers from `numbers`, summed or averaged over all
+        workers.
         """
 
     def window_closed(self, state: Fields, options: Options) -> None:
@@ -143,9 +143,9 @@ def as_number(loss: object) -> float | Tensor:
 
 
 class WindowLoss(Extension):
-    """Computes the loss that each window would have as one large batch. The loss is NaN
-    unless the user has passed the losses of all micro-batches. Reading it may wait for
-    the device.
+    """Computes each window's loss as if the window were one large batch. The loss is
+    NaN unless the user has passed the losses of all micro-batches. Reading the loss may
+    wait for the device.
     """
 
     def __init__(self, options: Options) -> None:
@@ -293,17 +293,17 @@ class ChangedRateWarning(Extension):
 
 
 def rate_mark(rate: object) -> object:
-    """Return a value that changes whenever the learning rate changes. If the rate is a
-    tensor, this value is the number of writes to the tensor, because reading the rate
-    itself would wait for the device.
+    """Return a value that changes whenever the learning rate changes. For a tensor,
+    this value consists of the tensor's id and version, because reading the rate itself
+    would wait for the device.
     """
     return (id(rate), version(rate)) if isinstance(rate, Tensor) else rate
 
 
 class LeftoverLoopWarning(Extension):
-    """Warns if the number of backward passes before each of the first two ``step``
-    calls is equal to the number of micro-batches per window. Most likely ``step`` is
-    still inside an ``if`` from the time before the loop used gradaccum.
+    """Warns if each of the first two ``step`` calls follows as many backward passes as
+    there are micro-batches in a window. Most likely, the loop still calls ``step``
+    inside an ``if``, as it had to before it used gradaccum.
 
     Two backward passes per step cause no warning, because a GAN's discriminator
     normally has two losses.
@@ -346,10 +346,10 @@ class NonFiniteLossWarning(Extension):
 
 
 def is_divided_by(division: Division | None, steps: int, reduction: str) -> bool:
-    """True if the last operation on a loss was a division by `steps` that is most
-    likely a mistake. With ``reduction="sum"`` the division is correct. It is also
-    correct if it computes a mean, either of `steps` terms or of the items over which
-    the loss was summed.
+    """True if the last operation on a loss was a division by `steps`, and this division
+    is most likely a mistake. The division is correct with ``reduction="sum"``. It is
+    also correct if it computes a mean: the mean of `steps` terms, or the mean over the
+    items of a summed loss.
     """
     if division is None or not math.isclose(division.divisor, steps):
         return False
@@ -358,9 +358,9 @@ def is_divided_by(division: Division | None, steps: int, reduction: str) -> bool
 
 
 class DividedLossWarning(Extension):
-    """Warns if the user has divided a loss of the first window by the window's number
-    of micro-batches. Because gradaccum also divides by this number, the gradient would
-    be too small.
+    """Warns if the user has divided a loss of the first window by the number of
+    micro-batches in the window. The gradient would be too small, because gradaccum
+    divides by this number too.
     """
 
     def __init__(self, options: Options, warn: Warnings) -> None:

@@ -27,16 +27,17 @@ from gradaccum_torch.torch_private.names import (
 )
 
 SMALLEST = 2.0**-125
-"""The minimum loss scale. It is needed because `GradScaler` has no minimum of its own.
-A gradient sum cannot be divided by a smaller scale. Every window would then count as an
+"""The minimum loss scale. It is needed because `GradScaler` itself has no minimum. A
+gradient sum cannot be divided by a smaller scale, so every window would count as an
 overflow, and the scale could never grow again.
 """
 
 
 SET_BACK: WeakKeyDictionary[torch.amp.GradScaler, tuple[Any, int]] = WeakKeyDictionary()
-"""Maps each scaler whose growth tracker was decreased by one to a pair: the scaler's
-record of the pending ``scaler.update()`` call, and the growth tracker's true value. If
-the scaler now has a different record, ``update`` has been called since then.
+"""An entry for each scaler whose growth tracker was decreased by one. It contains the
+scaler's record of the pending ``scaler.update()`` call, and the true value of the
+growth tracker. Once ``update`` has been called, the scaler has a different record, so
+the entry no longer applies.
 """
 
 
@@ -131,9 +132,9 @@ def link_scaler(options: Options, parameters: list[Tensor]) -> ScalerLink | None
 
 
 def groups_for_a_scaler(link: ScalerLink | None) -> list[dict[str, Any]] | None:
-    """If the code that reads ``opt.param_groups`` is a `GradScaler`, return parameter
-    groups that contain only a dummy parameter with a finite gradient, so that the
-    scaler finds no overflow. Otherwise return None.
+    """If a `GradScaler` is reading ``opt.param_groups``, return parameter groups that
+    contain only a dummy parameter with a finite gradient, so that the scaler finds no
+    overflow. Otherwise return None.
 
     Raises:
         UsageError: the scaler was not passed as ``loss_scale=``, or it is about to

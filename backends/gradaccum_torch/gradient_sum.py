@@ -2,7 +2,7 @@
 autograd accumulates gradients anyway, or in separate buffers.
 
 At the end of a window, `Window` reads the sum as a mapping from each parameter to a
-tensor. `gradaccum_torch.arithmetic` computes its norm and divides it.
+tensor. `gradaccum_torch.arithmetic` computes the norm of the sum and divides the sum.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class GradientSum:
         """
 
     def follow_additions(self, gradient_added: Callable[[Tensor], None] | None) -> bool:
-        """From now on, call ``gradient_added(parameter)`` whenever autograd has added a
-        gradient to the sum of `parameter`. If `gradient_added` is None, stop these
-        calls. Return False if gradients are added only in ``step``.
+        """From now on, call ``gradient_added(parameter)`` whenever a gradient has been
+        added to the sum of `parameter` during a backward pass. If `gradient_added` is
+        None, stop these calls. Return False if gradients are added only in ``step``.
         """
         if gradient_added is None:
             self.watch.move_gradient = None
@@ -108,8 +108,9 @@ class GradientSum:
         self.watch.reset()
 
     def prepare_update(self, gradients: Gradients) -> None:
-        """Called before the divided `gradients` are put into ``.grad``. Drop all other
-        references to the sums, so that each sum can be freed.
+        """Called before the gradient sums in `gradients` are divided and put into
+        ``.grad``. Drop all other references to the sums, so that the memory of each sum
+        can be freed.
         """
 
     def clear(self) -> None:
@@ -121,7 +122,7 @@ class GradientSum:
 
 class SumInBuffers(GradientSum):
     """The sum of the open window's gradients, kept in separate buffers. ``step`` adds
-    the micro-batch's ``.grad`` to them.
+    the micro-batch's ``.grad`` to these buffers.
 
     The sum can therefore have a different dtype, a micro-batch can be dropped, and the
     user may modify ``.grad`` between two calls of ``step``.
@@ -222,8 +223,8 @@ class SumInBuffers(GradientSum):
 
 class SumOnArrival(SumInBuffers):
     """The sum of the open window's gradients, kept in buffers of a wider dtype. Each
-    gradient is added as soon as autograd has accumulated it, so that only one
-    half-precision gradient is in memory at a time.
+    gradient is added as soon as autograd has accumulated it, so that at most two
+    half-precision gradients are in ``.grad`` at a time.
 
     The micro-batch's smallest gradient stays in ``.grad`` until ``step``, so that a
     write to ``.grad`` can be detected. If the window has only one micro-batch, all
@@ -299,8 +300,8 @@ class SumOnArrival(SumInBuffers):
 def make_gradient_sum(
     parameters: GetParameters, watch: GradientWatch, options: Options
 ) -> GradientSum:
-    """Return an empty gradient sum. It is kept in ``.grad`` if the options allow it,
-    because that needs no second buffer.
+    """Return an empty gradient sum. The sum is kept in ``.grad`` if the options allow
+    this, because no second buffer is needed then.
     """
     is_wider = any(
         sum_dtype(parameter, options.accumulate_dtype) != gradient_dtype(parameter)

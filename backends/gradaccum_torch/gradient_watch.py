@@ -4,9 +4,9 @@ A hook runs right after autograd has added to a gradient. It records which tenso
 ``.grad``, how often that tensor has been written to, and by which factor the loss was
 multiplied. A single comparison in ``step`` then detects clipping, a
 ``model.zero_grad()``, an assignment, a reduction by another library, and a loss that
-was not multiplied by its weight or by the loss scale. Writes that torch does not count
-(through ``.data`` or NumPy) are not detected. Writes to a `DTensor` are detected only
-in the first window, by comparing norms.
+was not multiplied by its weight or by the loss scale. Writes that do not change the
+tensor's version (through ``.data`` or NumPy) are not detected. Writes to a `DTensor`
+are detected only in the first window, by comparing norms.
 """
 
 from __future__ import annotations
@@ -36,13 +36,15 @@ was multiplied, or 1 for a plain ``loss.backward()``.
 PASSES = [0]
 """The total number of backward passes of all wrapped optimizers."""
 IN_PARTS = -2
-"""A placeholder that is recorded as the version of every `DTensor`, because torch does
-not count writes to the local part of a `DTensor`.
+"""A placeholder that is recorded as the version of every `DTensor`, because a write to
+the local part of a `DTensor` does not change the version.
 """
 
 
 class WatchedGradient:
-    """One parameter, and a record of its ``.grad`` after autograd last added to it."""
+    """A parameter, and a record of its ``.grad`` from the last time that autograd added
+    to it.
+    """
 
     __slots__ = ("gradient", "norm", "parameter", "version", "watch")
 
@@ -118,8 +120,8 @@ class WatchedGradient:
 
 
 class GradientWatch:
-    """Detects whether anything except autograd changes the gradients of one optimizer's
-    parameters.
+    """Detects whether any code other than autograd changes the gradients of one
+    optimizer's parameters.
     """
 
     def __init__(self) -> None:
@@ -136,7 +138,7 @@ class GradientWatch:
         ``step``.
         """
         self.is_running = False
-        """Whether a backward pass has begun and not ended. This stays True after a
+        """Whether a backward pass has begun and has not ended. It remains True after a
         backward pass that raised an error.
         """
         self.new_gradients: dict[int, WatchedGradient] = {}
@@ -159,8 +161,8 @@ class GradientWatch:
         every window.
         """
         self._first_parameter = 0
-        """The id of the first parameter that the micro-batch's first backward pass
-        reached.
+        """The id of the parameter that received the first gradient of the micro-batch's
+        first backward pass.
         """
         self._watched_gradients: dict[int, WatchedGradient] = {}
         """The watched gradients, keyed by ``id(parameter)`` instead of by the parameter
@@ -224,7 +226,7 @@ class GradientWatch:
     def _keep_new_gradients(self) -> None:
         """Copy each new gradient whose memory other code may write to. If autograd's
         engine is running, the copies are made only at the end of the pass, because
-        autograd itself refers to the gradients during the pass.
+        autograd still refers to the gradients until then.
         """
         for watched_gradient in self.new_gradients.values():
             gradient = watched_gradient.parameter.grad
@@ -261,9 +263,9 @@ class GradientWatch:
     def holds_other_gradients(
         self, parameters: Iterable[Tensor], *, is_separate: bool
     ) -> bool:
-        """True if ``.grad`` contains anything that no backward pass has added. Pass
-        ``is_separate=True`` if the window's sum is not in ``.grad``. May wait for the
-        device.
+        """True if any ``.grad`` contains values that did not come from a backward pass.
+        Pass ``is_separate=True`` if the window's sum is not kept in ``.grad``. This may
+        synchronize with the device.
         """
         for parameter in parameters:
             gradient = parameter.grad

@@ -71,15 +71,15 @@ def layered_backward(
     belongs to two layers. Dropout draws the same random numbers, and a batch norm sees
     each micro-batch once, in order.
 
-    Each layer is updated as soon as its gradient sum is complete, if no option of
-    `optimizer` needs the norm of the whole window's gradient. An example is
+    If no option of `optimizer` needs the norm of the whole window's gradient, each
+    layer is updated as soon as its gradient sum is complete. This is the case with
     ``gradaccum.wrap(optimizer, steps=None, on_overflow="ignore")``. The inner optimizer
-    makes one ``step`` per layer, in which only this layer has gradients. After the
-    ``step`` these gradients are freed. A parameter that several layers share is updated
-    together with the first of these layers. With ``clip_norm``, ``skip_norm`` or
-    skipping on overflow, the sums of all layers are kept until the end, and the
-    optimizer makes a single step. Step hooks, and optimizers that count their steps in
-    their parameter groups, are allowed only in this case.
+    then performs one ``step`` per layer, in which only this layer has gradients. After
+    the ``step`` these gradients are freed. A parameter that several layers share is
+    updated together with the first of these layers. With ``clip_norm``, ``skip_norm``
+    or skipping on overflow, the sums of all layers are kept until the end, and the
+    optimizer performs a single step. Step hooks, and optimizers that count their steps
+    in their parameter groups, are allowed only in this case.
 
     If the call raises an error, everything is restored to its state before the call,
     except for layers that were already updated. A note on the error names these layers,
@@ -178,8 +178,8 @@ class Border:
         tensors = tensors_of(nest)
         self.roots = [tensor for tensor in tensors if tensor.requires_grad]
         """The activations that require a gradient. The backward pass of the layer that
-        computed them starts from these tensors. They are dropped when the graph of that
-        layer is no longer needed.
+        computed them starts from these tensors. The tensors are dropped when the graph
+        of that layer is no longer needed.
         """
         self.gradients: list[Tensor | None] = [None] * len(self.roots)
         """The gradient of each tensor in `roots`, or None if the next layer did not use

@@ -1,8 +1,8 @@
 """The float32 master weights of a model's half-precision parameters.
 
-The inner optimizer's groups contain the masters only during an update. If other code
-has changed a parameter, its new value is copied into its master weight before the
-update. After the update, the rounded masters are copied into the model.
+The inner optimizer's groups contain the master weights only during an update. If other
+code has changed a parameter, its new value is copied into its master weight before the
+update. After the update, the rounded master weights are copied into the model.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class MasterWeights:
     @contextmanager
     def work_on_masters(self) -> Iterator[None]:
         """Inside the block, the inner optimizer reads and changes the master weights.
-        At the end of the block, the rounded masters are written into the model.
+        At the end of the block, the rounded master weights are written into the model.
         """
         if not self.are_in_place:
             self.copy_model_into_masters()

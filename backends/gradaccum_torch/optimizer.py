@@ -187,9 +187,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             else:
                 scaler.prepare_update(window.state, overflow=False)
         except BaseException:
-            # scaler.step deletes these attributes only at its end. Delete them now,
-            # because they would remain after an error, and the user might then call
-            # step() without the scaler.
+            # scaler.step deletes these attributes only when it ends without an error.
+            # Delete them now, so that a later step() without the scaler does not find
+            # them.
             vars(self).pop("grad_scale", None)
             vars(self).pop("found_inf", None)
             if not window.state.micro_step:
@@ -295,8 +295,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         self, loader: Iterable[M], *, carry: bool = False, progress: bool = False
     ) -> Epoch[M]:
         """Iterate over the micro-batches of a loader, and call ``flush`` when the
-        loader ends. If the loop ends early, through a ``break`` or an error, the window
-        stays open.
+        loader is exhausted. If the loop ends early, through a ``break`` or an error,
+        the window stays open.
 
         A `GradAccumWarning` is issued once if micro-batches have unequal sizes and you
         pass no weights.
@@ -304,7 +304,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         Args:
             loader: yields the micro-batches.
             carry: if True, leave the last window open for the next epoch.
-            progress: if True, show a progress bar. This needs the package rich.
+            progress: if True, show a progress bar. Requires the rich package.
 
         Raises:
             ArgumentTypeError: `loader` is not iterable, or a flag is not a bool.
@@ -314,9 +314,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         return epoch(loader, self.flush, carry=carry, progress=progress, see=see)
 
     def updates_in(self, loader: Sized | int, epochs: int = 1) -> int:
-        """Return the number of updates in the next `epochs` passes over a loader, if
-        each pass uses the method `epoch`. You can use this number as the length of a
-        learning-rate schedule.
+        """Return the number of updates in the next `epochs` passes over a loader,
+        assuming that each pass uses the method `epoch`. You can use this number as the
+        length of a learning-rate schedule.
 
         Args:
             loader: a loader with a length, or its number of micro-batches, an int >= 0.
@@ -343,8 +343,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The inner optimizer. Calling its ``step`` directly raises an error for as
-        long as the wrapper exists.
+        """The inner optimizer. Calling its ``step`` directly raises an error while the
+        wrapper exists.
         """
         return self._inner
 
@@ -398,7 +398,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     def defaults(self, defaults: dict[str, Any]) -> None:
         self._inner.defaults = defaults
 
-    if not TYPE_CHECKING:  # A type checker should find a misspelt name.
+    if not TYPE_CHECKING:  # Let type checkers report misspelt names.
 
         def __getattr__(self, name: str) -> Any:
             # Do not return the inner optimizer's attributes whose names begin with an
@@ -460,9 +460,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         dynamic loss scale.
 
         Raises:
-            CheckpointError: the saved state belongs to different parameters, or has an
-                open window with different options. The error is raised before anything
-                is changed.
+            CheckpointError: the saved state belongs to different parameters, or
+                contains an open window with different options. The error is raised
+                before anything is changed.
         """
         state_dict = dict(state_dict)
         for hook in hooks_of(self, "load_state_dict_pre"):
@@ -505,10 +505,10 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
 
 def on_masters(method: Callable[..., Any], masters: MasterWeights) -> Any:
-    """Return a function that calls the inner optimizer's `method` while its groups
-    contain the float32 master weights, and then writes the rounded master weights into
-    the model. Methods that change the weights, such as ``eval`` and ``train`` of
-    schedulefree's optimizers, need this.
+    """Return a function that calls `method` of the inner optimizer while the
+    optimizer's groups contain the float32 master weights, and then writes the rounded
+    master weights into the model. Methods that change the weights, such as ``eval`` and
+    ``train`` of schedulefree's optimizers, need this.
     """
     if not masters.masters:
         return method

@@ -19,8 +19,9 @@ from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.torch_private.names import parameters_of, processes
 
 ELEMENTS = 1 << 20
-"""If the gradients have more elements than this, only about this many are recorded,
-evenly spread. The least-squares fit needs only a few elements per micro-batch.
+"""The approximate maximum number of gradient elements that are recorded. If there are
+more, only evenly spaced elements are recorded. The least-squares fit needs only a few
+elements per micro-batch.
 """
 
 
@@ -110,15 +111,15 @@ class LoopRecord:
         weight: Callable[..., float] | None = None,
         **options: Any,
     ) -> kit.LoopReport:
-        """Report which micro-batches each update contained, and with what weight.
-        Collective if several processes are running.
+        """Report which micro-batches each update contained, and with what weight. This
+        is a collective call if several processes are running.
 
         Args:
-            loss_fn: ``loss_fn(*micro_batch)`` returns the loss before anything divides
-                or weights it. Default: the loss that `model` returned.
+            loss_fn: ``loss_fn(*micro_batch)`` returns the loss, neither divided nor
+                weighted. Default: the loss that `model` returned.
             micro_batches: this worker's micro-batches, in the order of the loop.
-                Default: the calls of `model`; `loss_fn` and `weight` are then called
-                with the arguments of these calls.
+                Default: the calls of `model`, whose arguments are then passed to
+                `loss_fn` and `weight`.
             weight: ``weight(*micro_batch)``. Default: the number of items.
             options: ``reduction``, ``steps`` and ``clip_norm``, as in
                 `gradaccum.check_loop`.

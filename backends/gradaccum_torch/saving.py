@@ -9,9 +9,9 @@ that ``torch.load(weights_only=True)`` can read it:
 - ``format``: `gradaccum.kit.FORMAT`, the version of this format;
 - the seven fields of `gradaccum.kit.State`, and ``grad_norm``;
 - ``terms``: the options that an open window depends on. They are the fields of
-  `gradaccum.kit.Terms`, as a mapping. A weight at which the window ends is stored in
-  ``steps`` with a negative sign;
-- ``worker``: the rank that saved the entry, and the number of workers. They are saved
+  `gradaccum.kit.Terms`, as a mapping. If the window ends at a total weight, ``steps``
+  is this weight with a negative sign;
+- ``worker``: the rank that saved the entry, and the number of workers. Both are saved
   because each worker's sum is only a part of the sum over all workers;
 - ``parameters``: the shape and dtype of each parameter, so that the state of a
   different model is detected;
@@ -65,7 +65,7 @@ def save(window: Window) -> StateDict:
 def entry_of(window: Window) -> Entry:
     state = window.current_state()
     # If no window is open, do not call the user's function for the window sizes,
-    # because the function may be undefined after the run's last update.
+    # because this function may not be defined beyond the run's last update.
     size = window.size if state.micro_step else None
     terms = kit.terms_of(window.options._replace(steps=size), state.optimizer_step)
     masters = window.masters.by_index()
@@ -80,8 +80,8 @@ def entry_of(window: Window) -> Entry:
         "masters": {index: master.detach() for index, master in masters.items()},
     }
     for index, total in entry["sums"].items():
-        # A sharded sum that is a view into a larger buffer is copied, because
-        # `torch.save` cannot save it.
+        # Copy a sharded sum that is a view into a larger buffer, because `torch.save`
+        # cannot save such a view.
         if is_sharded(total) and total.storage_offset():
             entry["sums"][index] = total.clone()
     for extension in window.extensions:
@@ -94,8 +94,8 @@ def load(window: Window, state_dict: StateDict) -> None:
     wrapped, no window is open afterwards.
 
     Raises:
-        CheckpointError: the saved state belongs to different parameters, or has an open
-            window with different options. The error is raised before anything is
+        CheckpointError: the saved state belongs to different parameters, or contains an
+            open window with different options. The error is raised before anything is
             changed.
     """
     if KEY not in state_dict:
@@ -147,8 +147,7 @@ def resumed_state(entry: Entry, window: Window) -> State:
 
 def encode_size(steps: Any) -> int | None:
     """Return a window's size as a single number for a checkpoint. A number of
-    micro-batches is returned unchanged. A weight at which the window ends is returned
-    with a negative sign.
+    micro-batches is returned unchanged, and a total weight with a negative sign.
     """
     size: Any = kit.code_of(steps) if isinstance(steps, UntilWeight) else steps
     return None if size is None else int(size)
@@ -176,8 +175,8 @@ def checkpoint_error(
 
 
 def require_same_model(entry: Entry, window: Window) -> None:
-    """Raise unless the saved entry matches the window's parameters, the dtypes of the
-    window's gradient sums, and its master weights.
+    """Raise unless the saved entry matches the window's parameters, the dtypes of its
+    gradient sums, and its master weights.
     """
     # Do not compare the parameters' names, because only some checkpoints contain them.
     for parameter, saved_parameter in zip_longest(
@@ -211,8 +210,8 @@ def redistributed(state_dicts: Sequence[StateDict], workers: int) -> list[StateD
     with a different number of workers, even in the middle of a window. The tensors are
     not copied.
 
-    The first worker gets the total of all workers' gradient sums, in their dtype, and
-    the total weight. The other workers start with an empty sum. All workers get the
+    The first worker gets the total of all workers' gradient sums, in the same dtype,
+    and the total weight. The other workers start with an empty sum. All workers get the
     highest micro-batch count that any worker has saved, so that their windows end
     together.
 
@@ -241,8 +240,8 @@ def redistributed(state_dicts: Sequence[StateDict], workers: int) -> list[StateD
                 " reshards the state.",
             )
     states = kit.redistributed([state_in(entry) for entry in entries], workers)
-    # Use the settings that were saved with an open window, if any worker has one,
-    # because the size of an empty window is not saved.
+    # If any worker has an open window, use the options that were saved with this
+    # window, because the size of an empty window is not saved.
     open_entries = [entry for entry in entries if entry["micro_step"]]
     terms = (open_entries or entries)[0]["terms"]
     if open_entries:

@@ -2,9 +2,9 @@
 micro-batch, and the scheduler steps once per update.
 
 If a ``flush()`` closes several windows, the wrapper also steps the scheduler between
-these windows. For a timm scheduler, the wrapper passes the number of updates to its
-``step_update`` method, and does not change its ``step`` method, whose argument is an
-epoch.
+these windows. For a timm scheduler, the wrapper passes the number of updates to the
+scheduler's ``step_update`` method. The scheduler's ``step`` method, whose argument is
+an epoch, works as before.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ _REPLAYED = (
 
 
 def is_scheduler(candidate: object) -> bool:
-    """True if `candidate` is one of torch's schedulers, or any object that has an
-    ``optimizer`` and a ``step`` method but is not itself an optimizer.
+    """True if `candidate` is one of torch's schedulers, or another object that has an
+    ``optimizer`` attribute and a ``step`` or ``step_update`` method, but is not itself
+    an optimizer.
     """
     if isinstance(candidate, torch.optim.lr_scheduler.LRScheduler):
         return True
@@ -93,8 +94,8 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         window = self._scheduler.optimizer._window
         if hasattr(self._scheduler, "step_update") or updates > self._updates:
             # torch warns if a scheduler steps before its optimizer. Prevent this
-            # warning, because after loading a checkpoint, the optimizer's earlier steps
-            # may have been made in another process.
+            # warning, because the optimizer may have made its steps in another process,
+            # before a checkpoint was loaded.
             note_step_called(self._scheduler.optimizer)
             self._scheduler.step(*args, **kwargs)
             window.changed_rate_warning.allow_change()
@@ -117,9 +118,9 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
             self.step()
 
     def optimizer_loaded(self) -> None:
-        """Called after the optimizer has loaded a state. The scheduler does not step
-        for updates that were made before that state was saved, unless the scheduler has
-        loaded a state too.
+        """Called after the optimizer has loaded a state. If the scheduler has not
+        loaded a state itself, it will not step for updates that were made before the
+        optimizer's state was saved.
         """
         if not self._has_loaded:
             self._updates = self._optimizer_updates()
@@ -127,8 +128,8 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
     def _step_update(
         self, num_updates: int | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """If there has been an update, call the scheduler's ``step_update`` with the
-        number of updates.
+        """If the optimizer has made any update, call the scheduler's ``step_update``
+        with the number of updates.
         """
         updates = self._optimizer_updates()
         self._scheduler.optimizer._window.changed_rate_warning.allow_change()

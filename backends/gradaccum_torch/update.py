@@ -32,11 +32,11 @@ class Update:
         self.is_running = False
         self.is_broken = False
         """Whether an exception has interrupted an update or an addition to the gradient
-        sum. If so, the update or the sum may be incomplete.
+        sum, so that the update or the sum may be incomplete.
         """
         self.is_made = False
-        """Whether the inner optimizer has made the update. This is True even if a hook
-        raised an error after the update.
+        """Whether the inner optimizer has made the update. The flag is also True if a
+        hook raised an error after the update.
         """
         self.updated_parameters: list[Tensor] = []
         """The parameters that had a gradient in the last update."""
@@ -79,9 +79,9 @@ class Update:
             target = self.masters.worked_on(parameter)
             dtype = gradient_dtype(target)
             if total.requires_grad and divisor != 1:
-                # If an optimizer differentiates this gradient again, torch raises an
-                # error. This is intended, because the gradient's graph belongs to the
-                # undivided sum.
+                # Detach the sum, because its graph belongs to the undivided sum. torch
+                # therefore raises an error if an optimizer differentiates this gradient
+                # again.
                 total = total.detach()
                 sums[parameter] = total
             if total.dtype == dtype:
@@ -107,7 +107,7 @@ def hooks_of(wrapper: torch.optim.Optimizer, kind: str) -> list[Callable[..., An
 
 def hook_tables() -> dict[str, Hooks]:
     """Return the attributes in which a new torch optimizer stores its hooks, as a
-    mapping from the attributes' names to empty tables.
+    mapping from the attributes' names to empty dictionaries.
     """
     optimizer = torch.optim.SGD([torch.empty(0, device="cpu")])
     return {
@@ -131,7 +131,7 @@ def refuse_bypass(inner: torch.optim.Optimizer, *_: object) -> None:
     """Raise if ``inner.step()`` is called directly while a wrapper of `inner` is alive.
 
     A step with learning rates of 0 is allowed, because it changes no parameter:
-    torch.distributed.checkpoint makes such a step to create the optimizer's state.
+    torch.distributed.checkpoint performs such a step to create the optimizer's state.
     """
     reference = UPDATES.get(inner)
     update = None if reference is None else reference()

@@ -100,8 +100,8 @@ class TorchSubject(Subject):
         return torch.cat([wide(gradient) for gradient in gradients]) / conditions.scale
 
     def random_layers(self) -> list[str]:
-        """Return the names of the training-mode modules that draw random numbers in
-        their own forward pass, outside of their submodules.
+        """Return the names of the modules in training mode whose own forward code, not
+        counting their submodules, draws random numbers.
         """
         devices = random_devices(self.model.parameters())
         state = RandomState(devices)
@@ -122,7 +122,8 @@ class TorchSubject(Subject):
             note_draws()
             running.pop()
 
-        # torch.compile warns about hooks that are registered for all modules at once.
+        # Register the hooks on each module, because torch.compile warns about hooks
+        # that are registered for all modules at once.
         with ExitStack() as hooks:
             for module in self.model.modules():
                 hooks.enter_context(
@@ -180,7 +181,7 @@ class LossGraph(NamedTuple):
     dtypes: set[torch.dtype]
     """The dtypes of the parameters, of the saved tensors and of the loss."""
     leaves: set[Tensor]
-    """The tensors that the loss is differentiated with respect to."""
+    """The leaf tensors with respect to which the loss is differentiated."""
     division: Division | None
     """The last operation in the computation of the loss, if this operation is a
     division by a number. Otherwise None.
@@ -226,8 +227,8 @@ class TorchState(ModelState):
             dictionary.clear()
             dictionary.update(before)
         for tensor, value in self._tensors.values():
-            # Write through .data, because it does not change the parameters' versions,
-            # which other code may watch.
+            # Write through .data, because such a write does not change the parameters'
+            # versions, which other code may watch.
             tensor.data.copy_(value)
 
     def changed_names(self) -> tuple[str, ...]:

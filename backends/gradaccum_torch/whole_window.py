@@ -101,7 +101,7 @@ class WholeWindow:
         return self._window.has_new_gradient
 
     def loss_scale(self) -> float:
-        """Return the current loss scale. May wait for the device."""
+        """Return the current loss scale. This may synchronize with the device."""
         return float(self._window.current_state().loss_scale)
 
     def gathered_ids(self) -> set[int]:
@@ -122,7 +122,8 @@ class WholeWindow:
 
     def begin_weightless(self) -> None:
         """Prepare for a backward pass of micro-batches that were already counted. The
-        pass adds no weight, and its gradients are already multiplied by the loss scale.
+        pass adds no weight to the window, and its gradients are already multiplied by
+        the loss scale.
         """
         micro_batch = self._window.micro_batch
         micro_batch.set_weight(0.0)
@@ -149,7 +150,7 @@ class WholeWindow:
 
     def update_part(self, number: int, belongs: Callable[[Tensor], bool]) -> None:
         """Update the parameters for which ``belongs(parameter)`` is true, and free
-        their gradients. For all other parameters the window stays open.
+        their gradients. The window stays open for all other parameters.
 
         - `number`: the index of the layer, for error messages.
         """

@@ -124,8 +124,8 @@ class Window:
         self.expects_one_pass = False
         """Whether the previous micro-batch had a single backward pass."""
         self.last_event = (False, False, False, 0.0)
-        """The `applied`, `skipped` and `overflow` flags of the last call, and the
-        gradient norm of the last window.
+        """The `applied`, `skipped` and `overflow` flags of the last ``step``, ``flush``
+        or ``discard``, and the gradient norm of the last window.
         """
         self.is_reduced = False
         """Whether the gradients of all workers have been added up, but the update has
@@ -192,7 +192,7 @@ class Window:
 
     def parameters_changed(self) -> None:
         """Called after the parameters have changed. Decide again whether the gradients
-        are summed in ``.grad`` or in separate buffers. The value of the sum is kept.
+        are summed in ``.grad`` or in separate buffers. The sum keeps its value.
         """
         self.masters.groups_changed()
         parameters = self.masters.parameters()
@@ -415,8 +415,8 @@ class Window:
         self.watch.micro_batch_ended()
 
     def _require_right_gradient(self, weight: float) -> None:
-        """Raise unless ``.grad`` contains exactly the gradients that this window's
-        backward passes have accumulated, from losses multiplied by the right factor.
+        """Raise if ``.grad`` contains anything other than what this window's backward
+        passes have accumulated, or if a loss was multiplied by the wrong factor.
         """
         watch = self.watch
         micro_batch = self.micro_batch
@@ -424,8 +424,8 @@ class Window:
             raise checks.interrupted_error()
         factors = watch.factors
         if self.options.separate_sums:
-            # Ignore factors other than 1. They may come from a backward pass of another
-            # wrapped optimizer whose gradients the user has cleared.
+            # Ignore factors other than 1, because they may come from a backward pass of
+            # another wrapped optimizer whose gradients the user has cleared.
             factors = factors & {1.0}
         if not (factors or self._has_begun()):
             raise checks.no_backward_error()
@@ -440,9 +440,9 @@ class Window:
             is_users = self.size == 1 and factor == 1 and not self.workers.is_reducing
             if not is_users:
                 raise checks.changed_gradients_error()
-            # The changed values are now the window's sum. Such a loop changes .grad
+            # The changed values are now the window's sum. The user's loop changes .grad
             # after the backward pass, so the next window must not begin its reduction
-            # during that pass.
+            # during the backward pass.
             watch.reset()
 
     def _has_begun(self) -> bool:
@@ -698,9 +698,9 @@ class Window:
         self.workers.window_ended()
 
     def close_part(self, belongs: Callable[[Tensor], bool]) -> None:
-        """Update the parameters for which ``belongs(parameter)`` is true. For all other
-        parameters the window stays open. All workers must update the same parameters in
-        the same order.
+        """Update the parameters for which ``belongs(parameter)`` is true. The window
+        stays open for all other parameters. All workers must update the same parameters
+        in the same order.
 
         This method is allowed only if no option needs the gradient norm. Clipping and
         the decision to skip an update need the norm over all parameters, but the

@@ -28,11 +28,10 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
     """Closes the open window after the last batch of an epoch, before validation and
     checkpointing.
 
-    Make it the first callback in the list. It also assigns weight 0 to a batch whose
-    ``training_step`` returns None, and steps wrapped schedulers with
-    ``"interval": "step"`` after the last update of an epoch. Without this callback, a
-    run whose gradient sum is kept in ``.grad`` cannot be resumed in the middle of a
-    window.
+    Put this callback first in the list. It also assigns weight 0 to a batch whose
+    ``training_step`` returns None, and steps wrapped schedulers with ``"interval":
+    "step"`` after the last update of an epoch. Without this callback, a run whose
+    gradient sum is kept in ``.grad`` cannot be resumed in the middle of a window.
 
     Raises:
         UsageError: the ``Trainer`` is configured to clip or accumulate gradients
@@ -48,9 +47,9 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Keep the optimizers' states, so that `on_train_start` can load them again.
-        This is necessary because Lightning clears the model's gradients after it has
-        loaded the states.
+        """Keep the optimizers' states from the checkpoint, because Lightning clears the
+        model's gradients after it has loaded these states. `on_train_start` loads the
+        states again.
         """
         self._saved_states[:] = checkpoint.get("optimizer_states", ())
 

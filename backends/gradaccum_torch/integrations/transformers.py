@@ -1,5 +1,5 @@
-"""A callback for the `transformers.Trainer` and for TRL's trainers. Each update of the
-Trainer then uses the gradient of one gradaccum window.
+"""A callback for the `transformers.Trainer` and for TRL's trainers. With this callback,
+each update of the Trainer uses the gradient of one gradaccum window.
 
 During training, `AccumulationCallback` replaces the Trainer's optimizer, its
 ``training_step`` and ``_prepare_inputs``, and two methods of its accelerator.
@@ -129,7 +129,7 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         *_: Argument,
     ) -> Tensor:
         """Run the Trainer's ``training_step`` as if the micro-batch were the whole
-        batch, so that its loss is a mean over the micro-batch. Return 0 as the loss to
+        batch, so that the loss is a mean over the micro-batch. Return 0 as the loss to
         log, because the window's loss is logged later.
         """
         trainer = self._trainer
@@ -170,8 +170,8 @@ def batch_size(inputs: Mapping[str, Any]) -> float:
 _BY_TOKENS = {"dapo", "cispo", "vespo"}
 _MEANS = {"grpo", "bnpo", "dr_grpo", "sapo", "luspo"}
 """The names of TRL's losses. The losses in `_BY_TOKENS` are sums divided by
-``num_items_in_batch``. The losses in `_MEANS` are means over a micro-batch. For these
-losses, the weight of a micro-batch is not its number of tokens.
+``num_items_in_batch``. The losses in `_MEANS` are means over a micro-batch, so a
+micro-batch is not weighted by its number of tokens.
 """
 
 

@@ -1,9 +1,9 @@
-"""Splits the batch of a call, and implements ``micro_batch_size="auto"``. When memory
-runs out, such a call starts over with micro-batches of half the size.
+"""Splits the batch of a call, and implements ``micro_batch_size="auto"``. With this
+option, a call that runs out of memory starts over with micro-batches of half the size.
 
 At the end of an attempt, all workers agree on a common size before any gradient is
-added to ``.grad``. If only one worker started over, the other workers would wait for
-it.
+added to ``.grad``. Otherwise, a worker could start over alone, and the other workers
+would wait for it.
 """
 
 from __future__ import annotations
@@ -56,22 +56,24 @@ def run_divided(
     *,
     notes_calls: bool,
 ) -> T:
-    """Return ``run(micro_batches, destination)``, which runs all forward and backward
-    passes. With an automatic size, call `run` with smaller and smaller micro-batches
-    until they fit into memory.
+    """Run all forward and backward passes with ``run(micro_batches, destination)``, and
+    return its result. With an automatic size, call `run` with smaller and smaller
+    micro-batches until they fit into memory.
 
     Args:
         run: a function that runs the micro-batches of `large` and passes their losses
             to `destination`.
-        function: the user's function, for which a size that fits is remembered.
+        function: the user's function. A micro-batch size that fits is remembered for
+            this function.
         large: the batch. If several workers share the window of `optimizer`, the batch
-            may be empty: this worker then only takes part in the reduction.
+            may be empty. This worker then only takes part in the reduction.
         division: how the batch is split.
         options: the options that determine the weights of the micro-batches.
-        optimizer: the wrapped optimizer whose window the call is, or None.
+        optimizer: the wrapped optimizer whose window the call fills and closes, or
+            None.
         modules: the modules whose buffers are restored after an error.
-        notes_calls: whether the buffers of all other modules that are called are
-            restored too.
+        notes_calls: whether to restore also the buffers of all other modules that are
+            called.
     """
     sizes = division.micro_batch_size
     group = None if optimizer is None else optimizer.whole_window().process_group
@@ -125,10 +127,12 @@ def written_error() -> UsageError:
 
 
 def key_of(function: Callable[..., Any], batch: Iterable[Tensor]) -> Hashable:
-    """Return a key for calls that need about the same memory per item. It consists of
-    the loss function's code, and the dtypes, devices and shapes of the batch's tensors.
+    """Return a key that is equal for calls that need about the same memory per item.
+    The key consists of the loss function's code, and of the dtypes, devices and shapes
+    of the batch's tensors.
 
-    The lengths in the shapes are rounded up to powers of two.
+    The first axis of each shape is left out, and the other lengths are rounded up to
+    powers of two.
     """
     code = getattr(function, "__code__", type(function))
     tensors = []
@@ -147,8 +151,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 # After each attempt, every worker of a process group votes for a micro-batch size, and
-# all workers use the smallest of these sizes. So if another worker ran out of memory,
-# this worker repeats its attempt, even if the attempt fitted into its own memory.
+# all workers use the smallest of these sizes. If another worker ran out of memory, this
+# worker therefore repeats its attempt too, even if its own memory was sufficient.
 
 FITS = 2**31 - 1
 """A worker's vote if the micro-batches fitted into its memory."""
@@ -161,7 +165,8 @@ means that a single item does not fit into memory.
 @contextmanager
 def agreement(smaller_size: int, workers: dist.ProcessGroup | None) -> Iterator[None]:
     """At the end of the block, raise `SmallerSizeError` if any worker ran out of
-    memory. If this worker did, vote for `smaller_size`. Collective.
+    memory. A worker that ran out of memory votes for `smaller_size`. This is a
+    collective call.
     """
     try:
         yield
@@ -178,7 +183,7 @@ def agreement(smaller_size: int, workers: dist.ProcessGroup | None) -> Iterator[
 
 def smallest_vote(size: int, workers: dist.ProcessGroup | None) -> int:
     """Vote for `size`, and return the smallest size that any worker has voted for.
-    Raise if another worker has raised an error. Collective.
+    Raise if another worker has raised an error. This is a collective call.
     """
     if workers is None:
         return size

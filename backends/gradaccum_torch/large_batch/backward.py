@@ -1,9 +1,8 @@
 """``gradaccum_torch.backward``: the gradient and the loss of the large batch from a
 single call, with the activations of only one micro-batch in memory.
 
-To weight a micro-batch's loss, its backward pass starts with a gradient equal to the
-micro-batch's share of the large batch's loss. So no operation is added to the user's
-graph.
+A micro-batch is weighted by starting its backward pass from its weight factor instead
+of 1, so that no operation is added to the user's graph.
 """
 
 from __future__ import annotations
@@ -63,30 +62,31 @@ def backward(
         loss_fn: ``loss_fn(*micro_batch)`` returns a loss, a tensor of shape ``()``, or
             ``(loss, aux)`` if `has_aux`.
         batch: any nested structure of tuples, lists, dicts and dataclasses. Its tensors
-            and arrays are split into views. A plain number, text or None is passed
-            whole. For keyword arguments pass a dict: ``backward(lambda b:
-            model(**b).loss, b, steps=4)``.
+            and arrays are split into views. Plain numbers, strings and None are passed
+            unchanged to every micro-batch. For keyword arguments pass a dict:
+            ``backward(lambda b: model(**b).loss, b, steps=4)``.
         steps: the maximum number of micro-batches, each of ceil(items / steps) items.
-        micro_batch_size: the number of items in a micro-batch. ``"auto"`` means as many
-            as fit into the device's memory. So does an `AutoMicroBatchSize`, but its
-            limit is ignored. If memory runs out, the call starts over with half as
-            many. On a CPU pass a number, because the operating system kills a process
-            that runs out of memory. All workers of the optimizer's group, or of the
-            default process group, must make such a call together.
+        micro_batch_size: the number of items in a micro-batch. With ``"auto"`` or an
+            `AutoMicroBatchSize` (whose `memory_limit` is ignored), it is as many as fit
+            into the device's memory. If memory runs out, the call starts over with half
+            as many items. On a CPU pass a number, because the operating system kills a
+            process that runs out of memory. An automatic size requires that all workers
+            of the optimizer's group, or of the default process group, make the call
+            together.
         reduction: ``"mean"`` if `loss_fn` returns a mean; the means are averaged with
             their weights. ``"sum"`` adds the losses. ``"sum_per_item"`` if `loss_fn`
-            returns a sum; the total is divided by the total weight. Default: the
-            reduction of `optimizer`, or ``"mean"`` without an optimizer.
+            returns a sum; the sum of all losses is divided by the total weight.
+            Default: the reduction of `optimizer`, or ``"mean"`` without an optimizer.
         weight: either one number per item, shape ``(items,)``, or a function
             ``weight(*micro_batch)``. Numbers are summed over each micro-batch. A
-            function is called for all micro-batches before the first of them runs.
+            function is called for all micro-batches before the first forward pass.
             Default: the number of items. A micro-batch of weight 0 adds nothing. If all
             micro-batches have weight 0, ``.grad`` is not changed and the loss is 0.
         axes: the batch axis of each leaf of `batch`: one number for all leaves, or a
             nested structure of numbers, in which a number may stand for a whole
             substructure. None means that a leaf is not split. Each element of a list
-            must contain all items. For a list that may be as long as the batch, pass an
-            entry for each element, or None not to split the list.
+            must contain all items. If a list may have as many elements as the batch has
+            items, pass an axis for each element, or None to pass the list unsplit.
         has_aux: whether `loss_fn` returns ``(loss, aux)``. Tensors in `aux` are
             detached.
         merge_aux: how the `aux` values of the micro-batches are combined.
@@ -99,7 +99,7 @@ def backward(
             from `register_step_pre_hook` raises, call ``opt.discard()`` or load a state
             before you continue.
         modules: the modules whose buffers, such as a batch norm's statistics, are
-            restored if something raises. Default: none. With an automatic size, the
+            restored if an error is raised. Default: none. With an automatic size, the
             default is all modules that `loss_fn` calls, and compiled code is rejected,
             because it may hide modules.
 

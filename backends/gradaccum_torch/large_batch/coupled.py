@@ -3,8 +3,8 @@
 
 The first pass computes all outputs without gradients. Then the loss of all outputs is
 differentiated once, with respect to the outputs and to the loss's own parameters, such
-as a temperature. The second pass computes each micro-batch again, and propagates the
-gradient of its outputs.
+as a temperature. The second pass runs each micro-batch again, and backpropagates the
+gradient of the micro-batch's outputs.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def coupled_backward(
         optimizer: as for `gradaccum_torch.backward`. A loss scale multiplies the
             gradients of the outputs and of the loss's own parameters.
         modules: the modules whose buffers are restored. Default: the modules that are
-            called. Compiled code needs this argument, because it may hide the modules
-            that it calls.
+            called. Pass this argument if the functions run compiled code, because
+            compiled code may hide the modules that it calls.
 
     Returns:
         The loss, detached, shape ``()``.
@@ -84,9 +84,10 @@ def coupled_backward(
     Raises:
         ArgumentTypeError, ArgumentValueError: an argument is wrong, the batch cannot be
             divided in this way, or the loss is not a scalar.
-        UsageError: the second run returns different outputs; `optimizer` drops
-            micro-batches; or `optimizer` was not passed, although the parameters belong
-            to a wrapped optimizer or several workers train them.
+        UsageError: the second run returns different outputs; `optimizer` was wrapped
+            with ``on_overflow="drop_micro_batch"``; or `optimizer` was not passed,
+            although the parameters belong to a wrapped optimizer or several workers
+            train them.
 
     Examples:
         >>> import torch
@@ -105,7 +106,7 @@ def coupled_backward(
             ' together; got an optimizer with on_overflow="drop_micro_batch". Write'
             ' on_overflow="skip_window".'
         )
-    # The loss is a single loss of all items, so its gradient is not divided.
+    # There is only one loss, which covers all items, so its gradient is not divided.
     undivided = make_options(None, reduction="sum")
 
     def run(micro_batches: list[MicroBatch], destination: GradientsInGrad) -> Tensor:
@@ -171,23 +172,25 @@ class Outputs:
     def __init__(self, nests: list[Nest]) -> None:
         columns = zip(*map(tensors_of, nests), strict=True)
         self._starts = [[0, *accumulate(map(len, column))] for column in columns]
-        """For each tensor of the outputs, the rows at which the micro-batches begin."""
+        """For each output tensor, the rows at which the micro-batches begin, and the
+        number of all rows.
+        """
         self.nest = concatenated(nests, torch.cat)
         nests.clear()
         self.tensors = tensors_of(self.nest)
         for tensor in self.tensors:
             tensor.requires_grad_(tensor.is_floating_point() or tensor.is_complex())
         self._differences: list[Tensor] = []
-        """One scalar bool tensor for each output tensor of each micro-batch. It is true
-        if the second pass gave different values.
+        """Whether the second pass produced different values: one scalar bool tensor for
+        each output tensor of each micro-batch.
         """
 
     def gradients_of(
         self, index: int, outputs: Nest
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the tensors in `outputs`, and their gradients. `outputs` are the
-        outputs of micro-batch `index` in the second pass. Tensors without a gradient
-        are left out.
+        """Return the tensors in `outputs`, the outputs of micro-batch `index` in the
+        second pass, and the gradients of these tensors. Tensors without a gradient are
+        left out.
         """
         tensors = []
         gradients = []
@@ -204,8 +207,8 @@ class Outputs:
         return tensors, gradients
 
     def require_same(self) -> None:
-        """Raise unless both passes gave the same outputs up to rounding. Waits for the
-        device.
+        """Raise unless both passes produced the same outputs up to rounding. This
+        synchronizes with the device.
         """
         if any(self._differences):
             raise UsageError(

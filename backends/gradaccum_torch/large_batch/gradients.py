@@ -45,8 +45,8 @@ COMPILED_NODE = "CompiledFunctionBackward"
 
 
 class GradientsInGrad:
-    """Collects the gradients of one call in ``.grad`` of every leaf tensor that the
-    loss depends on.
+    """Collects the gradients of one call in the ``.grad`` of every leaf tensor on which
+    the loss depends.
 
     The earlier values of ``.grad`` are kept, and are added at the end of the call or
     restored after an error. Half-precision gradients are moved into float32 sums as
@@ -140,7 +140,8 @@ class GradientsInGrad:
         self.reach([loss], self._leaf_nodes)
         if self._applied_divisor is None:
             dtypes = {loss.dtype, *map(gradient_dtype, self._earlier_gradients)}
-            # Small half-precision gradients would underflow if they were divided here.
+            # With half precision, do not divide by the full divisor here, because small
+            # gradients would underflow.
             is_half = not dtypes.isdisjoint(HALF)
             self._applied_divisor = self._largest_factor if is_half else self.divisor
         share = factor / self._applied_divisor
@@ -221,10 +222,10 @@ untraced(GradientsInGrad._move_into_sum)
 class GradientsInWindow(GradientsInGrad):
     """Collects the gradients of one call in a window of a wrapped optimizer.
 
-    The optimizer's loss scale, overflow policy, clipping and workers apply. The loss
-    may also depend on leaves that do not belong to the optimizer. For example, a
-    generator's loss depends on the parameters of a critic. Such leaves get the large
-    batch's gradient in ``.grad``.
+    The optimizer's loss scale, overflow policy, clipping and workers apply to this
+    window. The loss may also depend on leaf tensors that do not belong to the
+    optimizer. For example, a generator's loss depends on the critic's parameters. The
+    large batch's gradient of these leaves is stored in their ``.grad``.
     """
 
     window: WholeWindow
@@ -263,8 +264,8 @@ class GradientsInWindow(GradientsInGrad):
     def add_outputs(
         self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> None:
-        """Propagate `gradients` back through `outputs`. The loss of these gradients was
-        already counted, and they already include the loss scale.
+        """Backpropagate `gradients` through `outputs`. The loss was already counted,
+        and `gradients` are already multiplied by the loss scale.
         """
         self.window.begin_weightless()
         super().add_outputs(outputs, gradients)
@@ -289,8 +290,8 @@ def collecting(
     before: Before,
 ) -> Iterator[GradientsInGrad]:
     """Collect the gradients of the losses of `micro_batches`. At the end of the block,
-    add the gradients to ``.grad`` or make the update of `optimizer`. If the block
-    raises, restore everything.
+    make the update of `optimizer`, or add the gradients to ``.grad`` if `optimizer` is
+    None. If the block raises an error, restore everything.
     """
     largest_factor = max((each.factor for each in micro_batches), default=1.0)
     total_weight = sum(micro_batch.weight for micro_batch in micro_batches)

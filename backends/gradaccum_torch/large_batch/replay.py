@@ -22,8 +22,9 @@ from gradaccum_torch.torch_private.names import (
 
 
 class RandomState:
-    """A copy of the random states of torch on the CPU and on `devices`, and if
-    `with_host`, of the random states of Python and, if it is imported, of NumPy.
+    """A copy of torch's random states on the CPU and on `devices`. If `with_host` is
+    True, it also contains Python's random state, and NumPy's if NumPy has been
+    imported.
     """
 
     def __init__(
@@ -33,8 +34,8 @@ class RandomState:
         self._numpy: Any = None
         if with_host:
             self._python = random.getstate()
-        # NumPy 2 imports numpy.random when it is first used, which may be inside the
-        # user's function.
+        # Do not look for numpy.random in sys.modules, because NumPy 2 imports it only
+        # when it is first used, possibly inside the user's function.
         if with_host and "numpy" in sys.modules:
             self._numpy = sys.modules["numpy"].random.get_state()
         self._cpu = torch.get_rng_state()
@@ -84,13 +85,13 @@ class BufferCopy(NamedTuple):
 
 
 SMALL = 2**16
-"""Buffers of up to this many elements are always copied and restored, because torch
-does not count some writes into them, for example into a batch norm's statistics.
+"""Buffers of up to this many elements are always copied and restored, because some
+writes, for example to a batch norm's statistics, do not change a buffer's version.
 """
 
 
 class Buffers:
-    """Copies of the buffers of modules and of their children."""
+    """Copies of the buffers of modules and of their submodules."""
 
     def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
         self.modules: dict[int, nn.Module] = {}
@@ -127,7 +128,7 @@ class Buffers:
             hook.remove()
 
     def free_unwritten(self) -> None:
-        """Free the copies of large buffers into which nothing has written."""
+        """Free the copies of large buffers that have not been written to."""
         for index, copy in enumerate(self._copies):
             if copy.buffer is None or copy.buffer.numel() <= SMALL:
                 continue

@@ -1,8 +1,8 @@
 """The private names of torch's FSDP2.
 
-`fully_shard` puts the parameters of a module into a group. FSDP2 gathers the parameters
-of a group together, and reduces their gradients together. Here such a group is called a
-`Unit`.
+`fully_shard` puts the parameters of a module into a group, which is called a `Unit`
+here. FSDP2 gathers all parameters of a group at once, and reduces their gradients at
+once.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Private = Any
 
 
 class Unit:
-    """A group of parameters that FSDP2 gathers together. Their gradients are also
-    reduced together.
+    """A group of parameters that FSDP2 gathers at once, and whose gradients it reduces
+    at once.
     """
 
     def __init__(self, group: Private, modules: list[Any]) -> None:
@@ -82,7 +82,7 @@ class Unit:
 
     def fill(self, parameter: Private) -> None:
         """Set the unreduced gradient of `parameter` to zeros. This is needed if another
-        worker has a gradient for this parameter and this worker does not.
+        worker has a gradient for this parameter, but this worker has none.
         """
         zeros = torch.zeros_like(parameter._unsharded_param, dtype=self.sum_dtype)
         if has_separate_sum(parameter):
@@ -171,8 +171,8 @@ def reduce(units: Sequence[Unit]) -> None:
     """Reduce the unreduced gradients of `units` into ``.grad``, as FSDP2 does for a
     module that a backward pass did not reach.
 
-    This function calls ``post_backward`` itself. Otherwise, FSDP2 would have to know in
-    advance which backward pass is the last one.
+    This function calls FSDP2's ``post_backward`` directly. Otherwise, FSDP2 would have
+    to know in advance which backward pass is the last one.
     """
     roots: dict[int, Private] = {}
     for unit in reversed(units):

@@ -41,7 +41,7 @@ argument.
 
 def buffers_of(module: torch.nn.Module) -> dict[str, Any]:
     """Return the module's own buffers, keyed by name, without the buffers of its
-    children.
+    submodules.
     """
     return module._buffers
 
@@ -75,7 +75,7 @@ _SUMS = ("Sum", "Dot", "Trace")
 _OF_ONE = ("Neg", "ToCopy", "Squeeze", "View", "Mul")
 _OF_SEVERAL = ("Add", "Sub")
 _REDUCED_BY_SUM = 2
-"""The number that torch uses for ``reduction="sum"``."""
+"""The number with which torch encodes ``reduction="sum"``."""
 
 
 class Division(NamedTuple):
@@ -125,8 +125,8 @@ def _divisor_of(node: Node) -> float | None:
 
 
 def _terms_of(node: Node) -> list[Node]:
-    """Return the graph nodes that computed the terms of the sum at `node`. The search
-    stops after about 100 terms.
+    """If `node` computed a sum, return the nodes that computed its terms. Otherwise
+    return only `node`. The search stops after about 100 terms.
     """
     terms = list[Node]()
     nodes = [node]
@@ -315,7 +315,9 @@ def found_inf_of(
 
 
 def scale_and_tracker(scaler: torch.amp.GradScaler) -> list[float]:
-    """Return the scaler's scale and growth tracker. Waits for the device once."""
+    """Return the scaler's scale and growth tracker. This synchronizes with the device
+    once.
+    """
     scale: Any = scaler._get_scale_async()
     dtype = torch.float32 if scale.is_mps else torch.float64
     tracker: Any = scaler._growth_tracker
@@ -323,7 +325,7 @@ def scale_and_tracker(scaler: torch.amp.GradScaler) -> list[float]:
 
 
 def pending_update(scaler: torch.amp.GradScaler) -> Mapping[int, Any]:
-    """Return the record that ``scaler.step`` makes for the next ``scaler.update()``.
+    """Return the record that ``scaler.step`` keeps for the next ``scaler.update()``.
     The record is empty if ``step`` has not been called. ``update`` replaces the record
     with a new one.
     """
@@ -373,7 +375,7 @@ def _wait(module: torch.nn.Module, *_: object) -> None:
 
 def send_buffers(module: DistributedDataParallel) -> None:
     """Send the first worker's buffers to all workers, as a forward pass of `module`
-    normally does. Collective.
+    normally does. This is a collective call.
 
     The buffers are not sent in forward passes, because another worker may be ending its
     window during this worker's forward pass.

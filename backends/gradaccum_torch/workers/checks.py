@@ -41,15 +41,16 @@ UNEQUAL_PARAMETERS = (
     " torch.distributed.broadcast, or load the same checkpoint on all workers."
 )
 CLOSE = 1e-3
-"""To compare a parameter on two workers, the sums of its elements are compared. They
-count as equal up to this relative difference, because they may be rounded differently.
+"""Whether a parameter is equal on two workers is checked by comparing the sums of its
+elements. A relative difference up to this limit is allowed, because the sums may be
+rounded differently.
 """
 
 
 def parallel_module(module: torch.nn.Module) -> DistributedDataParallel:
     """Return `module` if it is a `DistributedDataParallel`. Otherwise return the
-    `DistributedDataParallel` inside `module`, because Lightning Fabric adds another
-    wrapper around it.
+    `DistributedDataParallel` inside `module`, because Lightning Fabric wraps it in
+    another module.
     """
     for inner_module in module.modules():
         if isinstance(inner_module, DistributedDataParallel):
@@ -69,15 +70,15 @@ REDUCING_OPTIMIZERS: WeakSet[torch.optim.Optimizer] = WeakSet()
 CHECKED_OPTIMIZERS: WeakSet[torch.optim.Optimizer] = WeakSet()
 """The optimizers that have already passed the check in `require_reduced`."""
 STEP_HOOKS: list[RemovableHandle] = []
-"""Contains the handle of a hook that runs before each step of any optimizer. The list
-stays empty until the gradient reduction of a module is suppressed for the first time.
+"""The handle of a hook that runs before each step of any optimizer. The list is empty
+until the gradient reduction of a module is suppressed for the first time.
 """
 
 
 def require_reduced(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Called before each step of `optimizer`. Raise if nothing reduces the gradients of
-    its parameters over the workers: the reduction of their module is suppressed, and no
-    wrapper reduces them instead.
+    """Called before each step of `optimizer`. Raise if the gradients of its parameters
+    are not reduced over the workers, because the reduction of their module is
+    suppressed and no wrapper reduces these gradients instead.
     """
     if optimizer in CHECKED_OPTIMIZERS:
         return
@@ -105,8 +106,8 @@ names.untraced(require_reduced)
 
 def refuse_bare_steps(optimizer: torch.optim.Optimizer) -> None:
     """Called when the wrapper of `optimizer` suppresses the gradient reduction of a
-    module. From now on, raise an error when an optimizer that is not wrapped makes a
-    step with gradients of this module, because they are no longer reduced.
+    module. From now on, raise an error when an optimizer that is not wrapped steps with
+    gradients of this module, because the module no longer reduces them.
     """
     REDUCING_OPTIMIZERS.add(optimizer)
     CHECKED_OPTIMIZERS.clear()
@@ -149,8 +150,8 @@ def require_all_sharded(parameters: Iterable[Tensor], units: Sequence[Unit]) -> 
 
 
 def require_meshes_within(parameters: Iterable[Tensor], workers: Iterable[int]) -> None:
-    """Raise unless `workers` contains all ranks that share a sharded parameter.
-    `workers` are the ranks over which the gradient norm is added up.
+    """Raise if a parameter is sharded over ranks outside `workers`, the ranks over
+    which the gradient norm is added up.
     """
     ranks = set(workers)
     for parameter in filter(names.is_sharded, parameters):
@@ -201,7 +202,7 @@ def describe_parameters(
 
 def require_same_lines(lines: Sequence[str], *groups: dist.ProcessGroup) -> None:
     """Raise on every worker unless all workers of `groups` pass the same `lines`, which
-    describe their options and parameters. Collective.
+    describe their options and parameters. This is a collective call.
     """
     everyone = [(dist.get_rank(), lines)]
     for group in groups:
@@ -226,7 +227,7 @@ def warn_of_unequal_parameters(
     optimizer: torch.optim.Optimizer, group: dist.ProcessGroup
 ) -> None:
     """Warn if the sums of the parameters' elements show that the parameters have
-    different values on different workers. Collective.
+    different values on different workers. This is a collective call.
     """
     totals = [
         float(parameter.detach().double().sum())

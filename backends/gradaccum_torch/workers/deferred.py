@@ -41,8 +41,8 @@ GradientSync = Literal["micro_batch", "window"]
 
 
 class DeferredReduction:
-    """A set of FSDP2 modules. The reduction of their gradients is deferred while this
-    object is alive.
+    """A set of FSDP2 modules, whose gradient reduction is deferred while this object is
+    alive.
     """
 
     def __init__(self, units: Sequence[Unit], mesh: DeviceMesh) -> None:
@@ -64,7 +64,8 @@ class DeferredReduction:
     def last_pass(self) -> Iterator[None]:
         """Make FSDP2 reduce gradients during the backward pass inside the block. This
         is done only if every worker has a gradient for every parameter, because all
-        workers must reduce the gradients of the same parameters. Collective.
+        workers must reduce the gradients of the same parameters. This is a collective
+        call.
         """
         has_gradients = [has_gradient(parameter) for _, parameter in self.trainable()]
         if all(self.compare_flags(has_gradients, dist.ReduceOp.MIN)):
@@ -77,7 +78,7 @@ class DeferredReduction:
 
     def reduce(self) -> None:
         """Reduce the gradients that FSDP2 has not reduced yet, and add the results to
-        ``.grad``. Collective.
+        ``.grad``. This is a collective call.
         """
         if self.is_reduced and not any(unit.has_unreduced() for unit in self.units):
             self.is_reduced = False
@@ -171,8 +172,8 @@ def reduce_again(
 
 
 class SumInFSDP(GradientSum):
-    """The sum of the open window's gradients. FSDP2 keeps the sum unreduced until it is
-    needed. Then FSDP2 reduces the sum and puts each worker's shard into ``.grad``.
+    """The sum of the open window's gradients. FSDP2 reduces the sum only when it is
+    needed, and then puts each worker's shard of the sum into ``.grad``.
     """
 
     def __init__(
@@ -185,8 +186,8 @@ class SumInFSDP(GradientSum):
         super().__init__(parameters, watch)
         self.deferred_reduction = deferred_reduction
         self.is_reduced = False
-        """Whether the sum has been reduced, so that all of this worker's shard is in
-        ``.grad``.
+        """Whether the sum has been reduced, so that ``.grad`` contains this worker's
+        complete shard of the sum.
         """
         deferred_reduction.watch = watch
 

@@ -105,8 +105,8 @@ class ShardGroup(Workers):
         overflow on any worker, and the average of each of `numbers` over the workers.
         """
         rates = learning_rates(self.optimizer)
-        # Compare the number of micro-batches too. It differs between workers if only
-        # some of them have called discard().
+        # Compare the number of micro-batches too, because it differs between workers if
+        # only some workers have called discard().
         bits = rate_bits(state.micro_step, *rates)
         size = self.mesh.size()
         has_smaller_mesh = any(

@@ -18,7 +18,8 @@ from gradaccum_torch.torch_private.names import is_sharded, mesh_of
 
 Measure = Callable[[Gradients], tuple[float, bool]]
 """A function that returns the norm of gradient sums, and whether the sums are finite.
-All sums that are passed in one call must be distributed over the same workers.
+All sums that are passed in one call must be stored by the same workers, either sharded
+or as copies.
 """
 MakeGradientSum = Callable[
     [Callable[[], list[Tensor]], GradientWatch, Options], GradientSum
@@ -43,8 +44,8 @@ class ReducedWindow(NamedTuple):
 
 
 class Workers:
-    """The workers that share windows. This base class represents a single worker that
-    does not share its windows.
+    """The workers that share windows. The base class itself represents a single worker
+    that shares its windows with no other worker.
     """
 
     is_shared = False
@@ -84,7 +85,8 @@ class Workers:
         guard: UpdateGuard,
         parameters: Sequence[Tensor] | None = None,
     ) -> ReducedWindow:
-        """Add up the gradient sums, weights and `numbers` of all workers. Collective.
+        """Add up the gradient sums, weights and `numbers` of all workers. This is a
+        collective call.
 
         - `guard`: its `is_broken` flag is set while the sums are being written.
         - `parameters`: the parameters whose sums are added up. None means all
@@ -97,8 +99,8 @@ class Workers:
     def flush(
         self, close: Callable[[], None], between: Callable[[], None], is_open: bool
     ) -> None:
-        """Call ``close()`` once for the open window, and once for each further window
-        of the other workers. Call ``between()`` between consecutive calls of
+        """Call ``close()`` once for the open window, and once for each window that the
+        other workers close after it. Call ``between()`` between consecutive calls of
         ``close()``.
         """
         if is_open:
@@ -108,7 +110,8 @@ class Workers:
         self, state: State, sums: Gradients, measure: Measure
     ) -> tuple[float, bool]:
         """Return the norm of the window's gradient over all workers, and whether the
-        gradient is finite. Collective over `norm_groups` and the stages of a pipeline.
+        gradient is finite. This call is collective over `norm_groups` and the stages of
+        a pipeline.
 
         Raises:
             UsageError: the reduction over the workers failed or timed out.
@@ -128,7 +131,8 @@ class Workers:
     def _share_of_square(self, sums: Gradients, measure: Measure) -> tuple[float, bool]:
         """Return this worker's share of the squared gradient norm, and whether the
         gradients are finite. The squared norm of each parameter's gradient is divided
-        by the number of workers that have the parameter.
+        by the number of workers that share the parameter, because each of these workers
+        computes the same norm.
         """
         parts: dict[Any, Gradients] = {}
         for parameter, total in sums.items():
@@ -143,7 +147,7 @@ class Workers:
         return square, is_finite
 
     def weightless_pass(self) -> AbstractContextManager[object] | None:
-        """Called if the loss has weight 0. If other workers wait for this worker's
+        """Called for a loss of weight 0. If other workers wait for this worker's
         backward pass, return a context in which the pass produces zeros. Otherwise
         return None.
         """
@@ -161,13 +165,13 @@ class Workers:
         return nullcontext()
 
     def take_part(self) -> None:
-        """Begin to share windows. This method is called after all checks of the
-        optimizer have passed.
+        """Start to share windows. Called after all checks of the optimizer have
+        passed.
         """
 
     def abandon(self, numbers: Sequence[float]) -> None:
-        """Finish a reduction that has already begun, although this worker discards its
-        window. All workers then raise an error.
+        """Called when this worker discards its window. If the reduction of the window
+        has already begun, finish the reduction. All workers then raise an error.
         """
 
     def window_ended(self) -> None:
@@ -187,7 +191,7 @@ def root_of_sum(
     state: State,
 ) -> tuple[float, bool]:
     """Return the square root of the sum of `square` over all workers, and whether
-    `is_finite` is true on all workers. Collective.
+    `is_finite` is true on all workers. This is a collective call.
     """
     numbers = [square, 0.0] if is_finite else [0.0, 1.0]
     square, overflows = add_numbers(numbers, groups, device, state)
@@ -203,7 +207,8 @@ def add_numbers(
     state: State,
 ) -> list[float]:
     """Return the sum of each of `numbers` over the workers of all `groups`. If there
-    are several groups, they must be the dimensions of one mesh. Collective.
+    are several groups, they must be the dimensions of one mesh. This is a collective
+    call.
 
     Raises:
         UsageError: the reduction over the workers failed or timed out.

@@ -6,8 +6,8 @@ parameters from the last to the first, because autograd computes their gradients
 about this order. A worker without a sum contributes zeros. Each worker can therefore
 begin the reduction during the backward pass that ends its window, as
 `DistributedDataParallel` does for a single batch (Li et al., "PyTorch Distributed:
-Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.3). It
-begins the reduction at the latest when its window ends.
+Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.3). At the
+latest, the reduction begins when the worker's window ends.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Bucket = list[Tensor]
 BUCKET_BYTES = 25 * 2**20
 """The maximum size of a bucket, equal to the default of `DistributedDataParallel`."""
 LARGE_BYTES = 4 * 2**20
-"""A tensor of at least this size gets an all-reduce of its own, because copying it into
-a bucket and back would take longer (measured with gloo and two processes).
+"""A tensor of at least this size is all-reduced on its own, because copying the tensor
+into a bucket and back would take longer (measured with gloo and two processes).
 """
 
 
@@ -129,8 +129,8 @@ def buckets(
     bucket: Bucket = []
     size = 0
     for tensor in tensors:
-        # Decide by the size only, because it is the same on every worker. The memory
-        # layout may differ between workers.
+        # Decide by the size only, because the size is the same on every worker, but the
+        # memory layout may differ.
         nbytes = tensor.numel() * dtype_of(tensor).itemsize
         if nbytes >= LARGE_BYTES:
             complete_buckets.append([tensor])

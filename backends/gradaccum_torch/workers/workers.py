@@ -75,8 +75,8 @@ def workers_of(
     elif not (workers.is_shared or is_alone) and processes() > 1:
         text = UNNAMED_WORKERS.format(processes())
         warnings.warn(text, GradAccumWarning, stacklevel=5)
-    # Check this only after the workers' options have been compared. If only some
-    # workers pass until_weight, that comparison raises an error on all workers.
+    # Check for until_weight only after the workers' options have been compared. If only
+    # some workers pass until_weight, the comparison raises an error on all workers.
     if workers.place[1] > 1 and isinstance(options.steps, UntilWeight):
         raise shared_until_weight_error(options.steps)
     return workers
