@@ -20,7 +20,7 @@ classes, is in `gradaccum` itself.
 """
 
 from gradaccum.errors import require_bool, require_choice, require_weight
-from gradaccum.loop_check import LoopReport, items_of, loop_report
+from gradaccum.loop_check import LoopReport, items_of, loop_report, rounding_of
 from gradaccum.nests import (
     PLAIN,
     Leaf,
@@ -236,6 +236,7 @@ __all__ = [
     "require_weight",
     "resumed",
     "round_to_float32",
+    "rounding_of",
     "scalar_loss_error",
     "select",
     "shared_until_weight_error",

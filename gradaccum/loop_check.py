@@ -15,9 +15,17 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
-from gradaccum.least_squares import GradientBasis, Vector, WeightedSum, right_factors
+from gradaccum.errors import ArgumentValueError
+from gradaccum.least_squares import (
+    GradientBasis,
+    Vector,
+    WeightedSum,
+    norm_of,
+    right_factors,
+)
 from gradaccum.options import Reduction, require_reduction
 from gradaccum.registry import backend_of
+from gradaccum.window_loop import number_of_items
 
 ROOM = 0.004
 """Coefficients count as equal if their relative difference is at most this number. A
@@ -26,6 +34,8 @@ mistake in a loop causes a much larger difference.
 LEAST = 1e-3
 """A coefficient counts as zero if it is below this fraction of the largest coefficient.
 """
+MOST_ROUNDING = 0.02
+"""A larger change of a gradient is not due to rounding, even in bfloat16."""
 SHOWN = 8
 """The report shows the coefficients of at most this many updates."""
 
@@ -67,6 +77,8 @@ class LoopReader:
     """The number of workers. Every worker runs the same number of micro-batches."""
     limit: float = 1e-4
     """The largest `WeightedSum.unexplained` that can still be due to rounding."""
+    rounding: float = 0.0
+    """The relative rounding error of a micro-batch's gradient, if it was measured."""
 
     def __post_init__(self) -> None:
         require_reduction(self.reduction)
@@ -221,7 +233,7 @@ class LoopReader:
         coefficients = [update.coefficients[k] for k in window]
         ratios = [update.coefficients[k] / expected[k] for k in window]
         norms = [update.norms[k] for k in window if update.norms]
-        room = ROOM + update.uncertainty
+        room = ROOM + update.uncertainty + self.rounding
         count = len(window)
         longest = max(map(len, self.members))
         full_size = max(self.workers * (self.steps or longest // self.workers), count)
@@ -450,7 +462,7 @@ def check_loop(
         micro_batches: the micro-batches that the loop trains on: tuples of arguments,
             or single arguments.
         weight: ``weight(*micro_batch)`` returns the weight of a micro-batch. Default:
-            the number of items, which is the length of the first argument.
+            the number of items, which is the length of the arrays' first axis.
         reduction: how `loss_fn` combines the losses of its items, as in
             `gradaccum.wrap`.
         steps: micro-batches per window. By default, each update's window is taken to be
@@ -485,10 +497,48 @@ def assert_accumulates(
 
 
 def items_of(*micro_batch: Any) -> float:
-    """Return the number of items in a micro-batch, which is the length of its first
-    argument.
+    """Return the number of items in a micro-batch, which is the length of its lists and
+    of the first axis of its arrays.
+
+    Raises:
+        ArgumentValueError: these lengths differ, or there are none.
     """
-    return float(len(micro_batch[0]))
+    arguments = micro_batch[0] if len(micro_batch) == 1 else micro_batch
+    lengths = {len(argument) for argument in micro_batch if isinstance(argument, list)}
+    items = number_of_items(arguments)
+    if items:
+        lengths.add(items)
+    if len(lengths) != 1 or items is None:
+        raise ArgumentValueError(
+            "weight: expected a function, because the number of items in a micro-batch"
+            " is not clear from the lengths of its arrays and lists; got None. Pass"
+            " weight=lambda *micro_batch: ..., which returns the number of items."
+        )
+    return float(lengths.pop())
+
+
+def rounding_of(
+    gradients: Sequence[Vector], gradient_of: Callable[[int, float], Vector]
+) -> float:
+    """Return the largest relative change that rounding makes to a micro-batch's
+    gradient if its loss is multiplied by 3. Return 0 if a second run with the same loss
+    gives another gradient, because then a change need not be due to rounding.
+
+    Args:
+        gradients: the gradient of each micro-batch.
+        gradient_of: ``gradient_of(number, factor)`` computes the gradient of one
+            micro-batch again, from its loss multiplied by `factor`.
+    """
+    largest_change = 0.0
+    for number, gradient in enumerate(gradients):
+        norm = norm_of(gradient)
+        if norm == 0:
+            continue
+        if norm_of(gradient_of(number, 1.0) - gradient) != 0:
+            return 0.0
+        change = norm_of(gradient_of(number, 3.0) * (1 / 3) - gradient) / norm
+        largest_change = max(largest_change, change)
+    return largest_change
 
 
 def loop_report(
@@ -497,6 +547,7 @@ def loop_report(
     weights: Sequence[float],
     epsilon: float,
     *,
+    rounding: float = 0.0,
     norms: Sequence[float] | None = None,
     **options: Any,
 ) -> LoopReport:
@@ -507,6 +558,7 @@ def loop_report(
         updates: the gradients that the optimizer received.
         weights: the weight of each micro-batch.
         epsilon: the machine epsilon of the coarsest dtype among the parameters.
+        rounding: the result of `rounding_of`.
         norms: the norm of each update, if `updates` contains only some elements of each
             update.
         options: as in `LoopReader`.
@@ -520,7 +572,11 @@ def loop_report(
     # The limit is at least 1e-6, because a float64 model may compute its loss in
     # float32.
     limit = max(16 * epsilon, math.pow(epsilon, 0.6), 1e-6)
-    return LoopReport(sums, weights, limit=limit, **options)
+    # Under autocast the gradients are rounded more coarsely than the parameters.
+    if rounding > MOST_ROUNDING:
+        rounding = 0.0
+    limit = max(limit, 4 * rounding)
+    return LoopReport(sums, weights, limit=limit, rounding=rounding, **options)
 
 
 def are_equal(numbers: Sequence[float], room: float) -> bool:

@@ -119,7 +119,7 @@ class Sizes:
         if self.weighed or not self._looks:
             return
         self.weighed = True
-        items = _items_of(micro_batch)
+        items = number_of_items(micro_batch)
         if items is None:
             self._looks = False
         elif items and self._first not in (0, items):
@@ -132,7 +132,7 @@ class Sizes:
         self._first = self._first or items or 0
 
 
-def _items_of(micro_batch: object) -> int | None:
+def number_of_items(micro_batch: object) -> int | None:
     """Return the number of items in a micro-batch: 0 if there is no array, None if the
     number is unknown.
 

@@ -90,13 +90,24 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
         )
         batches = [kit.as_arguments(each) for each in micro_batches]
         count = weight or kit.items_of
-        gradients = [_vector(jax.grad(loss_fn)(params, *batch)) for batch in batches]
+
+        def gradient_of(number: int, factor: float = 1.0) -> Any:
+            batch = batches[number]
+            if factor == 1:
+                return _vector(jax.grad(loss_fn)(params, *batch))
+            loss, pull_back = jax.vjp(lambda params: loss_fn(params, *batch), params)
+            # Compile the backward pass, because compiled code rounds differently too.
+            (gradient,) = jax.jit(pull_back)(jnp.full_like(loss, factor))
+            return _vector(gradient)
+
+        gradients = [gradient_of(number) for number in range(len(batches))]
         dtypes = [jnp.asarray(leaf).dtype for leaf in jax.tree.leaves(params)]
         return kit.loop_report(
             gradients,
             [vectors[number] for number in range(int(recorder_state.updates))],
             [float(count(*batch)) for batch in batches],
             max(float(jnp.finfo(dtype).eps) for dtype in dtypes),
+            rounding=kit.rounding_of(gradients, gradient_of),
             **options,
         )
 

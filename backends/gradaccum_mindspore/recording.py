@@ -83,8 +83,14 @@ class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
         update_count = int(self.updates_made.asnumpy()[0])
         batches = [kit.as_arguments(each) for each in micro_batches]
         count = weight or kit.items_of
-        differentiate = ms.value_and_grad(loss_fn, None, self.parameters)
-        gradients = [_vector(differentiate(*batch)[1]) for batch in batches]
+
+        def gradient_of(number: int, factor: float = 1.0) -> Any:
+            differentiate = ms.value_and_grad(
+                lambda *batch: loss_fn(*batch) * factor, None, self.parameters
+            )
+            return _vector(differentiate(*batches[number])[1])
+
+        gradients = [gradient_of(number) for number in range(len(batches))]
         updates = [
             _vector(record[number] for record in self.records)
             for number in range(update_count)
@@ -94,6 +100,7 @@ class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
             updates,
             [float(count(*batch)) for batch in batches],
             max(LIMITS[parameter.dtype][0] for parameter in self.parameters),
+            rounding=kit.rounding_of(gradients, gradient_of),
             **options,
         )
 

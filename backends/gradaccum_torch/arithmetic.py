@@ -155,12 +155,9 @@ def norm_of(tensors: Iterable[Tensor]) -> float:
             norms.extend(group_norms)
     if not norms:
         return 0.0
-    if all(norm.is_cpu for norm in norms):
-        return math.hypot(*[norm.item() for norm in norms])
     device = norms[0].device
     if any(norm.device != device for norm in norms):
         norms = [norm.cpu() for norm in norms]
-    # Copy all norms at once, because each copy waits for the device.
     return math.hypot(*torch.stack(norms).tolist())
 
 

@@ -150,7 +150,7 @@ def layered_backward(
     micro_batches = list(large.micro_batches(division, options))
     parameters = [p for module in modules for p in module.parameters()]
     are_modules = all(isinstance(layer, nn.Module) for layer in functions)
-    before = Before(parameters, modules, notes_calls=not are_modules)
+    before = Before(parameters, modules, notes_calls=not are_modules, copies_host=True)
     with collecting(optimizer, options, micro_batches, before) as destination:
         run = LayeredRun(
             functions,

@@ -13,16 +13,54 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from gradaccum import UsageError, kit
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.torch_private.names import parameters_of, processes
 
+IGNORED_LABEL = -100
+"""The label that `torch.nn.functional.cross_entropy` ignores by default."""
 ELEMENTS = 1 << 20
 """The approximate maximum number of gradient elements that are recorded. If there are
 more, only evenly spaced elements are recorded. The least-squares fit needs only a few
 elements per micro-batch.
 """
+
+
+class Restoration:
+    """Undoes each step of one optimizer, so that all gradients are computed with the
+    same parameters.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._before: list[tuple[Tensor, Tensor]] = []
+        """Each parameter, and its value before the current step."""
+        self._steps_under_way = 0
+        """The number of nested ``step`` calls. It exceeds one if an optimizer's
+        ``step`` calls the ``step`` of its base class.
+        """
+
+    def step_begins(self) -> bool:
+        """Copy the parameters. Return False if this is a nested step."""
+        self._steps_under_way += 1
+        if self._steps_under_way > 1:
+            return False
+        # During a step of a wrapped optimizer, the groups contain the master weights.
+        parameters = parameters_of(self._optimizer)
+        self._before = [(each, each.detach().clone()) for each in parameters]
+        return True
+
+    @torch.no_grad()
+    def step_ended(self) -> None:
+        self._steps_under_way -= 1
+        if not self._steps_under_way:
+            for parameter, before in self._before:
+                parameter.copy_(before)
 
 
 class LoopRecord:
@@ -34,12 +72,9 @@ class LoopRecord:
         self._parameters = parameters_of(optimizer)
         elements = sum(parameter.numel() for parameter in self._parameters)
         self._stride = max(1, elements // ELEMENTS)
-        self._before: list[Tensor] = []
-        """The parameters' values before the current step."""
-        self._steps_under_way = 0
-        """The number of nested ``step`` calls. It exceeds one if an optimizer's
-        ``step`` calls the ``step`` of its base class.
-        """
+        self._restoration = Restoration(optimizer)
+        self._others: dict[torch.optim.Optimizer, Restoration] = {}
+        """For each other optimizer that has made a step, how to undo its steps."""
         self._updates: list[Tensor] = []
         self._norms: list[float] = []
         self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
@@ -51,12 +86,9 @@ class LoopRecord:
         closure, record the gradients after its first run, because Lightning runs the
         last micro-batch in the closure.
         """
-        self._steps_under_way += 1
-        if self._steps_under_way > 1:
+        if not self._restoration.step_begins():
             return None
-        # During a step of a wrapped optimizer, the groups contain the master weights.
         parameters = parameters_of(self._optimizer)
-        self._before = [parameter.detach().clone() for parameter in parameters]
         updates_before = len(self._updates)
         closure = keywords.get("closure", *arguments[1:2])
         if closure is None:
@@ -79,17 +111,18 @@ class LoopRecord:
         norms = [float(torch.linalg.vector_norm(each.double())) for each in gradients]
         self._norms.append(math.hypot(*norms) / scale)
 
-    @torch.no_grad()
-    def restore_parameters(self, *_: Any) -> None:
-        """Undo the update, so that all gradients are computed with the same
-        parameters.
-        """
-        self._steps_under_way -= 1
-        if self._steps_under_way:
-            return
-        parameters = parameters_of(self._optimizer)
-        for parameter, before in zip(parameters, self._before, strict=True):
-            parameter.copy_(before)
+    def after_step(self, *_: Any) -> None:
+        self._restoration.step_ended()
+
+    def before_other_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Copy the parameters of another optimizer, which may train the same model."""
+        if optimizer is not self._optimizer:
+            new_restoration = Restoration(optimizer)
+            self._others.setdefault(optimizer, new_restoration).step_begins()
+
+    def after_other_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if optimizer in self._others:
+            self._others[optimizer].step_ended()
 
     def note_call(
         self, _: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any
@@ -131,18 +164,26 @@ class LoopRecord:
         if micro_batches is not None:
             calls = [(kit.as_arguments(each), {}) for each in micro_batches]
         loss_fn = loss_fn or self._loss_of_model
-        count = weight or _items_of
         losses = [partial(loss_fn, *batch, **keywords) for batch, keywords in calls]
-        weights = [float(count(*batch, **keywords)) for batch, keywords in calls]
+        if weight is None:
+            weights = _counts_of(calls)
+        else:
+            weights = [float(weight(*batch, **keywords)) for batch, keywords in calls]
         gradients = [self._gradient_of(loss) for loss in losses]
+        rounding = kit.rounding_of(
+            gradients, lambda number, factor: self._gradient_of(losses[number], factor)
+        )
         workers = processes()
         if workers > 1:
-            gradients, weights = _gathered(gradients, weights, workers)
+            gradients, weights, rounding = _gathered(
+                gradients, weights, rounding, workers
+            )
         return kit.loop_report(
             gradients,
             self._updates,
             weights,
             max(torch.finfo(each.dtype).eps for each in self._parameters),
+            rounding=rounding,
             norms=self._norms,
             workers=workers,
             **options,
@@ -151,10 +192,12 @@ class LoopRecord:
     def _loss_of_model(self, *arguments: Any, **keywords: Any) -> Any:
         return _loss_of(self._model(*arguments, **keywords))
 
-    def _gradient_of(self, loss: Callable[[], Tensor]) -> Tensor:
+    def _gradient_of(self, loss: Callable[[], Tensor], factor: float = 1.0) -> Tensor:
         trained_parameters = [each for each in self._parameters if each.requires_grad]
         with torch.enable_grad():
             value = loss()
+            if factor != 1:
+                value = value * factor
         gradients = torch.autograd.grad(value, trained_parameters, allow_unused=True)
         by_parameter = dict(zip(trained_parameters, gradients, strict=True))
         return self._vector(
@@ -190,28 +233,59 @@ def _loss_of(output: Any) -> Any:
     return getattr(output, "loss", None)
 
 
-def _items_of(*arguments: Any, **keywords: Any) -> float:
-    return kit.items_of(*arguments, *keywords.values())
+Calls = Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
+"""The positional and the keyword arguments of each micro-batch."""
+
+
+def _counts_of(calls: Calls) -> list[float]:
+    """Return the number of labels in each micro-batch that the loss of a transformers
+    model averages over, or the number of items if there are no labels.
+
+    A causal language model leaves out the first label of each sequence, but another
+    model does not.
+    """
+    labels = [keywords.get("labels") for _, keywords in calls]
+    if not all(isinstance(each, Tensor) for each in labels):
+        return [
+            kit.items_of(*arguments, *keywords.values())
+            for arguments, keywords in calls
+        ]
+    counts = [float((each != IGNORED_LABEL).sum()) for each in labels]
+    if all(each.ndim > 1 for each in labels):
+        later_counts = [float((each[:, 1:] != IGNORED_LABEL).sum()) for each in labels]
+        for count, later_count in zip(counts, later_counts, strict=True):
+            if count * later_counts[0] != later_count * counts[0]:
+                raise labels_error()
+    return counts
+
+
+def labels_error() -> UsageError:
+    return UsageError(
+        "weight: expected a function, because the number of labels that count depends"
+        " on the model; got None. For a causal language model, pass weight=lambda"
+        " labels, **_: (labels[:, 1:] != -100).sum(). For a model that predicts every"
+        " label, leave out [:, 1:]."
+    )
 
 
 def _gathered(
-    gradients: list[Tensor], weights: list[float], workers: int
-) -> tuple[list[Tensor], list[float]]:
+    gradients: list[Tensor], weights: list[float], rounding: float, workers: int
+) -> tuple[list[Tensor], list[float], float]:
     """Return the gradients and weights of all workers' micro-batches, in the order of
-    the ranks.
+    the ranks, and the largest `rounding` of a worker.
     """
     parts: list[Any] = [None] * workers
-    dist.all_gather_object(parts, (gradients, weights))
-    lengths = [len(part_weights) for _, part_weights in parts]
+    dist.all_gather_object(parts, (gradients, weights, rounding))
+    lengths = [len(part_weights) for _, part_weights, _ in parts]
     if len(set(lengths)) > 1:
         raise UsageError(
             "micro_batches: expected the same number of micro-batches on each worker;"
             f" got {lengths}. Check a loop in which every worker has the same number of"
             " micro-batches."
         )
-    all_gradients = [gradient for part, _ in parts for gradient in part]
-    all_weights = [weight for _, part in parts for weight in part]
-    return all_gradients, all_weights
+    all_gradients = [gradient for part, _, _ in parts for gradient in part]
+    all_weights = [weight for _, part, _ in parts for weight in part]
+    return all_gradients, all_weights, max(part[2] for part in parts)
 
 
 @contextmanager
@@ -222,7 +296,9 @@ def recording(optimizer: Any, model: Any) -> Iterator[LoopRecord]:
     record = LoopRecord(optimizer, model)
     handles = [
         optimizer.register_step_pre_hook(record.before_step),
-        optimizer.register_step_post_hook(record.restore_parameters),
+        optimizer.register_step_post_hook(record.after_step),
+        register_optimizer_step_pre_hook(record.before_other_step),
+        register_optimizer_step_post_hook(record.after_other_step),
     ]
     if model is not None:
         handles.append(model.register_forward_hook(record.note_call, with_kwargs=True))

@@ -12,7 +12,7 @@ import pytest
 import gradaccum
 from gradaccum import loop_check
 from gradaccum.least_squares import GradientBasis, WeightedSum
-from gradaccum.loop_check import LoopReport
+from gradaccum.loop_check import LoopReport, items_of, rounding_of
 
 WEIGHTS = (5.0, 3.0, 4.0, 2.0)
 RIGHT = tuple(weight / 14 for weight in WEIGHTS)
@@ -177,6 +177,41 @@ def test_rounding_shows_in_the_uncertainty() -> None:
 def test_gradients_that_tell_nothing(gradients) -> None:
     update = GradientBasis(gradients).weighted_sum(np.ones(gradients.shape[1]))
     assert math.isinf(update.uncertainty)
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "items"),
+    [
+        (({"x": np.zeros((3, 2)), "y": np.zeros(3)},), 3),
+        ((np.zeros((4, 3)), [0, 1, 0, 1]), 4),
+        ((["a text", "a longer text"],), 2),
+    ],
+)
+def test_items_are_counted(micro_batch, items) -> None:
+    assert items_of(*micro_batch) == items
+
+
+@pytest.mark.parametrize(
+    "micro_batch", [(np.zeros(3), np.zeros(2)), ([np.zeros(3), np.zeros(3)],), (1.0,)]
+)
+def test_items_that_are_not_clear_need_a_weight(micro_batch) -> None:
+    with pytest.raises(gradaccum.ArgumentValueError, match="weight: expected a func"):
+        items_of(*micro_batch)
+
+
+def test_rounding_is_measured_unless_the_loss_is_random() -> None:
+    gradients = [np.ones(2), np.zeros(2)]
+    rounded = {1.0: 1.0, 3.0: 3.03}
+    measured = rounding_of(gradients, lambda _, factor: rounded[factor] * np.ones(2))
+    assert measured == pytest.approx(0.01)
+    assert rounding_of(gradients, lambda _, factor: 2 * factor * np.ones(2)) == 0
+    same = [np.ones(3), np.arange(3.0)]
+    update = [0.5 * sum(same) + 0.01]
+    assert not gradaccum.loop_check.loop_report(same, update, [1, 1], 1e-7).right
+    report = gradaccum.loop_check.loop_report(
+        same, update, [1, 1], 1e-7, rounding=measured
+    )
+    assert not [each for each in report.problems if each.kind == "unexplained"]
 
 
 def test_page_has_every_kind() -> None:

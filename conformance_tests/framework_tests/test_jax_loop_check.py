@@ -34,7 +34,12 @@ def loss_fn(params: Any, x: Any, y: Any) -> Any:
     return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"] - y) ** 2)
 
 
-def train(tx: Any, data: Any, flush: bool = False) -> Any:
+def bfloat16_loss(params: Any, x: Any, y: Any) -> Any:
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), (params, x, y))
+    return loss_fn(*half).astype(jnp.float32)
+
+
+def train(tx: Any, data: Any, flush: bool = False, loss_fn: Any = loss_fn) -> Any:
     params = PARAMS
     state = tx.init(params)
 
@@ -88,3 +93,10 @@ def test_wrapped_loop_is_right(options: dict[str, Any]) -> None:
     report = recorder.report(state, loss_fn, PARAMS, DATA, steps=3, clip_norm=0.1)
     assert report.right, report
     assert len(report.updates) == 2
+
+
+def test_bfloat16_loss_of_float32_parameters() -> None:
+    recorder = LoopRecorder()
+    state = train(gradaccum.wrap(recorder, steps=3), DATA, True, bfloat16_loss)
+    report = recorder.report(state, bfloat16_loss, PARAMS, DATA)
+    assert report.right, report

@@ -306,7 +306,17 @@ def hooked(kind: str, **options: Any) -> Any:
     return layered([ONE], optimizer=opt)
 
 
+def penalized(output: Tensor, y: Tensor) -> Tensor:
+    """A backward pass of its own, in the loss."""
+    ONE.weight.square().sum().backward()
+    return cross_entropy(output, y)
+
+
 REFUSED = {
+    "backward in the loss": (
+        lambda: layered_backward([ONE], penalized, X, Y, steps=1),
+        "loss_fn: expected a function that only computes",
+    ),
     "own forward": (lambda: layered(Reversed(ONE)), "with its own forward method"),
     "step hook": (lambda: hooked("pre", on_overflow="ignore"), "with a step hook"),
     "later step hook": (

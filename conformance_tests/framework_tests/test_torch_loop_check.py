@@ -18,7 +18,7 @@ from conformance_tests.framework_tests.torch_large_batch import (
     cross_entropy,
     make_model,
 )
-from gradaccum import assert_accumulates, check_loop, recording
+from gradaccum import UsageError, assert_accumulates, check_loop, recording
 
 SIZES = (4, 2, 3, 1)
 
@@ -148,6 +148,7 @@ RIGHT: dict[str, tuple[Callable[..., None], dict[str, Any] | None]] = {
     "scaled": (epoch, {"loss_scale": 1024.0}),
     "separate": (epoch, {"separate_sums": True}),
     "masters": (epoch, {"master_weights": True}),
+    "autocast": (epoch, {}),
 }
 """The loop, and the options of `gradaccum.wrap`, or None."""
 
@@ -164,14 +165,36 @@ def test_right_loop_is_right(name: str, fused: bool) -> None:
     if options is not None:
         optimizer = gradaccum.wrap(optimizer, steps=3, **options)
     before = [parameter.detach().clone() for parameter in net.parameters()]
-    assert_accumulates(
-        lambda: loop(net, optimizer, data),
-        optimizer,
-        lambda x, y: cross_entropy(net(x), y),
-        data,
-        clip_norm=0.1,
-    )
+    with torch.autocast("cpu", torch.bfloat16, enabled=name == "autocast"):
+        assert_accumulates(
+            lambda: loop(net, optimizer, data),
+            optimizer,
+            lambda x, y: cross_entropy(net(x), y),
+            data,
+            clip_norm=0.1,
+        )
     assert all(map(torch.equal, net.parameters(), before)), "they are put back"
+
+
+def test_model_with_two_optimizers() -> None:
+    """Neither update moves the point at which the gradients are taken."""
+    net = make_model()
+    data = batches()
+    first, *others = net.parameters()
+    optimizers = [torch.optim.SGD([first], lr=0.1), torch.optim.AdamW(others, lr=0.1)]
+    both = SimpleNamespace(
+        step=lambda: [each.step() for each in optimizers], zero_grad=net.zero_grad
+    )
+    windows = Loop(
+        {4: 4 / 6, 2: 2 / 6, 3: 3 / 4, 1: 1 / 4}.__getitem__, steps_at=(1, 3)
+    )
+    for optimizer in optimizers:
+        assert_accumulates(
+            lambda: windows.run(net, both, data),
+            optimizer,
+            lambda x, y: cross_entropy(net(x), y),
+            data,
+        )
 
 
 def test_wrong_loop_fails_an_assertion() -> None:
@@ -245,3 +268,27 @@ def test_model_that_returns_its_loss_is_recorded(output: Any) -> None:
     assert record.report().right, record.report()
     sums = record.report(lambda x, labels: loss_of(x, labels) * len(x), reduction="sum")
     assert [problem.kind for problem in sums.problems] == ["scaled"], sums
+
+
+def test_token_labels_count_where_no_model_can_count_otherwise() -> None:
+    """A causal model leaves out the first label of each sequence."""
+    net = WithLoss(SimpleNamespace)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    labels = Y.reshape(5, 2).clone()
+    labels[0] = -100
+    with recording(optimizer, net) as record:
+        for x, y, tokens in zip(
+            X.reshape(5, 2, -1).split((3, 2)), labels.split((3, 2)), (4, 4), strict=True
+        ):
+            (net(x.flatten(0, 1), labels=y.flatten()).loss * tokens / 8).backward()
+        optimizer.step()
+    assert record.report().right
+    for call, y in zip(record._calls, labels.split((3, 2)), strict=True):
+        call[1]["labels"] = y
+    net.forward = lambda x, labels: SimpleNamespace(
+        loss=cross_entropy(net.net(x), labels.flatten())
+    )
+    assert record.report().right
+    labels[1, 1] = -100
+    with pytest.raises(UsageError, match="weight: expected a function"):
+        record.report()

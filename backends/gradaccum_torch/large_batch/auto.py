@@ -55,6 +55,7 @@ def run_divided(
     modules: Sequence[nn.Module],
     *,
     notes_calls: bool,
+    runs_twice: bool = False,
 ) -> T:
     """Run all forward and backward passes with ``run(micro_batches, destination)``, and
     return its result. With an automatic size, call `run` with smaller and smaller
@@ -74,6 +75,7 @@ def run_divided(
         modules: the modules whose buffers are restored after an error.
         notes_calls: whether to restore also the buffers of all other modules that are
             called.
+        runs_twice: whether `run` calls the user's function again for its backward pass.
     """
     sizes = division.micro_batch_size
     group = None if optimizer is None else optimizer.whole_window().process_group
@@ -88,7 +90,7 @@ def run_divided(
                 tensors,
                 modules,
                 notes_calls=notes_calls,
-                starts_over=isinstance(sizes, AutoMicroBatchSize),
+                copies_host=runs_twice or isinstance(sizes, AutoMicroBatchSize),
             )
             destination = stack.enter_context(
                 collecting(optimizer, options, micro_batches, before)

@@ -121,6 +121,7 @@ def coupled_backward(
         optimizer,
         modules,
         notes_calls=not modules,
+        runs_twice=True,
     )
 
 

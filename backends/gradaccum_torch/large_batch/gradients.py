@@ -126,6 +126,7 @@ class GradientsInGrad:
             self._known_ids.add(id(leaf))
             self._earlier_gradients[leaf] = leaf.grad
             leaf.grad = None
+            self._noted_sums.append((leaf, id(None), 0))
             if gradient_dtype(leaf) in HALF:
                 handle = leaf.register_post_accumulate_grad_hook(self._move_into_sum)  # type: ignore[no-untyped-call]
                 self._handles.append(handle)

@@ -155,9 +155,9 @@ class Before:
         modules: the modules whose buffers are copied.
         notes_calls: whether the buffers of all modules that are called inside the block
             are copied too.
-        starts_over: whether the call may be repeated after an error. Only then are the
-            random states of Python and NumPy copied, because copying them takes as long
-            as a micro-batch of a small model.
+        copies_host: whether the random states of Python and NumPy are copied too. This
+            takes as long as a micro-batch of a small model, so it is left out if
+            nothing is run twice.
     """
 
     def __init__(
@@ -166,10 +166,10 @@ class Before:
         modules: Iterable[nn.Module],
         *,
         notes_calls: bool,
-        starts_over: bool = False,
+        copies_host: bool,
     ) -> None:
         self._devices = random_devices(tensors)
-        self._random_state = RandomState(self._devices, with_host=starts_over)
+        self._random_state = RandomState(self._devices, with_host=copies_host)
         self.buffers = Buffers(modules)
         self.notes_calls = notes_calls
         self._noting = self.buffers.noting_calls() if notes_calls else nullcontext()
