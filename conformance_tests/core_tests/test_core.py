@@ -94,7 +94,7 @@ def test_exact_inverses_are_powers_of_two_of_float32() -> None:
 def test_denominator_takes_the_place_of_the_weight(reduction: str) -> None:
     options = kit.make_options(None, reduction=reduction, clip_norm=1.0)
     state, divides = kit.with_denominator(
-        kit.State(2, 5, 4, 3.0, False, 8.0, 6), 16.0, options, kit.select
+        kit.State(2, 5, 4, 0.5, False, 8.0, 6), 16.0, options, kit.select
     )
     assert state == (2, 5, 4, 16.0, False, 8.0, 6)
     decision = decided(state, 64.0, divides)
@@ -118,7 +118,7 @@ def test_bad_denominator_in_compiled_code_makes_no_update(denominator: float) ->
 
 
 def test_denominator_is_for_windows_that_one_worker_closes() -> None:
-    kit.require_denominator_allowed(kit.make_options(None))
+    assert kit.require_denominator(0.5, kit.make_options(None)) == 0.5
     for steps, several in ((4, False), (None, True)):
         with pytest.raises(
             gradaccum.UsageError, match=r"^denominator: .* steps= determines where"
@@ -142,6 +142,15 @@ def test_divisors_at_the_limits_are_usable(scale: float, largest: float) -> None
     ):
         state = ONE._replace(loss_scale=divisor)
         assert decided(state, divisor, largest=largest).apply is applies
+    half = ONE._replace(loss_scale=largest / 2)
+    clipped = decided(half, largest, kit.make_options(1, clip_norm=1.0), largest)
+    assert (clipped.apply, clipped.overflow, clipped.divisor) == (True, False, largest)
+
+
+def test_weight_that_would_make_the_total_infinite_is_not_added() -> None:
+    state = ONE._replace(weight=FLOAT64)
+    added = kit.State(*kit.accumulate(state, FLOAT64, True, kit.select))
+    assert (added.weight, added.overflow) == (FLOAT64, True)
 
 
 @pytest.mark.parametrize(

@@ -280,3 +280,13 @@ def test_array_is_sliced_when_a_micro_batch_needs_it() -> None:
     micro_batches = batch.micro_batches(kit.make_division(3), kit.make_options(3))
     assert next(micro_batches).arguments == ([0, 1],)
     assert array.reads == 1
+
+
+def test_nested_batch_is_cut_along_its_axes() -> None:
+    arguments = ({"x": np.arange(8).reshape(2, 4), "y": np.arange(4)}, 7)
+    batch = kit.LargeBatch(arguments, ({"x": 1, "y": 0}, None))
+    made = [*batch.micro_batches(kit.make_division(2), kit.make_options(2))]
+    (first, _), (second, whole) = (each.arguments for each in made)
+    assert (second["x"].tolist(), whole) == ([[2, 3], [6, 7]], 7)
+    merged = kit.merged_aux([first, second], [2, 2], "concatenate", np.concatenate)
+    assert merged["y"].tolist() == [0, 1, 2, 3]

@@ -57,6 +57,7 @@ from .plain_subject import (
 
 POWERS = ("a", "b", "c", "d", "e", "f")
 TOKENS = {"batch[1]": [[1.0] * int(n) + [0.0] * (5 - int(n)) for n in COUNTS]}
+IGNORED = {"batch[1]": [[0.0] * int(n) + [-100.0] * (5 - int(n)) for n in COUNTS]}
 POSITIVE = {"batch[1]": [float(n > 3) for n in COUNTS]}
 COMMAND = "(Divide|Make|Multiply|Pass|Seed|Split|Update|Use|Write) "
 
@@ -96,6 +97,7 @@ BY_MEANS: list[Caused] = [
     (PlainSubject(summed), "weights", "the loss"),
     (PlainSubject(sound, weights=COUNTS), "weights", "the loss"),
     (counted(by_count, readable=TOKENS), "weights", "(batch[1] != 0).sum()"),
+    (counted(by_count, readable=IGNORED), "weights", "(batch[1] != -100).sum()"),
     (PlainSubject(by_count), "weights", "the denominator of the loss"),
     (
         counted(by_later_counts, readable=TOKENS),
@@ -139,7 +141,7 @@ BY_SUMS: list[Caused] = [
 @pytest.mark.parametrize(
     ("case", "reduction"),
     [*product(BY_MEANS, ("mean",)), *product(BY_SUMS, ("sum",))],
-    ids=lambda value: value if isinstance(value, str) else value[0].slopes.__name__,
+    ids=lambda value: value if isinstance(value, str) else value[0].model.__name__,
 )
 def test_cause_by_its_definition(case: Caused, reduction: str) -> None:
     subject, expected, where = case
@@ -170,6 +172,7 @@ def test_sound_losses_pass(subject: PlainSubject, reduction: str, steps: int) ->
     report = examine(subject, steps, reduction)
     assert report.equivalent, str(report)
     assert report.moved == ()
+    assert "coefficients" not in str(report)
     assert bool(subject.drawing) == any("dropout" in note for note in report.notes)
 
 
