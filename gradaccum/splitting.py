@@ -319,14 +319,14 @@ def slices_of(value: Any, axis: int | None, cuts: list[Cut]) -> Iterator[Any]:
     is None. An array that is not in memory, or whose slices are copies, is sliced only
     when the micro-batch is needed.
     """
-    before = (slice(None),) * (axis or 0)
     for start, stop in cuts:
         if axis is None:
             yield value
         elif axis == 0:
             yield value[start:stop]
         else:
-            yield value[(*before, slice(start, stop))]
+            axes_before = (slice(None),) * axis
+            yield value[(*axes_before, slice(start, stop))]
 
 
 def merged_aux(

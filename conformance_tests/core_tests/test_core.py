@@ -202,6 +202,7 @@ def test_window_goes_on_with_other_workers() -> None:
 
 def test_states_of_two_moments_are_no_window() -> None:
     one = kit.State(2, 5, 1, 3.0, False, 8.0, 4)
+    assert kit.redistributed([one], 1) == [one]
     for name in ("optimizer_step", "skipped_windows", "loss_scale", "growth_tracker"):
         with pytest.raises(CheckpointError, match=name):
             kit.redistributed([one, one._replace(**{name: 7})], 1)
