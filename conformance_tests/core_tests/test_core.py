@@ -215,6 +215,9 @@ def test_other_learning_rates_on_one_worker_are_named() -> None:
     for workers in (1, 2, 5000):
         bits = kit.rate_bits(0.1, 1e-9)
         kit.require_same_rates([0.1, 1e-9], [workers * bit for bit in bits], workers, 0)
+    bits = kit.rate_bits(-0.0)
+    kit.rate_bits.cache_clear()
+    assert kit.rate_bits(0.0) == bits
     for other in ([0.1, 1e-9 + 1e-24], [1e-9, 0.1], [0.1], [0.1, math.nan]):
         added = np.sum(
             [[*kit.rate_bits(*rates)] for rates in [[0.1, 1e-9]] * 4999 + [other]],

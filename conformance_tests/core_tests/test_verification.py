@@ -98,6 +98,7 @@ BY_MEANS: list[Caused] = [
     (PlainSubject(sound, weights=COUNTS), "weights", "the loss"),
     (counted(by_count, readable=TOKENS), "weights", "(batch[1] != 0).sum()"),
     (counted(by_count, readable=IGNORED), "weights", "(batch[1] != -100).sum()"),
+    (counted(by_count, readable={"batch[1]": COUNTS}), "weights", "batch[1].sum()"),
     (PlainSubject(by_count), "weights", "the denominator of the loss"),
     (
         counted(by_later_counts, readable=TOKENS),
@@ -241,6 +242,7 @@ def test_remarks_of_a_framework_are_noted(steps: int | None) -> None:
 
 def test_two_items_are_enough() -> None:
     assert examine(PlainSubject(sound, items=2), None).equivalent
+    assert not examine(PlainSubject(coupled, items=2), None).equivalent
     assert len(examine(PlainSubject(sound), None).partitions[0]) == 4
     report = examine(PlainSubject(sound, items=5), None)
     assert report.partitions[0] == ((0, 1), (2, 3), (4,)), "at most four parts"
