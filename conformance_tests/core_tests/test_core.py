@@ -119,11 +119,10 @@ def test_bad_denominator_in_compiled_code_makes_no_update(denominator: float) ->
 
 def test_denominator_is_for_windows_that_one_worker_closes() -> None:
     assert kit.require_denominator(0.5, kit.make_options(None)) == 0.5
-    for steps, several in ((4, False), (None, True)):
-        with pytest.raises(
-            gradaccum.UsageError, match=r"^denominator: .* steps= determines where"
-        ):
-            kit.require_denominator(3.0, kit.make_options(steps), several=several)
+    with pytest.raises(
+        gradaccum.UsageError, match=r"^denominator: .* steps= determines"
+    ):
+        kit.require_denominator(3.0, kit.make_options(None), several=True)
 
 
 @pytest.mark.parametrize(

@@ -117,26 +117,16 @@ def test_status_is_one_line() -> None:
     assert described("A", "B", by_weight, state, None).startswith(
         "A(B, steps=until_weight(128), skip_norm=0.5 | micro-batch"
     )
-
-
-def test_status_names_a_schedule() -> None:
-    def growing(step: int) -> int:
-        return step + 1
-
-    state = State(0, 3, 0, 0.0, False, 1.0, 0)
-    assert (
-        described("A", "B", make_options(growing), state, 4)
-        == "A(B, steps=growing | micro-batch 0 of 4, update 3)"
-    )
+    by_function = make_options(len)
+    assert described("A", "B", by_function, state, 4).startswith("A(B, steps=len | ")
 
 
 def test_updates_are_heard_without_arguments() -> None:
     """Not the windows that were skipped."""
     listeners = Listeners()
     heard: list[str] = []
-    handle = listeners.on_update(lambda: heard.append("update"))
+    listeners.on_update(lambda: heard.append("update"))
     for applied in (True, False, True):
         with listeners.settled():
             listeners.note(end(applied=applied))
     assert heard == ["update"] * 2
-    handle.remove()
