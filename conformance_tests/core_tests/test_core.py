@@ -68,6 +68,7 @@ def test_defaults_are_those_of_torch_s_scaler() -> None:
 
 
 def test_defaults_of_the_options() -> None:
+    assert kit.initial_state().loss_scale == 1
     scale = (1.0, 1.0, 1.0, 1, 0.0, math.inf)
     norms_and_dtype = (None, None, None)
     assert kit.make_options(4) == (
@@ -118,6 +119,7 @@ def test_bad_denominator_in_compiled_code_makes_no_update(denominator: float) ->
 
 
 def test_denominator_is_for_windows_that_one_worker_closes() -> None:
+    kit.require_denominator_allowed(kit.make_options(None))
     assert kit.require_denominator(0.5, kit.make_options(None)) == 0.5
     with pytest.raises(
         gradaccum.UsageError, match=r"^denominator: .* steps= determines"
@@ -140,13 +142,14 @@ def test_divisors_at_the_limits_are_usable(scale: float, largest: float) -> None
         (scale * (0.5 if scale < 1 else 2.0), False),
     ):
         state = ONE._replace(loss_scale=divisor)
-        assert decided(state, divisor, largest=largest).apply is applies
-    half = ONE._replace(loss_scale=largest / 2)
-    clipped = decided(half, largest, kit.make_options(1, clip_norm=1.0), largest)
-    assert (clipped.apply, clipped.overflow, clipped.divisor) == (True, False, largest)
+        for on_overflow in ("ignore", "skip_window"):
+            options = kit.make_options(1, on_overflow=on_overflow)
+            assert decided(state, divisor, options, largest).apply is applies
 
 
-def test_weight_that_would_make_the_total_infinite_is_not_added() -> None:
+def test_weight_that_does_not_count_is_not_added() -> None:
+    """It is 0, or would make the total infinite."""
+    assert not kit.usable(ONE, 0.0, True)
     state = ONE._replace(weight=FLOAT64)
     added = kit.State(*kit.accumulate(state, FLOAT64, True, kit.select))
     assert (added.weight, added.overflow) == (FLOAT64, True)

@@ -33,7 +33,8 @@ def test_weight_of_a_window_has_a_schedule() -> None:
         kit.is_known(pairs),
         kit.is_known(function),
         kit.is_known(until_weight(8)),
-    ) == (True, False, True)
+        kit.is_known(4),
+    ) == (True, False, True, True)
     assert kit.terms_of(kit.make_options(function), 3).steps == until_weight(11)
     with pytest.raises(
         ArgumentValueError, match=r"until_weight\(...\)\(3\): expected an int >= 1"

@@ -268,17 +268,3 @@ def test_array_is_sliced_when_a_micro_batch_needs_it() -> None:
     micro_batches = batch.micro_batches(kit.make_division(3), kit.make_options(3))
     assert next(micro_batches).arguments == ([0, 1],)
     assert array.reads == 1
-
-
-def test_nested_batch_is_cut_along_its_axes() -> None:
-    arguments = ({"x": np.arange(8).reshape(2, 4), "y": [3, 1, 4, 1]}, 7)
-    batch = kit.LargeBatch(arguments, ({"x": -1, "y": 0}, None), [0, 0, 1, 2])
-    options = kit.make_options(2, reduction="sum")
-    one, two = batch.micro_batches(kit.make_division(2), options)
-    assert (one[1:], two[1:]) == ((0.0, 0.0), (3.0, 1.0))
-    assert two.arguments[0]["x"].tolist() == [[2, 3], [6, 7]]
-    assert two.arguments[1] == 7
-    nests: list[Any] = [one.arguments[0], two.arguments[0]]
-    merged: Any = kit.merged_aux(nests, [2, 2], "concatenate", np.concatenate)
-    assert merged["y"].tolist() == [3, 1, 4, 1]
-    assert kit.merged_aux(nests, [2, 2], lambda *both: both, max) == (nests, [2, 2])

@@ -32,7 +32,10 @@ def test_seconds_since_the_last_end(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     listeners = Listeners()
     listeners.add(print)
-    assert [listeners.note(end()).seconds for _ in range(2)] == [2.0, 3.0]
+    assert listeners.note(end()).seconds == 2.0
+    result = StepResult(False, True, False, 2.0, 8.0, 0, 5, 0.5)
+    window = listeners.note(result, weight=7.0, micro_batches=4)
+    assert window == (5, False, True, False, 2.0, 8.0, 7.0, 4, 3.0, 0.5)
 
 
 def test_every_listener_hears_though_one_raises() -> None:
@@ -71,7 +74,6 @@ def test_windows_of_one_call_are_told_between() -> None:
     with pytest.raises(ValueError, match=r"full disk 1") as raised:
         close()
     assert "full disk 2" in raised.value.__notes__[1]
-    assert not listeners._failures
 
 
 def test_the_own_error_goes_first() -> None:
@@ -113,9 +115,9 @@ def test_status_is_one_line() -> None:
         status(State(2, 3, 0, 96.0, False, 1.0, 0), gradaccum.until_weight(128))
         == "micro-batch 2, weight 96 of 128, update 3"
     )
-    by_weight = make_options(gradaccum.until_weight(128), skip_norm=0.5)
+    by_weight = make_options(gradaccum.until_weight(128))
     assert described("A", "B", by_weight, state, None).startswith(
-        "A(B, steps=until_weight(128), skip_norm=0.5 | micro-batch"
+        "A(B, steps=until_weight(128) | micro-batch"
     )
     by_function = make_options(len)
     assert described("A", "B", by_function, state, 4).startswith("A(B, steps=len | ")

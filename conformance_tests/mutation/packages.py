@@ -74,6 +74,7 @@ CORE = Package(
     (
         "framework_tests/test_torch_verification.py",
         "framework_tests/test_torch_large_batch.py",
+        "framework_tests/test_torch_auto_size.py",
         "framework_tests/test_jax_verification.py",
         "framework_tests/test_stored_checkpoints.py",
     ),
