@@ -73,6 +73,7 @@ def test_windows_of_one_call_are_told_between() -> None:
     with pytest.raises(ValueError, match=r"full disk 1") as raised:
         close()
     assert "full disk 2" in raised.value.__notes__[1]
+    assert not listeners._failures
 
 
 def test_the_own_error_goes_first() -> None:
