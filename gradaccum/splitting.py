@@ -322,14 +322,14 @@ def slices_of(value: Any, axis: int | None, cuts: list[Cut]) -> Iterator[Any]:
     `axis` is None. A slice is created only when its micro-batch is needed, because
     `value` may not be in memory, or its slices may be copies.
     """
-    before = (slice(None),) * (axis or 0)
     for start, stop in cuts:
         if axis is None:
             yield value
         elif axis == 0:
             yield value[start:stop]
         else:
-            yield value[(*before, slice(start, stop))]
+            axes_before = (slice(None),) * axis
+            yield value[(*axes_before, slice(start, stop))]
 
 
 def merged_aux(

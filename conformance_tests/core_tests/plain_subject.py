@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from gradaccum.kit import Conditions, HostRandom, ModelState, Subject, places_of
-from gradaccum.verification.batch import Batch
+from gradaccum.kit import Conditions, ModelState, Subject, places_of
 
 X = (0.5, -1.25, 2.0, 0.75, 1.5, -0.625, 0.25, 3.0)
 COUNTS = (3.0, 1.0, 2.0, 5.0, 1.0, 4.0, 2.0, 1.0)
@@ -78,16 +77,13 @@ class PlainSubject(Subject):
         items: int = len(X),
         names: Sequence[str] = ("w", "v"),
     ) -> None:
-        self.slopes = slopes
+        batch = (np.zeros(items),)
+        super().__init__(slopes, slopes, batch, weight=weights and weights[:items])
         self.readable = readable or {}
         self.layers = {name: BatchNorm() for name in layers}
         self.drawing = drawing
         self.places = places_of(dict.fromkeys(names, 2))
-        self.batch = Batch(
-            (np.zeros(items),), 0, self.is_array, self.take, weights and weights[:items]
-        )
         self.state = PlainState(self)
-        self.random_state = HostRandom()
         self.memory = [0.0]
         self.perturbation: int | None = None
 
@@ -120,7 +116,7 @@ class PlainSubject(Subject):
             0.1 * bool(conditions.seed),
             not self.quiet_layers,
         )
-        found = self.slopes(
+        found = self.model(
             [X[item] * move[item] for item in part],
             [COUNTS[item] for item in part],
             world,

@@ -68,6 +68,7 @@ def test_defaults_are_those_of_torch_s_scaler() -> None:
 
 
 def test_defaults_of_the_options() -> None:
+    assert kit.initial_state().loss_scale == 1
     scale = (1.0, 1.0, 1.0, 1, 0.0, math.inf)
     norms_and_dtype = (None, None, None)
     assert kit.make_options(4) == (
@@ -94,7 +95,7 @@ def test_exact_inverses_are_powers_of_two_of_float32() -> None:
 def test_denominator_takes_the_place_of_the_weight(reduction: str) -> None:
     options = kit.make_options(None, reduction=reduction, clip_norm=1.0)
     state, divides = kit.with_denominator(
-        kit.State(2, 5, 4, 3.0, False, 8.0, 6), 16.0, options, kit.select
+        kit.State(2, 5, 4, 0.5, False, 8.0, 6), 16.0, options, kit.select
     )
     assert state == (2, 5, 4, 16.0, False, 8.0, 6)
     decision = decided(state, 64.0, divides)
@@ -119,11 +120,11 @@ def test_bad_denominator_in_compiled_code_makes_no_update(denominator: float) ->
 
 def test_denominator_is_for_windows_that_one_worker_closes() -> None:
     kit.require_denominator_allowed(kit.make_options(None))
-    for steps, several in ((4, False), (None, True)):
-        with pytest.raises(
-            gradaccum.UsageError, match=r"^denominator: .* steps= determines where"
-        ):
-            kit.require_denominator(3.0, kit.make_options(steps), several=several)
+    assert kit.require_denominator(0.5, kit.make_options(None)) == 0.5
+    with pytest.raises(
+        gradaccum.UsageError, match=r"^denominator: .* steps= determines"
+    ):
+        kit.require_denominator(3.0, kit.make_options(None), several=True)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +142,17 @@ def test_divisors_at_the_limits_are_usable(scale: float, largest: float) -> None
         (scale * (0.5 if scale < 1 else 2.0), False),
     ):
         state = ONE._replace(loss_scale=divisor)
-        assert decided(state, divisor, largest=largest).apply is applies
+        for on_overflow in ("ignore", "skip_window"):
+            options = kit.make_options(1, on_overflow=on_overflow)
+            assert decided(state, divisor, options, largest).apply is applies
+
+
+def test_weight_that_does_not_count_is_not_added() -> None:
+    """It is 0, or would make the total infinite."""
+    assert not kit.usable(ONE, 0.0, True)
+    state = ONE._replace(weight=FLOAT64)
+    added = kit.State(*kit.accumulate(state, FLOAT64, True, kit.select))
+    assert (added.weight, added.overflow) == (FLOAT64, True)
 
 
 @pytest.mark.parametrize(
@@ -193,6 +204,7 @@ def test_window_goes_on_with_other_workers() -> None:
 
 def test_states_of_two_moments_are_no_window() -> None:
     one = kit.State(2, 5, 1, 3.0, False, 8.0, 4)
+    assert kit.redistributed([one], 1) == [one]
     for name in ("optimizer_step", "skipped_windows", "loss_scale", "growth_tracker"):
         with pytest.raises(CheckpointError, match=name):
             kit.redistributed([one, one._replace(**{name: 7})], 1)
@@ -205,6 +217,9 @@ def test_other_learning_rates_on_one_worker_are_named() -> None:
     for workers in (1, 2, 5000):
         bits = kit.rate_bits(0.1, 1e-9)
         kit.require_same_rates([0.1, 1e-9], [workers * bit for bit in bits], workers, 0)
+    bits = kit.rate_bits(-0.0)
+    kit.rate_bits.cache_clear()
+    assert kit.rate_bits(0.0) == bits
     for other in ([0.1, 1e-9 + 1e-24], [1e-9, 0.1], [0.1], [0.1, math.nan]):
         added = np.sum(
             [[*kit.rate_bits(*rates)] for rates in [[0.1, 1e-9]] * 4999 + [other]],

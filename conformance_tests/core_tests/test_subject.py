@@ -147,6 +147,8 @@ def test_weight_of_a_micro_batch(weight: Any, value: float) -> None:
 def test_random_numbers_of_the_host(draw: Callable[[], float]) -> None:
     host = HostRandom()
     users = draw()
+    host.restore()
+    assert draw() == users
 
     def number(seed: int) -> float:
         host.restore(seed)

@@ -161,6 +161,7 @@ def test_table_of_transitions_stands_alone() -> None:
         step = vector["steps"][-1]
         arguments = dict(step["event"])
         getattr(core, arguments.pop("kind"))(**arguments)
+        assert [*map(type, core.state)] == [*map(type, kit.initial_state())]
         seen = {**core.observe(), "refused": False}
         assert not difference(step["after"], seen, vector["tolerance"]), vector["name"]
 

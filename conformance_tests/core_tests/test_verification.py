@@ -139,7 +139,7 @@ BY_SUMS: list[Caused] = [
 @pytest.mark.parametrize(
     ("case", "reduction"),
     [*product(BY_MEANS, ("mean",)), *product(BY_SUMS, ("sum",))],
-    ids=lambda value: value if isinstance(value, str) else value[0].slopes.__name__,
+    ids=lambda value: value if isinstance(value, str) else value[0].model.__name__,
 )
 def test_cause_by_its_definition(case: Caused, reduction: str) -> None:
     subject, expected, where = case
@@ -154,7 +154,7 @@ def test_cause_by_its_definition(case: Caused, reduction: str) -> None:
 @pytest.mark.parametrize(
     ("subject", "reduction"),
     [
-        (PlainSubject(sound), "mean"),
+        (counted(sound), "mean"),
         (PlainSubject(summed), "sum"),
         (PlainSubject(summed), "sum_per_item"),
         (PlainSubject(by_count, weights=COUNTS), "mean"),
@@ -170,6 +170,7 @@ def test_sound_losses_pass(subject: PlainSubject, reduction: str, steps: int) ->
     report = examine(subject, steps, reduction)
     assert report.equivalent, str(report)
     assert report.moved == ()
+    assert "coefficients" not in str(report)
     assert bool(subject.drawing) == any("dropout" in note for note in report.notes)
 
 
@@ -238,6 +239,7 @@ def test_remarks_of_a_framework_are_noted(steps: int | None) -> None:
 
 def test_two_items_are_enough() -> None:
     assert examine(PlainSubject(sound, items=2), None).equivalent
+    assert not examine(PlainSubject(coupled, items=2), None).equivalent
     assert len(examine(PlainSubject(sound), None).partitions[0]) == 4
     report = examine(PlainSubject(sound, items=5), None)
     assert report.partitions[0] == ((0, 1), (2, 3), (4,)), "at most four parts"
@@ -256,7 +258,6 @@ def test_coefficients_are_the_shares_of_the_counts() -> None:
     assert report.coefficients.best == pytest.approx(shares, rel=1e-9)
     assert report.coefficients.used == (0.25,) * 4
     assert report.coefficients.unexplained < 1e-12
-    assert "The best coefficients leave" in str(report)
     assert "0.211 (0.25), 0.368 (0.25), 0.263 (0.25), 0.158 (0.25)" in str(report)
 
 
@@ -279,7 +280,6 @@ def test_small_gradient_counts_in_its_own_units() -> None:
 def test_words_of_a_cause() -> None:
     assert joined_names(["a", "b", "c", "d", "e"]) == "a, b, c, d, e"
     assert joined_names(list("abcdef")) == "a, b, c, d, e and 1 more"
-    assert joined_names(list("abcdefg")) == "a, b, c, d, e and 2 more"
     for subject, reduction, fix in (
         (PlainSubject(summed), "mean", "Write reduction='sum'. For the mean over"),
         (PlainSubject(sound), "sum", "Write reduction='mean' and no weight=."),
@@ -319,11 +319,6 @@ def test_partitions_hold_each_item_once(items: int, steps: int) -> None:
         assert min(map(len, parts)) > 1 or min(map(len, made[0])) == 1 or items == 3, (
             "a single item nobody asked for"
         )
-    assert made[-1] == (tuple(reversed(range(items))),)
-    assert len(made[0]) <= steps
-    assert [item for part in made[0] for item in part] == list(range(items)), (
-        "the first is the one that training makes"
-    )
 
 
 def test_partitions_of_seven_and_nine_items() -> None:
@@ -361,7 +356,7 @@ def test_floor_is_measured_in_the_partition_of_training() -> None:
     """The means of the four micro-batches are -0.375, 1.375, 0.4375 and 1.625."""
     subject = PlainSubject(lambda x, n, world: {"w": mean(x)}, names=["w"])
     floor = 4 * EPSILON * 3.8125 / 4 * math.hypot(1, 2)
-    assert compared(subject, 4).floors == {"w": pytest.approx(floor)}
+    assert compared(subject, 4).floors == {"w": pytest.approx(floor, abs=0)}
 
 
 def test_micro_batch_that_is_not_finite_has_the_coefficient_zero() -> None:
@@ -383,17 +378,20 @@ def test_gradient_of_terms_that_cancel_is_measured_by_the_largest() -> None:
     subject = PlainSubject(slopes, names=["w", "v", "u"])
     assert examine(subject, 4).equivalent
     floors = compared(subject, 4).floors
-    assert floors["v"] == pytest.approx(4 * EPSILON * math.hypot(3, 6))
-    assert floors["u"] == pytest.approx(4e-9 * EPSILON * math.hypot(1, 2))
+    assert floors["v"] == pytest.approx(4 * EPSILON * math.hypot(3, 6), abs=0)
+    assert floors["u"] == pytest.approx(4e-9 * EPSILON * math.hypot(1, 2), abs=0)
 
 
 def test_unit_is_what_roundings_of_the_inputs_make_of_a_gradient() -> None:
-    """The next numbers beside 1.5 times a rounding are two steps away."""
+    """The next numbers beside 1.5 times a rounding are two steps away. Of all
+    partitions only that of training has micro-batches that depend on w: two of four.
+    """
     subject = PlainSubject(
-        lambda x, n, world: {"w": 1 + 1e6 * (world.w - 1.5)}, names=["w"]
+        lambda x, n, world: {"w": 1 + 1e6 * (world.w - 1.5) * (x[-1] < 0 < x[0])},
+        names=["w"],
     )
-    assert compared(subject, 2).units == {
-        "w": pytest.approx(2e6 * 2.0**-52 * math.hypot(1, 2), rel=1e-3)
+    assert compared(subject, 4).units == {
+        "w": pytest.approx(1e6 * 2.0**-52 * math.hypot(1, 2), rel=1e-3)
     }
 
 
@@ -436,6 +434,6 @@ def test_report_of_a_gradient_that_is_infinite() -> None:
         4,
     )
     assert report.errors["w"] == math.inf
-    assert "The worst is w, by inf units" in str(report)
+    assert "The worst is w, by inf units (up to 4 units" in str(report)
     assert repr(report) == str(report), "as the last line of a notebook's cell"
     assert str(report).endswith("More about each cause: gradaccum/VERIFY.md.")

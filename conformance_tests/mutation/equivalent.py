@@ -11,35 +11,110 @@ EDGE = "no measured number is the limit itself"
 TUNED = "a size near the tuned limit has the same numbers, in about the same time"
 UNREAD = "nobody reads what stands for None in compiled code"
 LENGTHS = "both have one entry for each field, or each leaf"
+ZERO = "0 is added or subtracted, or both are the limit"
 
 EQUIVALENT: dict[str, dict[str, str]] = {
     "gradaccum/transitions.py": {
         "(micro_step, optimizer_step + applied, skipped_windows + 1 - applied, overflow, weight, loss_scale, growth_tracker)": "discard forgets both",
         "clipping = divides * where(apply & ((excess >= 1)), excess, one)": "an excess of 1 divides by 1",
         "smaller_scale > rule.min_scale, smaller_scale, rule.min_scale + (0 / scale)": "both are 0",
+        "applied = where(0 * micro_step + 1, apply, 0 * micro_step)": "True and False count as 1 and 0",
+        **dict.fromkeys(
+            (
+                "weight = where(weight > 0, (denominator - 0 * weight), weight)",
+                "(0 / loss_scale),",
+                "smaller_scale > rule.min_scale, smaller_scale, (rule.min_scale - 0 * scale)",
+                "(smaller_scale >= rule.min_scale), smaller_scale, rule.min_scale + 0 * scale",
+                "larger_scale < rule.max_scale, larger_scale, rule.max_scale + (0 / scale)",
+                "larger_scale < rule.max_scale, larger_scale, (rule.max_scale - 0 * scale)",
+                "(larger_scale <= rule.max_scale), larger_scale, rule.max_scale + 0 * scale",
+                "grad_norm = where(finite, norm / where(in_range, divides, one), (INFINITY - one))",
+            ),
+            ZERO,
+        ),
+        **dict.fromkeys(
+            (
+                "return state[1] < 0 if size is None else state[0] >= size",
+                "return state[0] < 1 if size is None else state[0] >= size",
+                "return (state[0] <= 0) if size is None else state[0] >= size",
+            ),
+            "the micro-batch was counted",
+        ),
     },
+    "gradaccum/refusals.py": {
+        "return bytes(mark >> bit & 1 for bit in range(33))": "the bit above 32 bits is 0",
+    },
+    "gradaccum/saving.py": {
+        "_DEFAULTS = make_options(2)": "the steps are shown in another way",
+    },
+    "gradaccum/splitting.py": dict.fromkeys(
+        (
+            'self.leaves, spread(axes, arguments, "axes"), strict=False',
+            "for leaf, axis in zip(self.leaves, self._axes, strict=False)",
+            "for cut, *slices in zip(cuts, *columns, strict=False):",
+        ),
+        LENGTHS,
+    )
+    | {"waiting += (each.__context__, each.__cause__)": "all of them are cleared"},
     "gradaccum/nests.py": {
-        "PLAIN = (str, bool, bytes, int, float, complex, type(None))": KINDS,
-        "PLAIN = (str, bytes, bool, int, float, type(None), complex)": KINDS,
-        "PLAIN = (str, bytes, int, bool, float, complex, type(None))": KINDS,
-        "(type(v), getattr(v, 'ndim', None), str(getattr(v, 'dtype', None)))": KINDS,
+        **dict.fromkeys(
+            (
+                "for (step, part), (_, child) in zip(given, below, strict=False)",
+                "for field, child in zip(dataclasses.fields(nest), children, strict=False):  # type: ignore[arg-type]",
+                "made.update(zip(nest, children, strict=False))  # type: ignore[attr-defined]",
+                '(f".{name}", value) for name, value in zip(nest._fields, nest, strict=False)',
+            ),
+            LENGTHS,
+        ),
+        **dict.fromkeys(
+            (
+                "PLAIN = (bytes, str, bool, int, float, complex, type(None))",
+                "PLAIN = (str, bool, bytes, int, float, complex, type(None))",
+                "PLAIN = (str, bytes, int, bool, float, complex, type(None))",
+                "PLAIN = (str, bytes, bool, float, int, complex, type(None))",
+                "PLAIN = (str, bytes, bool, int, complex, float, type(None))",
+                "PLAIN = (str, bytes, bool, int, float, type(None), complex)",
+                "(str(getattr(v, 'dtype', None)), type(v), getattr(v, 'ndim', None))",
+                "(type(v), getattr(v, 'ndim', None), str(getattr(v, 'dtype', None)))",
+            ),
+            KINDS,
+        ),
     },
     "gradaccum/statistics.py": {
         "one = 0 * weight + 2": UNUSED,
+        "one = (0 * weight - 1)": UNUSED,
+        "one = 1 * weight + 1": UNUSED,
+        "return where(weight > 0, loss, (float('nan') - one))": "both are NaN",
     },
     "gradaccum/verification/batch.py": {
         "self._axes_of_leaves = list(zip(self.leaves, self._axes, strict=False))": "each leaf has an axis or None",
+        'for value, axis in zip(values, spread(axes, arguments, "axes"), strict=False)': LENGTHS,
     },
     "gradaccum/verification/comparison.py": {
         "self.differing(self.large, self.accumulate(parts, weighting))": SYMMETRIC,
         "for gradient, factor in zip(self.gradients(parts), factors, strict=False):": "each micro-batch has a factor",
         "pairs = zip(self.gradients(parts), factors, strict=False)": "each micro-batch has a factor",
         "if (size < sum_error * largest):": EDGE,
+        "for best, used in zip(self.best, self.used, strict=False)": "each micro-batch has both",
+        "for parts in (self.partitions[0], (self.items,)):": "the largest of both is found",
+        "divided = (gradient / 1.0)": "it is a copy",
     },
     "gradaccum/verification/examination.py": {
-        "SCALES = (2.0**17, 2.0**8)": "any power of two",
-        "SCALES = (2.0**16, 2.0**9)": "any power of two",
-        "SCALES = (2.0**16, (2.0 * 8))": "any power of two",
+        **dict.fromkeys(
+            (
+                "SCALES = (2.0**17, 2.0**8)",
+                "SCALES = (4.0**16, 2.0**8)",
+                "SCALES = ((2.0 * 16), 2.0**8)",
+                "SCALES = (2.0**16, 2.0**9)",
+                "SCALES = (2.0**16, 4.0**8)",
+                "SCALES = (2.0**16, (2.0 * 8))",
+                "SCALES = (2.0 ** 8, 2.0 ** 16)",
+            ),
+            "any powers of two",
+        ),
+        "OTHER_SEED = 388818": "any other seed",
+        "is_exact = (coefficients.error < ROUNDING_LIMIT * len(best))": EDGE,
+        "if changed_names(second[:1] + first[1:], first[:1] + second[1:]):": SYMMETRIC,
         "return is_exact and (abs(math.fsum(best) - 1) <= room)": EDGE,
         "if norm and (share <= SAME):": EDGE,
         "if is_finite(gradient) and (distance >= ROUNDING_LIMIT * limits[name])": EDGE,
@@ -50,9 +125,15 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     },
     "gradaccum/window_loop.py": {
         "by_name = dict(zip(self.count, totals[1:], strict=False))": "a reduction of another length was refused",
+        "elif items and self._first not in (items, 0):": KINDS,
+        "total + value for total, value in zip(totals, values, strict=False)": LENGTHS,
+        "total + value for total, value in zip(values, totals, strict=True)": SYMMETRIC,
     },
     "gradaccum/watching.py": {
-        "pass  # self._last_end = 0.0": "to add a listener sets it, and without one no window is noted",
+        **dict.fromkeys(
+            ("pass  # self._last_end = 0.0", "self._last_end = 1.0"),
+            "to add a listener sets it, and without one no window is noted",
+        ),
     },
     "backends/gradaccum_jax/gradient_sum.py": {
         'return jnp.dtype("float32") if (leaf_dtype.itemsize <= 4) else leaf_dtype': "the floating dtype of 4 bytes is float32 itself",

@@ -28,9 +28,9 @@ class Package(NamedTuple):
     package.
     """
     last_tests: tuple[str, ...] = ()
-    """Tests of several processes and of compiled code. They take long, and no record
-    says which lines they run, so only a mutant that `tests` let live gets them, and all
-    of them.
+    """Tests of several processes, of compiled code, or of another framework. They take
+    long, and no record says which lines they run, so only a mutant that `tests` let
+    live gets them, and all of them.
     """
 
     def environment(self, folder: Path) -> dict[str, str]:
@@ -70,6 +70,14 @@ CORE = Package(
     ("core_tests", "gradaccum_conformance/suite"),
     "numpy",
     ("pytest", "numpy", "hypothesis.strategies"),
+    # Only a framework calls a loss with its model, or cuts an array on a device.
+    (
+        "framework_tests/test_torch_verification.py",
+        "framework_tests/test_torch_large_batch.py",
+        "framework_tests/test_torch_auto_size.py",
+        "framework_tests/test_jax_verification.py",
+        "framework_tests/test_stored_checkpoints.py",
+    ),
 )
 
 BESIDE = ("coupled", "large_batch", "one_call", "verify", "workers")
