@@ -157,9 +157,10 @@ def test_compiled_code_refuses_gradients(make):
     assert optimizer.result.micro_step == 0
 
 
+@pytest.mark.parametrize("policy", ["skip_window", "drop_micro_batch"])
 @pytest.mark.parametrize("weight", [-2.0, True, (3, 2)])
-def test_compiled_code_refuses_a_constant_weight(weight):
-    optimizer = wrapped(reduction="sum_per_item")
+def test_compiled_code_refuses_a_constant_weight(weight, policy):
+    optimizer = wrapped(reduction="sum_per_item", on_overflow=policy)
 
     @ms.jit
     def step(a, b):

@@ -9,6 +9,7 @@ UNUSED = "it stands where nothing is divided"
 SYMMETRIC = "a distance, and a sum of two pairs, are symmetric"
 EDGE = "no measured number is the limit itself"
 TUNED = "a size near the tuned limit has the same numbers, in about the same time"
+ROWS = "rows of the other length have the same numbers, in about the same time"
 UNREAD = "nobody reads what stands for None in compiled code"
 LENGTHS = "both have one entry for each field, or each leaf"
 
@@ -116,8 +117,8 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "wide = ops.addn((cast(part, ms.float32), cast(total, ms.float32)))": "the sum of two",
         "pairs = zip(sums, dtypes, strict=False)": LENGTHS,
         "if (magnitudes.size >= ROW):": "the largest of a row is found in one step or in two",
-        "_, magnitudes = ops.ArgMaxWithValue(axis=(1))(rows)": "it is the last of two axes",
-        "squares = squares.reshape(-1, row_length(squares.size)).sum((1))": "it is the last of two axes",
+        "rows = magnitudes.reshape(row_length(magnitudes.size), -1)": ROWS,
+        "squares = squares.reshape(row_length(squares.size), -1).sum(1)": ROWS,
         "flat = array.reshape(-2)": "NumPy takes any negative number for the length that is left",
         "if (squares.size >= ROW):": "a row is summed in one step or in two",
     },

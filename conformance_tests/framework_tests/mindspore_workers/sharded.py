@@ -25,9 +25,9 @@ CLASSES = (5, 3)
 """Of each worker."""
 
 
-def optimizer_of(rank: int, **options: Any) -> Any:
-    backbone = Parameter(Tensor(np.ones(2), ms.float32), name="backbone")
-    head = Parameter(Tensor(np.ones(CLASSES[rank]), ms.float32), name="head")
+def optimizer_of(rank: int, dtype: Any = ms.float32, **options: Any) -> Any:
+    backbone = Parameter(Tensor(np.ones(2), dtype), name="backbone")
+    head = Parameter(Tensor(np.ones(CLASSES[rank]), dtype), name="head")
     head.layerwise_parallel = True
     given = {"steps": 2, "reduction": "sum_per_item", **options}
     return gradaccum.wrap(nn.SGD([backbone, head], 1.0), data_parallel=True, **given)
@@ -36,7 +36,7 @@ def optimizer_of(rank: int, **options: Any) -> Any:
 def learn(opt: Any, of_backbone: float, of_head: float) -> None:
     """A micro-batch of three items on each worker, whose losses are 24 on both."""
     gradients = [
-        Tensor(np.full(parameter.shape, value), ms.float32)
+        Tensor(np.full(parameter.shape, value), parameter.dtype)
         for parameter, value in zip(opt.parameters, (of_backbone, of_head), strict=True)
     ]
     opt(tuple(gradients), Tensor(3.0, ms.float32), Tensor(24.0, ms.float32))
@@ -69,6 +69,15 @@ def sharded_head_makes_the_large_batch(rank: int) -> None:
         assert [parameter.asnumpy()[0] for parameter in opt.parameters] == found
         require_same_everywhere(opt.result)
     set_mode("pynative")
+
+
+@check
+def shard_beyond_float16_is_an_overflow_of_all(rank: int) -> None:
+    """float32 holds its sum, 120000, on one worker."""
+    opt = optimizer_of(rank, ms.float16, reduction="sum")
+    for _ in range(2):
+        learn(opt, 1.0, 6e4 if rank == 1 else 1.0)
+    assert opt.result.overflow
 
 
 @check
