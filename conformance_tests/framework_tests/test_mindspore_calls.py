@@ -5,18 +5,16 @@ would round or cannot know there.
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn
 
 import gradaccum
 from conformance_tests.framework_tests.mindspore_common import (
+    Descent,
     pynative_after,  # noqa: F401
+    two_gradients,
     two_parameters,
     values,
 )
-
-
-def ones(a, b):
-    return Tensor(np.full(3, a, np.float32)), Tensor(np.full(2, b, np.float32))
 
 
 def test_flush_and_discard_inside_jit():
@@ -34,7 +32,7 @@ def test_flush_and_discard_inside_jit():
     def flush(x):
         return optimizer.flush()
 
-    assert two(ones(np.nan, np.nan), ones(2.0, 4.0))
+    assert two(two_gradients(np.nan, np.nan), two_gradients(2.0, 4.0))
     assert values(optimizer) == [-1.0, -3.0]
     result = optimizer.result
     assert (result.applied, result.loss) == (True, 2.0)
@@ -61,7 +59,7 @@ def test_two_optimizers_need_two_names():
         return critic((b,))
 
     for expected in ((-1.0, 1.0), (-3.0, -3.0)):
-        step(*ones(2.0, 4.0))
+        step(*two_gradients(2.0, 4.0))
         assert (first.asnumpy()[0], second.asnumpy()[0]) == expected
 
 
@@ -89,13 +87,6 @@ def test_length_of_a_dynamic_axis(on_overflow):
     moved = 0.1 * 0.5 * ((4 * 1 + 3 * 2) / 7 + (2 * 3 + 5 * 4) / 7)
     np.testing.assert_allclose(net.weight.asnumpy(), 1 - moved, rtol=1e-6)
     assert optimizer.result.optimizer_step == 2
-
-
-class Descent(nn.Optimizer):
-    """Plain gradient descent in the gradient's own dtype."""
-
-    def construct(self, gradients):
-        return ops.assign_sub(self.parameters[0], gradients[0])
 
 
 @pytest.mark.parametrize("compiled", [ms.jit, lambda step: step], ids=["jit", "python"])

@@ -8,10 +8,10 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import set_mode
+from conformance_tests.framework_tests.mindspore_common import Descent, set_mode
 from conformance_tests.framework_tests.mindspore_workers.checks import check
 from conformance_tests.framework_tests.mindspore_workers.common import (
     WORLD,
@@ -115,10 +115,3 @@ def float64_sums_are_exact(rank: int) -> None:
     opt = gradaccum.wrap(Descent(1.0, [parameter]), steps=1, data_parallel=True)
     opt((Tensor(values[rank]),))
     np.testing.assert_array_equal(parameter.asnumpy(), -values.sum(0) / WORLD)
-
-
-class Descent(nn.Optimizer):
-    """MindSpore's own takes no float64."""
-
-    def construct(self, gradients: Any) -> Any:
-        return ops.assign_sub(self.parameters[0], gradients[0])

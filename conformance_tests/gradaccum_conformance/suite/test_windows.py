@@ -122,3 +122,5 @@ def test_discard_forgets_the_window(
     feed(session, cut(batch, (4, 4, 4)))
     assert session.captured().calls == 1
     check_gradient(errors, backend, session, MLP, batch, micro_batches=3)
+    session.discard()
+    assert outcome_of(session.result()) == set()
