@@ -140,6 +140,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "never = after[MICRO_STEP] < 1": "the micro-batch was counted",
     },
     "backends/gradaccum_mindspore/state.py": {
+        "self.extensions: tuple[Extension, ...] = (self.open_window_warning, self.listener_calls)": "neither reads what the other one does",
         "INVALID = -2": "any negative number marks the window",
         "for parameter, dtype in zip(parameters, sum_dtypes, strict=False)": LENGTHS,
         "for field, old, new in zip(FIELD_DTYPES, before, rounded_state, strict=False):": LENGTHS,
