@@ -105,6 +105,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "(parameter.dtype, id(parameter), parameter.requires_grad)": "marks are only compared with each other",
     },
     "backends/gradaccum_mindspore/gradient_sum.py": {
+        "part = compiled_scaled(factor, gradient, total.dtype)": "a product is symmetric",
         "HALF = (ms.bfloat16, ms.float16)": KINDS,
         "CHUNK = 2**21": "chunks of any length have one norm",
         "ROW = 4097": TUNED,
