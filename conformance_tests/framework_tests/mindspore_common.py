@@ -77,6 +77,11 @@ class Descent(nn.Optimizer):
         return ops.assign_sub(self.parameters[0], gradients[0])
 
 
+def entries_of(cell):
+    """A checkpoint of the cell, as MindSpore loads it."""
+    return {p.name: Tensor(p.asnumpy().copy(), p.dtype) for p in cell.get_parameters()}
+
+
 def values(optimizer):
     """The first element of each of its parameters."""
     return [float(p.asnumpy()[0]) for p in optimizer.parameters]

@@ -13,6 +13,7 @@ from mindspore.communication import GlobalComm
 
 import gradaccum
 from conformance_tests.framework_tests.mindspore_common import (
+    entries_of,
     pynative_after,  # noqa: F401
     two_gradients,
     two_parameters,
@@ -46,8 +47,7 @@ def of_two_equal_names():
     optimizer = wrapped()
     cell = nn.CellList([optimizer], auto_prefix=False)
     cell.twin = Parameter(Tensor([0.0]), name="a")
-    entries = {p.name: Tensor(p.asnumpy()) for p in optimizer.get_parameters()}
-    load_checkpoint_into(cell, entries)
+    load_checkpoint_into(cell, entries_of(optimizer))
 
 
 REFUSED = {

@@ -11,7 +11,11 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import Descent, set_mode
+from conformance_tests.framework_tests.mindspore_common import (
+    Descent,
+    entries_of,
+    set_mode,
+)
 from conformance_tests.framework_tests.mindspore_workers.checks import check
 from conformance_tests.framework_tests.mindspore_workers.common import (
     WORLD,
@@ -84,7 +88,7 @@ def shard_beyond_float16_is_an_overflow_of_all(rank: int) -> None:
 def sharded_head_loads_its_own_file(rank: int) -> None:
     """Between two windows too: each worker has other classes."""
     opt = optimizer_of(rank)
-    saved = {p.name: Tensor(p.asnumpy().copy(), p.dtype) for p in opt.get_parameters()}
+    saved = entries_of(opt)
     load_checkpoint_into(opt, saved)
     saved["gradaccum.workers"] = Tensor([1 - rank, WORLD], ms.int32)
     with refused(gradaccum.CheckpointError, f"by rank {1 - rank} of 2"):
