@@ -117,11 +117,9 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "return False": UNREAD,
         "wide = ops.addn((cast(part, ms.float32), cast(total, ms.float32)))": "the sum of two",
         "pairs = zip(sums, dtypes, strict=False)": LENGTHS,
-        "if (magnitudes.size >= ROW):": "the largest of a row is found in one step or in two",
         "rows = magnitudes.reshape(row_length(magnitudes.size), -1)": ROWS,
         "squares = squares.reshape(row_length(squares.size), -1).sum(1)": ROWS,
         "flat = array.reshape(-2)": "NumPy takes any negative number for the length that is left",
-        "if (squares.size >= ROW):": "a row is summed in one step or in two",
     },
     "backends/gradaccum_mindspore/window/pynative.py": {
         "for total, gradient in zip(self.storage.sums, gradients, strict=False):": "another number of gradients was refused before",
