@@ -400,14 +400,14 @@ def _largest(dtype: DType, total: Parameter) -> Tensor:
     if magnitudes.size > ROW:
         rows = magnitudes.reshape(-1, row_length(magnitudes.size))
         # In MindSpore 2.10 on a CPU, ReduceMax would take nine times as long.
-        _, magnitudes = ops.ArgMaxWithValue(axis=-1)(rows)
+        _, magnitudes = ops.ArgMaxWithValue(axis=1)(rows)
     return magnitudes.max()
 
 
 def _squares(divisor: Tensor, total: Parameter) -> Tensor:
     squares = ops.square(cast(total, divisor.dtype) / divisor)
     if squares.size > ROW:
-        squares = squares.reshape(-1, row_length(squares.size)).sum(-1)
+        squares = squares.reshape(-1, row_length(squares.size)).sum(1)
     return squares.sum()
 
 

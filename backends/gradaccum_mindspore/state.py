@@ -108,7 +108,7 @@ def suffixes(prefix: str) -> tuple[str, str]:
     """Return the two suffixes that are added to a model parameter's name: the suffix
     for its gradient sum, and the suffix for its master weight.
     """
-    name = prefix if prefix == PACKAGE else prefix.removesuffix(f".{PACKAGE}")
+    name = prefix.removesuffix(f".{PACKAGE}")
     return f".{name}.grad_sum", f".{name}.master"
 
 

@@ -62,6 +62,26 @@ def two_parameters(dtype=ms.float32):
     ]
 
 
+def two_gradients(a=1.0, b=None):
+    """Gradients of `two_parameters`: `a` everywhere, or `b` in the second one."""
+    b = a if b is None else b
+    return Tensor(np.full(3, a), ms.float32), Tensor(np.full(2, b), ms.float32)
+
+
+class Descent(nn.Optimizer):
+    """Plain gradient descent for one parameter of any dtype. MindSpore's own optimizers
+    take no float64.
+    """
+
+    def construct(self, gradients):
+        return ops.assign_sub(self.parameters[0], gradients[0])
+
+
+def entries_of(cell):
+    """A checkpoint of the cell, as MindSpore loads it."""
+    return {p.name: Tensor(p.asnumpy().copy(), p.dtype) for p in cell.get_parameters()}
+
+
 def values(optimizer):
     """The first element of each of its parameters."""
     return [float(p.asnumpy()[0]) for p in optimizer.parameters]

@@ -130,10 +130,13 @@ def test_masters_are_found_behind_frozen_parameters() -> None:
 
 # Parameters that the inner optimizer does not train, inside of the wrapper.
 
-
+COPY = optax.GradientTransformation(
+    lambda params: params, lambda updates, copy, params=None: (updates, params or copy)
+)
+"""Its state, which no update reads, is a copy of the parameters."""
 FROZEN_INSIDE = {
     "partition": lambda: partition(optax.adam(1.0)),
-    "set to zero before": lambda: optax.chain(FREEZE, optax.adam(1.0)),
+    "set to zero before": lambda: optax.chain(FREEZE, optax.adam(1.0), COPY),
 }
 
 

@@ -5,18 +5,16 @@ would round or cannot know there.
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn
 
 import gradaccum
 from conformance_tests.framework_tests.mindspore_common import (
+    Descent,
     pynative_after,  # noqa: F401
+    two_gradients,
     two_parameters,
     values,
 )
-
-
-def ones(a, b):
-    return Tensor(np.full(3, a, np.float32)), Tensor(np.full(2, b, np.float32))
 
 
 def test_flush_and_discard_inside_jit():
@@ -24,20 +22,20 @@ def test_flush_and_discard_inside_jit():
 
     @ms.jit
     def two(first, second):
-        optimizer(first)
+        optimizer(first, loss=9.0)
         optimizer.discard()
-        optimizer(second)
-        optimizer(second)
+        optimizer(second, loss=1.0)
+        optimizer(second, loss=3.0)
         return optimizer.flush()
 
     @ms.jit
     def flush(x):
         return optimizer.flush()
 
-    assert two(ones(np.nan, np.nan), ones(2.0, 4.0))
+    assert two(two_gradients(np.nan, np.nan), two_gradients(2.0, 4.0))
     assert values(optimizer) == [-1.0, -3.0]
     result = optimizer.result
-    assert result.applied
+    assert (result.applied, result.loss) == (True, 2.0)
     assert not flush(Tensor(0.0)), "nothing is left"
     assert repr(optimizer.result) == repr(result._replace(applied=False))
     assert optimizer.storage.skipped_windows.item() == 0
@@ -61,7 +59,7 @@ def test_two_optimizers_need_two_names():
         return critic((b,))
 
     for expected in ((-1.0, 1.0), (-3.0, -3.0)):
-        step(*ones(2.0, 4.0))
+        step(*two_gradients(2.0, 4.0))
         assert (first.asnumpy()[0], second.asnumpy()[0]) == expected
 
 
@@ -91,24 +89,18 @@ def test_length_of_a_dynamic_axis(on_overflow):
     assert optimizer.result.optimizer_step == 2
 
 
-class Descent(nn.Optimizer):
-    """Plain gradient descent in the gradient's own dtype."""
-
-    def construct(self, gradients):
-        return ops.assign_sub(self.parameters[0], gradients[0])
-
-
+@pytest.mark.parametrize("compiled", [ms.jit, lambda step: step], ids=["jit", "python"])
 @pytest.mark.parametrize(
     ("limit", "weights"), [(0.1, (1, 1)), (None, (0.1, 0.3))], ids=["clip", "weights"]
 )
-def test_constants_beside_float64_sums_are_float64(limit, weights):
+def test_constants_beside_float64_sums_are_float64(limit, weights, compiled):
     """MindSpore rounds a Python number to float32 in compiled code: an error of
     1e-8.
     """
     parameter = Parameter(Tensor([0.0, 0.0], ms.float64), name="p")
     optimizer = gradaccum.wrap(Descent(1.0, [parameter]), steps=2, clip_norm=limit)
 
-    @ms.jit
+    @compiled
     def step(first, second):
         optimizer((first,), weights[0], 0.1)
         return optimizer((second,), weights[1], 0.1)

@@ -37,7 +37,6 @@ FAULTS = {
     "missing sum": (SUM, None),
     "dtype": (SUM, Tensor(np.zeros((2, 4), np.float16))),
     "format": ("gradaccum.terms", Tensor([2, 0, 0, 0, 4], ms.int32)),
-    "window written in part": ("gradaccum.micro_step", Tensor(-1, ms.int32)),
 }
 
 

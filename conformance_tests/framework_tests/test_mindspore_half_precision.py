@@ -40,3 +40,9 @@ def test_single_element_beyond_float16_overflows():
     call(32752.0)
     call(8.0)
     assert optimizer.result.overflow
+
+
+def test_largest_float32_is_no_overflow():
+    optimizer, call, _ = driver("pynative", 1)
+    call(3.4028234663852886e38)
+    assert optimizer.result.applied

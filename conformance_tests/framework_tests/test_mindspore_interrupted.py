@@ -6,21 +6,21 @@ from contextlib import contextmanager
 from itertools import count
 
 import mindspore as ms
-import numpy as np
 import pytest
-from mindspore import Tensor, nn, ops
+from mindspore import nn, ops
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import two_parameters, values
+from conformance_tests.framework_tests.mindspore_common import (
+    entries_of,
+    two_gradients,
+    two_parameters,
+    values,
+)
 from gradaccum_mindspore import gradient_sum, load_checkpoint_into
 
 
 class Stop(BaseException):
     """Ctrl-C."""
-
-
-def gradients(value):
-    return tuple(Tensor(np.full(shape, value), ms.float32) for shape in (3, 2))
 
 
 def wrapped(**options):
@@ -58,14 +58,14 @@ def test_missed_update_is_made_by_flush(steps, tmp_path):
     would count twice. Also after a resume.
     """
     optimizer, resumed = wrapped(steps=steps), wrapped(steps=steps)
-    optimizer(gradients(2.0), 2)
+    optimizer(two_gradients(2.0), 2)
     with stopped(optimizer.pynative_window, "gradients"):
-        optimizer(gradients(4.0), 2)
+        optimizer(two_gradients(4.0), 2)
     assert (values(optimizer), counted(optimizer)) == ([1.0, 1.0], (2, 0))
     saved_and_loaded(optimizer, resumed, tmp_path)
     for each in (optimizer, resumed):
         with pytest.raises(gradaccum.UsageError, match="flush"):
-            each(gradients(4.0), 2)
+            each(two_gradients(4.0), 2)
         assert each.flush()
         assert (values(each), counted(each)) == ([-2.0, -2.0], (0, 1))
 
@@ -78,17 +78,17 @@ def test_half_added_micro_batch_is_refused_until_discard(
     """Only some sums hold it. A checkpoint of it is refused too."""
     optimizer = wrapped(on_overflow=policy)
     for _ in range(micro_batches):
-        optimizer(gradients(2.0), 1, 2.0)
+        optimizer(two_gradients(2.0), 1, 2.0)
     with stopped(gradient_sum, "add_into", 2):
-        optimizer(gradients(4.0), 1, 50.0)
-    for call in (lambda: optimizer(gradients(4.0), 1, 4.0), optimizer.flush):
+        optimizer(two_gradients(4.0), 1, 50.0)
+    for call in (lambda: optimizer(two_gradients(4.0), 1, 4.0), optimizer.flush):
         with pytest.raises(gradaccum.UsageError, match="discard"):
             call()
     with pytest.raises(gradaccum.CheckpointError, match="micro_step"):
         saved_and_loaded(optimizer, wrapped(on_overflow=policy), tmp_path)
     optimizer.discard()
     for value in (1.0, 3.0):
-        optimizer(gradients(value), 1, value)
+        optimizer(two_gradients(value), 1, value)
     assert (values(optimizer), optimizer.result.loss) == ([-1.0, -1.0], 2.0)
 
 
@@ -113,10 +113,10 @@ def interrupted(writes):
     """A window of 1 and 3, whose update was interrupted."""
     inner = Loop(1.0, two_parameters())
     optimizer = gradaccum.wrap(inner, steps=2)
-    optimizer(gradients(1.0))
+    optimizer(two_gradients(1.0))
     inner.writes = writes
     with pytest.raises(Stop):
-        optimizer(gradients(3.0))
+        optimizer(two_gradients(3.0))
     inner.writes = None
     return optimizer
 
@@ -127,7 +127,7 @@ def test_half_made_update_is_refused(writes):
     it is discarded or another state is loaded.
     """
     fresh = wrapped()
-    entries = {p.name: Tensor(p.asnumpy(), p.dtype) for p in fresh.get_parameters()}
+    entries = entries_of(fresh)
     left = [-1.0] * writes + [1.0] * (2 - writes)
     for start, release in (
         (left, lambda optimizer: optimizer.discard()),
@@ -136,7 +136,7 @@ def test_half_made_update_is_refused(writes):
         optimizer = interrupted(writes)
         for call in (
             optimizer.flush,
-            lambda optimizer=optimizer: optimizer(gradients(1.0)),
+            lambda optimizer=optimizer: optimizer(two_gradients(1.0)),
             optimizer.flush,
         ):
             with pytest.raises(
@@ -146,6 +146,6 @@ def test_half_made_update_is_refused(writes):
         assert values(optimizer) == left
         release(optimizer)
         for value in (1.0, 3.0):
-            optimizer(gradients(value))
+            optimizer(two_gradients(value))
         assert values(optimizer) == [each - 2.0 for each in start]
         assert optimizer.result.optimizer_step == 1

@@ -13,7 +13,9 @@ from mindspore.communication import GlobalComm
 
 import gradaccum
 from conformance_tests.framework_tests.mindspore_common import (
+    entries_of,
     pynative_after,  # noqa: F401
+    two_gradients,
     two_parameters,
     values,
 )
@@ -26,12 +28,6 @@ from gradaccum import (
 )
 from gradaccum_mindspore import load_checkpoint_into
 from gradaccum_mindspore.workers import agreement
-
-
-def ones(a=1.0, b=1.0):
-    return Tensor(np.full(3, a, np.float32)), (
-        None if b is None else Tensor(np.full(2, b, np.float32))
-    )
 
 
 def bare(**options):
@@ -51,8 +47,7 @@ def of_two_equal_names():
     optimizer = wrapped()
     cell = nn.CellList([optimizer], auto_prefix=False)
     cell.twin = Parameter(Tensor([0.0]), name="a")
-    entries = {p.name: Tensor(p.asnumpy()) for p in optimizer.get_parameters()}
-    load_checkpoint_into(cell, entries)
+    load_checkpoint_into(cell, entries_of(optimizer))
 
 
 REFUSED = {
@@ -153,20 +148,21 @@ def test_compiled_code_refuses_gradients(make):
         return optimizer(gradients)
 
     with pytest.raises(GradientError, match=r"expected.*optimizer\.parameters"):
-        step(make(*ones()))
+        step(make(*two_gradients()))
     assert optimizer.result.micro_step == 0
 
 
+@pytest.mark.parametrize("policy", ["skip_window", "drop_micro_batch"])
 @pytest.mark.parametrize("weight", [-2.0, True, (3, 2)])
-def test_compiled_code_refuses_a_constant_weight(weight):
-    optimizer = wrapped(reduction="sum_per_item")
+def test_compiled_code_refuses_a_constant_weight(weight, policy):
+    optimizer = wrapped(reduction="sum_per_item", on_overflow=policy)
 
     @ms.jit
     def step(a, b):
         return optimizer((a, b), weight=weight)
 
     with pytest.raises(gradaccum.GradAccumError, match="weight"):
-        step(*ones())
+        step(*two_gradients())
     assert optimizer.result.micro_step == 0
 
 
@@ -178,7 +174,7 @@ def test_constant_weight_zero_adds_nothing():
         optimizer((bad, worse), 0)
         return optimizer(good, 1)
 
-    assert step(*ones(np.inf, np.nan), *ones(2.0, 4.0))
+    assert step(*two_gradients(np.inf, np.nan), *two_gradients(2.0, 4.0))
     assert values(optimizer) == [-1.0, -3.0]
 
 
@@ -186,7 +182,7 @@ def test_one_worker_needs_no_option(monkeypatch):
     """A program for several workers, started with one."""
     monkeypatch.setattr(GlobalComm, "INITED", True)
     monkeypatch.setattr(agreement, "get_group_size", lambda: 1)
-    wrapped()(ones())
+    wrapped()(two_gradients())
 
 
 class Pair(nn.Cell):

@@ -12,6 +12,7 @@ from mindspore import Parameter, Tensor, nn
 
 import gradaccum
 from conformance_tests.framework_tests.mindspore_common import (
+    entries_of,
     pynative_after,  # noqa: F401
     warned,
 )
@@ -62,7 +63,7 @@ def test_resumed_window_is_known():
     """The epoch after a load goes on in the window that was loaded."""
     opt = wrapped()
     train(opt, 2)
-    saved = {p.name: Tensor(p.asnumpy(), p.dtype) for p in opt.get_parameters()}
+    saved = entries_of(opt)
     other = wrapped()
     train(other, 1)
     load_checkpoint_into(other, saved)

@@ -65,8 +65,13 @@ def test_each_sum_is_seen_in_graph_mode(shapes):
     norm = Norm(sums, ms.float32)
     with saved_graphs("graph_build") as texts:
         assert norm().asnumpy().item() == pytest.approx(exact_norm(arrays), rel=1e-6)
-    is_packed = any("Concat(" in text for text in texts)
-    assert is_packed == (len(arrays[0]) < 2**20), "a large sum is not copied"
+    text = "".join(texts)
+    assert ("Concat(" in text) == (len(arrays[0]) < 2**20), "a large sum is not copied"
+    is_long = arrays[0].size > ROW
+    assert ("ArgMaxWithValue(" in text) == is_long, (
+        "rows, which take a ninth of the time"
+    )
+    assert (text.count("ReduceSum(") > 1) == is_long, "rows, and then their sums"
     for place, element in product(range(len(sums)), (math.inf, math.nan, 1e30, 1e-30)):
         for other, array in zip(sums, arrays, strict=True):
             ops.assign(
@@ -94,6 +99,7 @@ def way(request, monkeypatch):
 
 @pytest.mark.parametrize("value", [1e30, math.inf, math.nan])
 def test_one_element_in_many_is_seen(way, value):
+    assert CHUNK > 2**16, "NumPy adds up a chunk, and Python the chunks"
     for place in (0, CHUNK, CHUNK + 12):
         values = np.ones(CHUNK + 13, np.float32)
         values[place] = value

@@ -13,6 +13,7 @@ import gradaccum
 from conformance_tests.framework_tests.mindspore_common import (
     X,
     Y,
+    entries_of,
     make_net,
     pynative_after,  # noqa: F401
     set_mode,
@@ -69,7 +70,7 @@ def test_windows_that_no_listener_could_hear_of_are_named():
         match=r"listeners: expected optimizer\.result to be read.*got 2 windows",
     ):
         cell.optimizer.flush()
-    saved = {p.name: Tensor(p.asnumpy().copy(), p.dtype) for p in cell.get_parameters()}
+    saved = entries_of(cell)
     other.optimizer.add_listener(heard.append)
     load_checkpoint_into(other, saved)
     for _ in range(2):

@@ -25,7 +25,7 @@ def main(
     ] = "",
     most_seconds: Annotated[
         float, typer.Option(help="of CPU, for the tests of one mutant")
-    ] = 120,
+    ] = 300,
     folder: Annotated[
         Path | None,
         typer.Option(

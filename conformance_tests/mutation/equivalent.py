@@ -9,6 +9,7 @@ UNUSED = "it stands where nothing is divided"
 SYMMETRIC = "a distance, and a sum of two pairs, are symmetric"
 EDGE = "no measured number is the limit itself"
 TUNED = "a size near the tuned limit has the same numbers, in about the same time"
+ROWS = "rows of the other length have the same numbers, in about the same time"
 UNREAD = "nobody reads what stands for None in compiled code"
 LENGTHS = "both have one entry for each field, or each leaf"
 ZERO = "0 is added or subtracted, or both are the limit"
@@ -185,6 +186,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "(parameter.dtype, id(parameter), parameter.requires_grad)": "marks are only compared with each other",
     },
     "backends/gradaccum_mindspore/gradient_sum.py": {
+        "part = compiled_scaled(factor, gradient, total.dtype)": "a product is symmetric",
         "HALF = (ms.bfloat16, ms.float16)": KINDS,
         "CHUNK = 2**21": "chunks of any length have one norm",
         "ROW = 4097": TUNED,
@@ -196,11 +198,9 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "return False": UNREAD,
         "wide = ops.addn((cast(part, ms.float32), cast(total, ms.float32)))": "the sum of two",
         "pairs = zip(sums, dtypes, strict=False)": LENGTHS,
-        "if (magnitudes.size >= ROW):": "the largest of a row is found in one step or in two",
-        "_, magnitudes = ops.ArgMaxWithValue(axis=(1))(rows)": "it is the last of two axes",
-        "squares = squares.reshape(-1, row_length(squares.size)).sum((1))": "it is the last of two axes",
+        "rows = magnitudes.reshape(row_length(magnitudes.size), -1)": ROWS,
+        "squares = squares.reshape(row_length(squares.size), -1).sum(1)": ROWS,
         "flat = array.reshape(-2)": "NumPy takes any negative number for the length that is left",
-        "if (squares.size >= ROW):": "a row is summed in one step or in two",
     },
     "backends/gradaccum_mindspore/window/pynative.py": {
         "for total, gradient in zip(self.storage.sums, gradients, strict=False):": "another number of gradients was refused before",
@@ -220,6 +220,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "never = after[MICRO_STEP] < 1": "the micro-batch was counted",
     },
     "backends/gradaccum_mindspore/state.py": {
+        "self.extensions: tuple[Extension, ...] = (self.open_window_warning, self.listener_calls)": "neither reads what the other one does",
         "INVALID = -2": "any negative number marks the window",
         "for parameter, dtype in zip(parameters, sum_dtypes, strict=False)": LENGTHS,
         "for field, old, new in zip(FIELD_DTYPES, before, rounded_state, strict=False):": LENGTHS,

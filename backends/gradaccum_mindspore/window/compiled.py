@@ -201,7 +201,7 @@ class CompiledWindow(CellOfOnePhase):
         self.infinity = Tensor(float("inf"), storage.float_dtype)
         unit = -1 if self.ends_by_weight else 1
         self.size_code = Tensor([0] * STEPS + [unit], ms.int32)
-        other_codes = kit.encode_terms(storage.terms_after(0))[:-1]
+        *other_codes, _ = storage.terms.tolist()
         self.other_codes = Tensor([*other_codes, 0], ms.int32)
         self.note_weighed = note_weighed_in(storage)
         # With plain assignments, the Cell would register these Parameters as its own.

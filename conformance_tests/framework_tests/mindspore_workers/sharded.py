@@ -8,10 +8,14 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import set_mode
+from conformance_tests.framework_tests.mindspore_common import (
+    Descent,
+    entries_of,
+    set_mode,
+)
 from conformance_tests.framework_tests.mindspore_workers.checks import check
 from conformance_tests.framework_tests.mindspore_workers.common import (
     WORLD,
@@ -25,9 +29,9 @@ CLASSES = (5, 3)
 """Of each worker."""
 
 
-def optimizer_of(rank: int, **options: Any) -> Any:
-    backbone = Parameter(Tensor(np.ones(2), ms.float32), name="backbone")
-    head = Parameter(Tensor(np.ones(CLASSES[rank]), ms.float32), name="head")
+def optimizer_of(rank: int, dtype: Any = ms.float32, **options: Any) -> Any:
+    backbone = Parameter(Tensor(np.ones(2), dtype), name="backbone")
+    head = Parameter(Tensor(np.ones(CLASSES[rank]), dtype), name="head")
     head.layerwise_parallel = True
     given = {"steps": 2, "reduction": "sum_per_item", **options}
     return gradaccum.wrap(nn.SGD([backbone, head], 1.0), data_parallel=True, **given)
@@ -36,7 +40,7 @@ def optimizer_of(rank: int, **options: Any) -> Any:
 def learn(opt: Any, of_backbone: float, of_head: float) -> None:
     """A micro-batch of three items on each worker, whose losses are 24 on both."""
     gradients = [
-        Tensor(np.full(parameter.shape, value), ms.float32)
+        Tensor(np.full(parameter.shape, value), parameter.dtype)
         for parameter, value in zip(opt.parameters, (of_backbone, of_head), strict=True)
     ]
     opt(tuple(gradients), Tensor(3.0, ms.float32), Tensor(24.0, ms.float32))
@@ -72,10 +76,19 @@ def sharded_head_makes_the_large_batch(rank: int) -> None:
 
 
 @check
+def shard_beyond_float16_is_an_overflow_of_all(rank: int) -> None:
+    """float32 holds its sum, 120000, on one worker."""
+    opt = optimizer_of(rank, ms.float16, reduction="sum")
+    for _ in range(2):
+        learn(opt, 1.0, 6e4 if rank == 1 else 1.0)
+    assert opt.result.overflow
+
+
+@check
 def sharded_head_loads_its_own_file(rank: int) -> None:
     """Between two windows too: each worker has other classes."""
     opt = optimizer_of(rank)
-    saved = {p.name: Tensor(p.asnumpy().copy(), p.dtype) for p in opt.get_parameters()}
+    saved = entries_of(opt)
     load_checkpoint_into(opt, saved)
     saved["gradaccum.workers"] = Tensor([1 - rank, WORLD], ms.int32)
     with refused(gradaccum.CheckpointError, f"by rank {1 - rank} of 2"):
@@ -106,10 +119,3 @@ def float64_sums_are_exact(rank: int) -> None:
     opt = gradaccum.wrap(Descent(1.0, [parameter]), steps=1, data_parallel=True)
     opt((Tensor(values[rank]),))
     np.testing.assert_array_equal(parameter.asnumpy(), -values.sum(0) / WORLD)
-
-
-class Descent(nn.Optimizer):
-    """MindSpore's own takes no float64."""
-
-    def construct(self, gradients: Any) -> Any:
-        return ops.assign_sub(self.parameters[0], gradients[0])

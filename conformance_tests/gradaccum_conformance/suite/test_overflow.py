@@ -88,7 +88,7 @@ def test_dropped_micro_batch_adds_nothing(
 
 @pytest.mark.every_mode
 def test_drop_in_every_mode(backend: Harness, mode: str, errors: Errors) -> None:
-    """Two micro-batches of three, and then all."""
+    """Two micro-batches of three, then all, then none but the next window's first."""
     session = start(backend, steps=3, on_overflow="drop_micro_batch", mode=mode)
     bad = poisoned(TREES[0], math.nan)
     feed_gradients(session, [bad, TREES[1], poisoned(TREES[2], math.inf)])
@@ -101,3 +101,7 @@ def test_drop_in_every_mode(backend: Harness, mode: str, errors: Errors) -> None
     assert outcome_of(session.result()) == {"skipped", "overflow"}
     assert session.captured().calls == 1
     assert (session.state().skipped_windows, session.state().micro_step) == (1, 0)
+    feed_gradients(session, [TREES[1]] * 3)
+    assert outcome_of(session.result()) == {"applied"}
+    session.gradients(bad)
+    assert outcome_of(session.result()) == {"overflow"}

@@ -62,7 +62,7 @@ def test_result_inside_and_at_end(backend: Harness, mode: str) -> None:
         session.gradients(TREE)
         results.append(session.result())
     begin, middle, end = results
-    assert outcome_of(middle) == set()
+    assert outcome_of(begin) == outcome_of(middle) == set()
     assert (middle.closed, middle.micro_step, middle.optimizer_step) == (False, 1, 0)
     assert outcome_of(end) == {"applied"}
     assert (end.closed, end.micro_step, end.optimizer_step) == (True, 0, 1)
@@ -122,3 +122,5 @@ def test_discard_forgets_the_window(
     feed(session, cut(batch, (4, 4, 4)))
     assert session.captured().calls == 1
     check_gradient(errors, backend, session, MLP, batch, micro_batches=3)
+    session.discard()
+    assert outcome_of(session.result()) == set()
