@@ -4,7 +4,7 @@ Lines are a poor measure of size: whoever makes lines longer has fewer of them. 
 reader reads, so size is counted in tokens. A formatter changes tokens per line and nothing else,
 so style is counted per statement.
 
-    python -m conformance_tests.measure_tokens              tokens by area, and style
+    python -m conformance_tests.measure_tokens              tokens, and style
     python -m conformance_tests.measure_tokens --check      exit with 1 if over a limit
 
 The limits are a test (``meta_tests/test_record.py``). What is counted:
@@ -284,21 +284,6 @@ def measure(*packages: Path) -> Style:
     return style
 
 
-def area_of(path: Path, package: Path) -> str:
-    """Return the folder or the file, directly in the package, that a file belongs to."""
-    return path.relative_to(package).parts[0].removesuffix(".py")
-
-
-def tokens_by_area() -> dict[str, Counter[str]]:
-    """Return the tokens by area, and in each area by package."""
-    areas: dict[str, Counter[str]] = {}
-    for name, package in PACKAGES.items():
-        for path in sorted(package.rglob("*.py")):
-            tokens = len(code_tokens(path.read_text(encoding="utf-8")))
-            areas.setdefault(area_of(path, package), Counter())[name] += tokens
-    return areas
-
-
 def tokens_in(folder: Path) -> int:
     """Return the tokens of all files in `folder`, tests included."""
     files = folder.rglob("*.py")
@@ -318,22 +303,6 @@ def print_table(header: list[str], rows: list[list[str]]) -> None:
             cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)
         ]
         print("  ".join(cells).rstrip())
-
-
-def print_areas() -> None:
-    areas = tokens_by_area()
-    by_size = sorted(areas.items(), key=lambda item: -item[1].total())
-    rows = []
-    total: Counter[str] = Counter()
-    for area, counts in by_size:
-        rows.append(
-            [area, *(f"{counts[name]:,}" for name in PACKAGES), f"{counts.total():,}"]
-        )
-        total += counts
-    rows.append(
-        ["all", *(f"{total[name]:,}" for name in PACKAGES), f"{total.total():,}"]
-    )
-    print_table(["tokens by area", *PACKAGES, "all"], rows)
 
 
 def print_styles(styles: dict[str, Style]) -> None:
@@ -372,8 +341,6 @@ def main() -> int:
     arguments = parser.parse_args()
 
     everything = measure(*PACKAGES.values())
-    print_areas()
-    print()
     print_not_shipped()
     print()
     print_styles(

@@ -19,6 +19,7 @@ from conformance_tests.framework_tests.torch_large_batch import (
     make_model,
 )
 from gradaccum import UsageError, assert_accumulates, check_loop, recording
+from gradaccum_torch.recording import _counts_of
 
 SIZES = (4, 2, 3, 1)
 
@@ -270,25 +271,11 @@ def test_model_that_returns_its_loss_is_recorded(output: Any) -> None:
     assert [problem.kind for problem in sums.problems] == ["scaled"], sums
 
 
-def test_token_labels_count_where_no_model_can_count_otherwise() -> None:
+def test_labels_are_counted_where_all_models_agree() -> None:
     """A causal model leaves out the first label of each sequence."""
-    net = WithLoss(SimpleNamespace)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    labels = Y.reshape(5, 2).clone()
-    labels[0] = -100
-    with recording(optimizer, net) as record:
-        for x, y, tokens in zip(
-            X.reshape(5, 2, -1).split((3, 2)), labels.split((3, 2)), (4, 4), strict=True
-        ):
-            (net(x.flatten(0, 1), labels=y.flatten()).loss * tokens / 8).backward()
-        optimizer.step()
-    assert record.report().right
-    for call, y in zip(record._calls, labels.split((3, 2)), strict=True):
-        call[1]["labels"] = y
-    net.forward = lambda x, labels: SimpleNamespace(
-        loss=cross_entropy(net.net(x), labels.flatten())
-    )
-    assert record.report().right
-    labels[1, 1] = -100
+    labels = torch.tensor([[-100, 1, 2], [-100, 3, -100]])
+    calls = [((), {"labels": labels[:1]}), ((), {"labels": labels})]
+    assert _counts_of(calls) == [2, 3]
+    labels[1, 0] = 4
     with pytest.raises(UsageError, match="weight: expected a function"):
-        record.report()
+        _counts_of(calls)

@@ -124,37 +124,6 @@ def test_train_state_counts_micro_batches() -> None:
     assert (state.step, state.opt_state.optimizer_step) == (4, 2)
 
 
-def test_jmp_scale_in_the_loop() -> None:
-    """A micro-batch that the loop of jmp rejects never reaches the window. Its scale may
-    move in mid-window, as it unscales each gradient first.
-    """
-    jmp = pytest.importorskip("jmp", reason="jmp is not installed")
-    tx = wrap(INNER)
-
-    @jax.jit
-    def step(params: Any, state: Any, scale: Any, gradient: Any) -> Any:
-        def loss(params: Any) -> Any:
-            return scale.scale(optax.tree.vdot(params, gradient))
-
-        grads = scale.unscale(jax.grad(loss)(params))
-        finite = jmp.all_finite(grads)
-        updates, moved = tx.update(grads, state, params)
-        new = optax.apply_updates(params, updates), moved
-        params, state = jmp.select_tree(finite, new, (params, state))
-        return params, state, scale.adjust(finite)
-
-    params, state = PARAMS, tx.init(PARAMS)
-    scale = jmp.DynamicLossScale(jnp.asarray(2.0**6), period=2)
-    scales = []
-    bad = jax.tree.map(lambda g: g * jnp.inf, GRADS[1])
-    for gradient in (GRADS[0], bad, *GRADS[1:4]):
-        params, state, scale = step(params, state, scale, gradient)
-        scales.append(float(scale.loss_scale))
-    assert scales == [64.0, 32.0, 32.0, 64.0, 64.0]
-    assert_bitwise(params, train(INNER, MEANS[:2])[0])
-    assert (state.optimizer_step, state.skipped_windows) == (2, 0)
-
-
 @pytest.mark.parametrize("reset_state", [False, True])
 def test_lookahead_around_counts_micro_batches(reset_state: bool) -> None:
     """Its sync_period is times `steps`; then it syncs at the ends of windows, as around
