@@ -111,22 +111,6 @@ def large_and_strided_sums_are_reduced(rank: int) -> None:
     assert [sums[each].stride() for each in tensors] == strides
 
 
-@check
-def window_whose_norm_failed_is_closed_again(rank: int) -> None:
-    """It is reduced once, and may be discarded instead."""
-    first, second = (micro_batches(worker)[:1] for worker in range(WORLD))
-    model, parallel, opt = make_shared(reduction="sum")
-    for way_out in (opt.discard, opt.flush):
-        learn(parallel, opt, micro_batches(rank)[0])
-        with mock.patch("gradaccum_torch.window.measure", side_effect=ZeroDivisionError):
-            with refused(ZeroDivisionError):
-                opt.flush()
-        with refused(gradaccum.UsageError, "flush()"):
-            opt.step()
-        way_out()
-    require_equal(model, alone([first + second], reduction="sum")[0])
-
-
 # Events once per update, on a worker whose last windows all close in one `flush`.
 
 
