@@ -111,3 +111,4 @@ def test_gradients_that_another_optimizer_multiplied_are_refused(
         other.backward(loss_of(model))
         other.step()
         assert other.result.applied, "what was cleared is forgotten"
+        one.zero_grad()
