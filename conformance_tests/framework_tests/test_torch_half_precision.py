@@ -135,8 +135,8 @@ def test_quotient_that_float16_does_not_hold_is_an_overflow() -> None:
     """Although the sum, which was multiplied by the weight, fits."""
     weight = torch.zeros(2, dtype=torch.float16, requires_grad=True)
     opt = gradaccum.wrap(torch.optim.SGD([weight]), steps=1)
-    loss = (weight * 2.0**15).sum()
-    opt.backward(loss, weight=2.0**-10, gradient=torch.full_like(loss, 4.0))
+    gradient = torch.tensor(4.0, dtype=torch.float16)
+    opt.backward((weight * 2.0**15).sum(), weight=2.0**-10, gradient=gradient)
     opt.step()
     assert opt.result.overflow
 
