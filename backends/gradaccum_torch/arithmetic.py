@@ -64,7 +64,7 @@ def divide(tensors: Sequence[Tensor], divisor: float) -> None:
     """Divide `tensors` in place, unless `divisor` is 1. The tensors must not require
     gradients.
     """
-    if divisor == 1 or not tensors:
+    if divisor == 1:
         return
     for group in groups_of(map(elements, tensors)):
         if has_exact_inverse(divisor):
@@ -168,7 +168,7 @@ def groups_of(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     groups: dict[object, list[Tensor]] = {}
     for tensor in tensors:
         key: object = None
-        if type(tensor) is not Tensor and is_sharded(tensor):
+        if is_sharded(tensor):
             key = (mesh_of(tensor), getattr(tensor, "placements", ()))
         groups.setdefault(key, []).append(tensor)
     yield from groups.values()

@@ -105,12 +105,10 @@ class WatchedGradient:
             return type(gradient) is not Tensor or gradient.is_sparse
         return gradient is None or gradient.requires_grad or noted_gradient.is_sparse
 
-    def is_changed(self) -> bool:
-        gradient = self.parameter.grad
+    def is_changed(self, gradient: Tensor) -> bool:
+        """True if `gradient`, which is in ``.grad``, is not as autograd left it."""
         if gradient is not self.gradient:
             return True
-        if gradient is None:
-            return False
         if self.version != IN_PARTS:
             return gradient._version != self.version
         if self.norm is None:
@@ -256,7 +254,7 @@ class GradientWatch:
                 return False
             if gradient is None or gradient._version == watched_gradient.version:
                 continue
-            if watched_gradient.is_changed():
+            if watched_gradient.is_changed(gradient):
                 return False
         return True
 
@@ -272,7 +270,7 @@ class GradientWatch:
             if gradient is None:
                 continue
             watched_gradient = self._watched_gradients.get(id(parameter))
-            if watched_gradient is None or watched_gradient.is_changed():
+            if watched_gradient is None or watched_gradient.is_changed(gradient):
                 return True
             if is_separate and not is_zero(gradient):
                 return True

@@ -320,7 +320,7 @@ class Window:
 
     def _clear_gradients(self) -> None:
         """Clear the current micro-batch's gradients, but keep the window's sum."""
-        if self.state.micro_step or self.gradient_sum.is_beside_grad:
+        if self.state.micro_step:
             for parameter in self.masters.parameters():
                 parameter.grad = None
             self.watch.reset()
@@ -516,16 +516,9 @@ class Window:
         sums are reduced over the processes.
         """
         sums = self.gradient_sum.gradients()
-        is_changed = False
         for parameter, total in sums.items():
-            if type(total) is Tensor and not total.is_sparse:
-                continue  # This is the usual case, and needs no call.
-            complete_total = complete(total)
-            if complete_total is not total:
-                sums[parameter] = complete_total
-                is_changed = True
-        if is_changed:
-            self.gradient_sum.replace(sums)
+            if type(total) is not Tensor or total.is_sparse:
+                sums[parameter] = complete(total)
         return sums
 
     def _reduce(self, parameters: list[Tensor] | None = None) -> bool:

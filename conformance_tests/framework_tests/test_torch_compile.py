@@ -41,7 +41,9 @@ def training(
 )
 @pytest.mark.parametrize("what", ["the step", "the backward pass"])
 def test_compiled_training_equals_eager(place: str, what: str) -> None:
-    """The batches change in size, so Dynamo makes their shapes symbolic."""
+    """The batches change in size, so Dynamo makes their shapes symbolic. It compiles no
+    hook.
+    """
     (model, opt, train), (reference, other, plain) = training(place), training(place)
     dtype = model[0].weight.dtype  # type: ignore[index]
     batches = [torch.ones(2 + index, 3, dtype=dtype) for index in range(4)]
@@ -59,6 +61,8 @@ def test_compiled_training_equals_eager(place: str, what: str) -> None:
         plain(batch)
     assert opt.result.optimizer_step == other.result.optimizer_step == 2
     assert same(model, reference)
+    compiled = torch._dynamo.utils.get_compilation_metrics()
+    assert not any("gradient_watch" in str(each.co_filename) for each in compiled)
 
 
 def test_clip_in_compiled_step_is_refused() -> None:

@@ -131,6 +131,16 @@ def test_norm_of_faint_float16_sums_is_right() -> None:
     assert opt.result.grad_norm == pytest.approx(2.0**-13.5)
 
 
+def test_quotient_that_float16_does_not_hold_is_an_overflow() -> None:
+    """Although the sum, which was multiplied by the weight, fits."""
+    weight = torch.zeros(2, dtype=torch.float16, requires_grad=True)
+    opt = gradaccum.wrap(torch.optim.SGD([weight]), steps=1)
+    gradient = torch.tensor(4.0, dtype=torch.float16)
+    opt.backward((weight * 2.0**15).sum(), weight=2.0**-10, gradient=gradient)
+    opt.step()
+    assert opt.result.overflow
+
+
 def test_empty_parameter_fits_into_any_dtype() -> None:
     """The window's norm is larger than any float16."""
     wide = torch.zeros(2, requires_grad=True)

@@ -139,7 +139,7 @@ def test_half_made_backward_can_be_repeated(place: str, micro_batch: int) -> Non
     if micro_batch:  # A segment's backward pass ends before the pass around it fails.
         last: Any = run.model[2]
         last.forward = partial(checkpoint, last.forward, use_reentrant=True)
-    handle = run.model[0].weight.register_hook(failing)
+    handle = run.model[0].bias.register_hook(failing)
     with pytest.raises(Failure):
         opt.backward(run.loss(micro_batch))
     handle.remove()

@@ -94,7 +94,7 @@ def test_gradient_that_somebody_holds_is_reduced_in_a_copy(dtype: torch.dtype) -
     small, unused, large = (
         nn.Parameter(torch.zeros(size, dtype=dtype)) for size in (1, 1, 2**21)
     )
-    large.register_hook(lambda _: held)  # type: ignore[no-untyped-call]
+    large.register_hook(lambda _: held.detach())  # type: ignore[no-untyped-call]
     inner = torch.optim.SGD([small, unused, large], lr=1.0)
     inner.register_step_pre_hook(lambda *_: gradients.append(unused.grad))
     gradients = list[Any]()
@@ -201,13 +201,6 @@ def test_shards_are_exact(copies: int, sync: str, workers: int) -> None:
         opt = gradaccum.wrap(
             sgd(model), steps=3, clip_norm=CLIP, module=model, gradient_sync=sync
         )
-        if sync == "micro_batch":
-            loss_of(model, ITEMS[0]).backward()
-            for parameter in model.parameters():
-                parameter.grad *= 3
-            with pytest.raises(gradaccum.UsageError, match="clip_norm="):
-                opt.step()
-            opt.discard()
         for number, window in enumerate((ITEMS[:3], ITEMS[3:6], ITEMS[6:])):
             calls.clear()
             for x in window:

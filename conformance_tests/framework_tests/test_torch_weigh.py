@@ -50,11 +50,12 @@ def test_weigh_is_the_weight_of_a_loss_too() -> None:
     )
 
 
-def test_weigh_beside_a_plain_mean_is_refused() -> None:
+@pytest.mark.parametrize("separate", [False, True])
+def test_weigh_beside_a_plain_mean_is_refused(separate: bool) -> None:
     """A plain backward pass does not multiply the loss by its weight, as the mean over
     items needs.
     """
-    model, opt = make()
+    model, opt = make(separate_sums=separate)
     loss_of(model).backward()
     opt.weigh(3)
     with pytest.raises(gradaccum.UsageError, match='reduction="sum_per_item"'):

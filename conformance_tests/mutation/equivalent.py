@@ -153,12 +153,14 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "return [vary(new, axes_of(old)) for new, old in zip(arrays, olds, strict=False)]": LENGTHS,
     },
     "backends/gradaccum_torch/arithmetic.py": {
+        "FAINT = 2.0**-32": "in a norm of 2^-32, too, no square that counts underflows",
         "HALF = (torch.bfloat16, torch.float16)": KINDS,
         "wide_gradient = gradient.to(torch.promote_types(dtype, gradient.dtype))": "promotion is symmetric",
         "key = (getattr(tensor, 'placements', ()), mesh_of(tensor))": "it is only a key",
     },
     "backends/gradaccum_torch/gradient_sum.py": {
         "expects_windows = True": "expect_window of this class does nothing",
+        "return True": "a reduction that no pass launches is launched at the window's end",
     },
     "backends/gradaccum_torch/gradient_watch.py": {
         "PASSES = [1]": "only its changes are read",
@@ -181,6 +183,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     "backends/gradaccum_torch/window.py": {
         "self.gradient_sum = GradientSum(self.watch, masters.parameters)": "another object replaces it before anything reads it",
         "self.extensions, numbers, strict=False": "each extension has its numbers",
+        "if gradient is None and (factor < torch.finfo(torch.float16).max):": "a tensor of this factor can be made in both ways",
         "if total.dtype is dtype or (norm / divisor < torch.finfo(dtype).max):": "at the limit the elements tell the same",
         "(id(parameter), parameter.requires_grad, parameter.dtype)": "marks are only compared with each other",
         "(parameter.dtype, id(parameter), parameter.requires_grad)": "marks are only compared with each other",

@@ -146,6 +146,8 @@ TORCH = TORCH._replace(
     tests=(
         *TORCH.tests,
         "framework_tests/test_torch_large_batch_misuse.py::test_begun_window_is_refused",
+        "framework_tests/test_torch_large_batch_misuse.py"
+        "::test_wrapped_parameters_need_their_optimizer",
     ),
     # The first optimizer imports the compiler.
     imported=("pytest", "torch._dynamo", "hypothesis.strategies"),

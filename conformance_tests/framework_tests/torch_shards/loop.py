@@ -76,6 +76,7 @@ def weight_of_zero_on_one_worker(rank: int) -> None:
         del counted[steps + empty]
         reference, _ = alone([counted])
         for _, model, opt in each_way(steps=steps):
+            model.never.requires_grad_(False)
             for index, (x, rare) in enumerate(everyone[rank]):
                 off = rank == 1 and index == empty
                 out = model(x, rare)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import gc
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
+from gradaccum_torch import window
 
 from .common import (
     WORLD,
@@ -22,7 +24,6 @@ from .common import (
     build,
     ddp,
     learn,
-    learn_all,
     make_shared,
     micro_batches,
     numbers,
@@ -76,14 +77,22 @@ def plain_loop_without_the_module_names_it(rank: int) -> None:
 
 @check
 def what_a_window_cannot_do_is_refused(rank: int) -> None:
-    """The window stays as it is: its denominator would be that of one worker."""
-    model, parallel, opt = make_shared(steps=None)
-    first, *others = micro_batches(rank)[:4]
-    learn(parallel, opt, first)
-    with refused(UsageError, "denominator", "several workers"):
-        opt.flush(denominator=3.0 + rank)
-    learn_all(parallel, opt, others)
-    require_equal(model, alone(all_windows()[:1])[0])
+    """The window stays as it is: its denominator would be that of one worker. A window
+    whose norm failed has been reduced, and is not reduced again.
+    """
+    model, parallel, opt = make_shared(steps=None, reduction="sum")
+    for way_out in (opt.discard, opt.flush):
+        for batch in micro_batches(rank)[:4]:
+            learn(parallel, opt, batch)
+        with refused(UsageError, "denominator", "several workers"):
+            opt.flush(denominator=3.0 + rank)
+        failing = mock.patch.object(window, "measure", side_effect=ZeroDivisionError)
+        with failing, refused(ZeroDivisionError):
+            opt.flush()
+        with refused(UsageError, "flush()"):
+            opt.step()
+        way_out()
+    require_equal(model, alone(all_windows()[:1], reduction="sum")[0])
 
 
 @check
