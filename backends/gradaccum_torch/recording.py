@@ -244,8 +244,11 @@ def _counts_of(calls: Calls) -> list[float]:
     A causal language model leaves out the first label of each sequence, but another
     model does not.
     """
-    labels = [keywords.get("labels") for _, keywords in calls]
-    if not all(isinstance(each, Tensor) for each in labels):
+    labels: list[Tensor] = []
+    for _, keywords in calls:
+        if isinstance(keywords.get("labels"), Tensor):
+            labels.append(keywords["labels"])
+    if len(labels) < len(calls):
         return [
             kit.items_of(*arguments, *keywords.values())
             for arguments, keywords in calls

@@ -184,9 +184,8 @@ class GradientsInGrad:
         """
         for leaf, total_id, number in self._noted_sums:
             total = self._sum_of(leaf)
-            if id(total) != total_id:
-                raise touched_error()
-            if total is not None and version(total) != number:
+            is_changed = total is not None and version(total) != number
+            if id(total) != total_id or is_changed:
                 raise touched_error()
 
     def deliver(self) -> None:
