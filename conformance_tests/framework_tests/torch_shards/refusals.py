@@ -97,7 +97,7 @@ NOT_WRAPPED = [
     (
         lambda _: plain(flat(), process_group=mesh_of((2, 1)).get_group("shard")),
         ArgumentValueError,
-        ("optimizer", "a parameter on ranks [0, 1]"),
+        ("optimizer", "a parameter sharded over ranks [0, 1]"),
     ),
     (lambda _: plain(flattened()), ArgumentValueError, ("FSDP1", "fully_shard")),
 ]
