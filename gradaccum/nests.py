@@ -168,8 +168,9 @@ def _elements(nest: list[Nest] | tuple[Nest, ...]) -> list[tuple[str, Nest]]:
 
 
 def _inside(prefix: Nest) -> list[tuple[str, Nest]] | None:
-    """Return the children of a prefix. In a prefix, unlike in a nest, lists of plain
-    values are containers.
+    """Return the children of one node of a prefix (a tree that matches only the outer
+    levels of a nest), or None if the node is a leaf. Unlike in a full nest, a list of
+    plain values counts as a container here.
     """
     return _elements(prefix) if _is_list(prefix) else children_of(prefix)  # type: ignore[arg-type]
 

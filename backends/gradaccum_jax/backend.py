@@ -54,11 +54,11 @@ class JaxBackend:
         Args:
             optimizer: an `optax.GradientTransformation`.
             options: the checked options.
-            axis_name: the mesh axis, or a tuple of several axes, over which the large
-                batch is split. The option works inside `jax.shard_map`; the easiest way
-                to use it is `gradaccum_jax.data_parallel`. All devices must make the
-                same calls. The gradient sums of the devices are reduced once, at the
-                end of the window. A device without items must pass weight 0.
+            axis_name: the mesh axis, or a tuple of several axes, along which the large
+                batch is sharded. The option works inside `jax.shard_map`; the easiest
+                way to use it is `gradaccum_jax.data_parallel`. All devices must make
+                the same calls. The gradient sums of the devices are reduced once, at
+                the end of the window. A device without items must pass weight 0.
             shard_axes: the mesh axis, or a tuple of several axes, along which
                 parameters are sharded inside `jax.shard_map`. The gradient norm is then
                 computed over all shards, and all devices make the same decision about

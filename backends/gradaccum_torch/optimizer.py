@@ -106,7 +106,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
         Raises:
             ArgumentTypeError, ArgumentValueError: `weight` is not a number >= 0.
-            UsageError: another loss of the same micro-batch had a different weight; or
+            UsageError: a different weight was already given for this micro-batch; or
                 the workers are already reducing the window's gradients.
         """
         if weight is not None:
@@ -114,19 +114,19 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         self._window.backward(loss, weight, kwargs)
 
     def weigh(self, weight: float) -> None:
-        """Set the weight of the micro-batch that the next ``step`` counts. You can call
-        this method without calling this optimizer's ``backward``.
+        """Set the weight of the current micro-batch, which the next ``step()`` will
+        count. You can call this without calling this optimizer's ``backward``.
 
         For example, several optimizers with ``reduction="sum_per_item"`` can share a
-        single ``loss.backward()`` of a summed loss. Call ``weigh`` on each optimizer,
-        and each optimizer divides by its own number of items.
+        single ``loss.backward()`` of a summed loss. If you call ``weigh`` on each
+        optimizer, each of them divides by its own number of items.
 
         Args:
             weight: the number of items, >= 0.
 
         Raises:
             ArgumentTypeError, ArgumentValueError: `weight` is not a number >= 0.
-            UsageError: a loss of the same micro-batch had a different weight.
+            UsageError: a different weight was already given for this micro-batch.
         """
         self._window.weigh(require_weight(weight))
 

@@ -297,8 +297,8 @@ def for_each_micro_batch(
         carry: the carry for the first micro-batch.
         inputs: the inputs of all micro-batches, stacked in the same way as the outputs
             that this function returns.
-        axis_names: the mesh axes over whose devices the batch is split. Random keys
-            differ between these devices.
+        axis_names: the mesh axes along which the batch is sharded. Random keys differ
+            between the devices along these axes.
         key_number: a further number to fold into random keys.
 
     Returns:

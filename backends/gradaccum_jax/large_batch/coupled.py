@@ -74,9 +74,9 @@ def coupled_value_and_grad(
         micro_batch_size: as for `value_and_grad`.
         axes: as for `value_and_grad`.
         accumulate_dtype: as for `value_and_grad`.
-        axis_name: inside `jax.shard_map`, the mesh axes over whose devices the batch is
-            split. The outputs of all devices are gathered in the order of the devices,
-            and the gradients are reduced once.
+        axis_name: inside `jax.shard_map`, the mesh axes along which the batch is
+            sharded. The outputs of all devices are gathered in the order of the
+            devices, and the gradients are reduced once.
 
     Returns:
         A function of ``(params, *batch)`` that returns ``(loss, gradients)``, or

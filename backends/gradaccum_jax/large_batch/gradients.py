@@ -51,7 +51,7 @@ class LossSpec(NamedTuple):
     weight: Weight
     options: Options
     axis_names: tuple[str, ...]
-    """The mesh axes over whose devices the batch is split."""
+    """The mesh axes along which the batch is sharded."""
 
 
 def run(

@@ -111,9 +111,9 @@ def value_and_grad(
         accumulate_dtype: the dtype in which gradients are summed; by default float32
             for half precision, otherwise the gradient's own dtype. The returned
             gradient has its parameter's dtype.
-        axis_name: inside `jax.shard_map`, the mesh axes over whose devices the batch is
-            split. The loss and the gradient are computed over the items of all devices
-            and reduced once. aux contains only the device's own values.
+        axis_name: inside `jax.shard_map`, the mesh axes along which the batch is
+            sharded. The loss and the gradient are computed over the items of all
+            devices and reduced once. aux contains only the device's own values.
 
     Returns:
         A function of ``(params, *batch)`` that returns ``(loss, gradients)``, or

@@ -182,8 +182,8 @@ def plan_of(options: CallOptions, dtype: DType) -> Callable[[Any], Any]:
     return planned
 
 
-# MindSpore compiles `outline_of` and `items_at`. Every ``if`` in these functions tests
-# a type or a structure, so it is decided while MindSpore compiles.
+# MindSpore compiles `outline_of` and `items_at`. Every ``if`` in them depends only on
+# types or structure, so it is resolved at compile time.
 
 
 def outline_of(nest: Any) -> Any:

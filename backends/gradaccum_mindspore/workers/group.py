@@ -1,15 +1,15 @@
 """A window that several workers share, and that all of them end at the same time.
 
 The code that ends a window is compiled, even in PyNative mode, so that rounding is the
-same on all workers. This code adds up a few numbers over the workers, and then
-all-reduces the gradient sums once. A worker that runs out of data calls ``flush`` from
-Python. From then on it takes part in the windows of the other workers, without adding
-micro-batches, until every worker has called ``flush``.
+same on all workers. This code all-reduces a few numbers, and then all-reduces the
+gradient sums once. A worker that runs out of data calls ``flush`` from Python. From
+then on it takes part in the windows of the other workers, without adding micro-batches,
+until every worker has called ``flush``.
 
-The numbers that are added up include the learning rates of each worker. If the learning
-rates differ, a worker that ends its window from Python raises an error. Compiled code
-cannot raise errors. So if a window ends in compiled code, all workers skip the window
-as if it had overflowed, and the error is raised later, from Python.
+The numbers include the learning rates of each worker. If the learning rates differ, a
+worker that ends its window from Python raises an error. Compiled code cannot raise
+errors. So if a window ends in compiled code, all workers skip the window as if it had
+overflowed, and the error is raised later, from Python.
 
 The gradient sum of a sharded parameter is not sent. After the all-reduce, each worker
 sends the gradient norm of its own shards, or inf if the gradients are not finite. So
@@ -52,8 +52,8 @@ workers exactly.
 """
 
 
-# Before the workers add up the gradient sums, they add up a vector of numbers. The
-# following constants are indices into this vector, which ends with the learning rates.
+# Before the workers all-reduce the gradient sums, they all-reduce a vector of numbers.
+# The following constants are indices into this vector. The learning rates come last.
 WEIGHT = 0
 OVERFLOWS = 1
 MICRO_BATCHES = 2
@@ -90,8 +90,8 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         # is a Parameter, because the compiler would not create a branch for a constant
         # condition.
         object.__setattr__(self, "always", note("always", Tensor(True)))
-        # `differs` is true if compiled code has found that workers ended windows of
-        # different optimizers or had different learning rates.
+        # `differs` is true if compiled code found that the workers were not closing a
+        # window of the same optimizer, or that their learning rates differed.
         object.__setattr__(self, "differs", note("differs", Tensor(False)))
         object.__setattr__(self, "inner", inner)
         object.__setattr__(self, "rates", tuple(rates_of(inner)))
@@ -118,8 +118,8 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         return True
 
     def add_up_numbers(self, flushes: Tensor, compiled_ends: Tensor) -> Tensor:
-        """Return the vector of numbers (weight, overflow flag, counts, loss and
-        learning rates), added up over all workers.
+        """Return the totals over all workers of the weight, the overflow flag, the
+        counts, the loss and the learning rates, as one vector.
 
         Compiled code cannot raise, so a window with a size below 1 gets an infinite
         weight, which makes all workers skip the window.
@@ -153,8 +153,8 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         return ops.stack([rate.astype(self.float_dtype) for rate in self.rates])
 
     def workers_differ(self, totals: Tensor) -> Tensor:
-        """True if the workers have different learning rates, or are closing windows of
-        different optimizers.
+        """True if the workers are not closing a window of the same optimizer, or if
+        their learning rates differ.
         """
         square = self.workers * totals[OPTIMIZER_SQUARED]
         differ = ops.square(totals[OPTIMIZER]) != square
@@ -164,9 +164,8 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         return differ
 
     def add_up_sums(self, totals: Tensor) -> bool:
-        """Add up the gradient sums over all workers, and write the result. Also write
-        the weight, the overflow flag and the loss, which are taken from `totals`, the
-        totals over all workers.
+        """All-reduce the gradient sums. Then write the weight, the overflow flag and
+        the loss from `totals`, the totals over all workers.
         """
         storage = self.storage
         differ = self.workers_differ(totals)
@@ -199,8 +198,9 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         return divisor * ops.sqrt(ops.square(norms / divisor).sum())
 
     def require_same_rates(self) -> None:
-        """Raise an error if a window was skipped because workers had different learning
-        rates or ended windows of different optimizers. The error is raised only once.
+        """Raise an error if a window was skipped because the workers were not closing a
+        window of the same optimizer, or because their learning rates differed. The
+        error is raised only once.
         """
         if self.differs.item():
             write_numbers(self.differs, False)
@@ -235,8 +235,8 @@ def rates_of(inner: Optimizer) -> list[Any]:
 
 
 class AllNumbers(nn.Cell):  # type: ignore[misc]
-    """A compiled program that adds up the workers' numbers. It also returns whether the
-    workers have different learning rates, or end windows of different optimizers.
+    """A compiled program that returns the totals of the workers' numbers, and what
+    `WorkerGroup.workers_differ` returns for them.
     """
 
     def __init__(self, workers: WorkerGroup) -> None:
@@ -249,8 +249,8 @@ class AllNumbers(nn.Cell):  # type: ignore[misc]
 
 
 class WindowEnd(nn.Cell):  # type: ignore[misc]
-    """A compiled program that ends a window, after the workers' numbers have been added
-    up.
+    """A compiled program that ends a window, given the totals of the workers'
+    numbers.
     """
 
     def __init__(self, window: CompiledWindow, workers: WorkerGroup) -> None:
@@ -288,8 +288,8 @@ class SharedWindow(PyNativeWindow):
         self.end(state, flushes=False)
 
     def end(self, state: State, flushes: bool) -> list[float]:
-        """End the window together with all other workers. Return the workers' numbers,
-        added up over all workers.
+        """End the window together with all other workers. Return the totals of the
+        workers' numbers.
         """
         self.workers.write_rates()
         self.make_programs()

@@ -220,12 +220,12 @@ untraced(GradientsInGrad._move_into_sum)
 
 
 class GradientsInWindow(GradientsInGrad):
-    """Collects the gradients of one call in a window of a wrapped optimizer.
+    """Collects the gradients of one call in a window of a wrapped optimizer, whose loss
+    scale, overflow policy, clipping and workers apply.
 
-    The optimizer's loss scale, overflow policy, clipping and workers apply to this
-    window. The loss may also depend on leaf tensors that do not belong to the
-    optimizer. For example, a generator's loss depends on the critic's parameters. The
-    large batch's gradient of these leaves is stored in their ``.grad``.
+    If the loss also depends on leaf tensors outside the optimizer (a generator's loss
+    depends on the critic's parameters), their gradients over the whole large batch are
+    added to their ``.grad``.
     """
 
     window: WholeWindow

@@ -83,10 +83,10 @@ class Division(NamedTuple):
 
     divisor: float
     terms: int
-    """How many terms were added up to form the dividend."""
+    """The number of terms in the sum that was divided."""
     of_sums: bool
-    """Whether each term is itself a sum over items. If so, the division may compute a
-    mean over these items.
+    """Whether each term of the divided sum is itself a sum over items, such as a summed
+    loss. If so, dividing it may give the mean over those items.
     """
 
 

@@ -1,14 +1,12 @@
-"""The workers of one process group, each with a copy of the model. The workers'
-gradient sums are added up when the window ends.
+"""The workers of one process group, each with a copy of the model.
 
-First the gradient sums are added up in buckets. Then a few numbers are added up, such
-as the weight. These numbers also show which parameters had a gradient sum on at least
-one worker. A worker that has no more data calls ``flush``. It then takes part in the
-other workers' windows until all workers have called ``flush``.
+When a window ends, the gradient sums are all-reduced in buckets, followed by a few
+scalars: the weight, for example, and flags that show which parameters had a gradient on
+at least one worker. A worker that has no more data calls ``flush``, and then takes part
+in the other workers' windows until all workers have called ``flush``.
 
-If a parameter is sharded over the same workers, each worker's gradient of its shard
-already covers the items of all workers. Such a gradient is not added up, and the norm
-covers all shards.
+If a parameter is sharded over the same workers, its gradient already covers all
+workers' items, so it is not reduced again, and the norm covers all shards.
 """
 
 from __future__ import annotations
@@ -66,9 +64,7 @@ class WorkerGroup(Workers):
         self.all_flush = False
         """Whether all workers have run out of micro-batches."""
         self.number = OPTIMIZERS.get(group, 0)
-        """How many optimizers had been wrapped for this process group before this
-        optimizer.
-        """
+        """How many optimizers were wrapped for this process group before this one."""
         OPTIMIZERS[group] = self.number + 1
         self.reduction: BucketReduction | None = None
         """The reduction of the open window's gradients, or None if the reduction has
