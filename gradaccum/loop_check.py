@@ -9,7 +9,7 @@ interprets the coefficients.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -497,48 +497,53 @@ def assert_accumulates(
 
 
 def items_of(*micro_batch: Any) -> float:
-    """Return the number of items in a micro-batch, which is the length of its lists and
-    of the first axis of its arrays.
+    """Return the number of items in a micro-batch: the length of its first argument, or
+    of the arrays in this argument if it is a dictionary or another nested structure.
 
     Raises:
-        ArgumentValueError: these lengths differ, or there are none.
+        ArgumentValueError: these arrays have different lengths, or there are none.
     """
-    arguments = micro_batch[0] if len(micro_batch) == 1 else micro_batch
-    lengths = {len(argument) for argument in micro_batch if isinstance(argument, list)}
-    items = number_of_items(arguments)
-    if items:
-        lengths.add(items)
-    if len(lengths) != 1 or items is None:
+    first = micro_batch[0]
+    shape: tuple[int, ...] = getattr(first, "shape", ())
+    if isinstance(first, list) or shape:
+        return float(len(first))
+    items = number_of_items(dict(first) if isinstance(first, Mapping) else first)
+    if not items:
         raise ArgumentValueError(
-            "weight: expected a function, because the number of items in a micro-batch"
-            " is not clear from the lengths of its arrays and lists; got None. Pass"
-            " weight=lambda *micro_batch: ..., which returns the number of items."
+            "weight: expected a function, because the first argument of a micro-batch"
+            " does not show the number of items; got None. Pass weight=lambda"
+            " *micro_batch: ..., which returns the number of items."
         )
-    return float(lengths.pop())
+    return float(items)
 
 
 def rounding_of(
     gradients: Sequence[Vector], gradient_of: Callable[[int, float], Vector]
 ) -> float:
     """Return the largest relative change that rounding makes to a micro-batch's
-    gradient if its loss is multiplied by 3. Return 0 if a second run with the same loss
-    gives another gradient, because then a change need not be due to rounding.
+    gradient if its loss is multiplied by 3.
+
+    Return 0 if multiplying a loss by 4 changes the gradient nearly as much. This
+    multiplication causes almost no rounding, so the loss is random or its backward pass
+    is not linear.
 
     Args:
         gradients: the gradient of each micro-batch.
         gradient_of: ``gradient_of(number, factor)`` computes the gradient of one
-            micro-batch again, from its loss multiplied by `factor`.
+            micro-batch again, from its loss multiplied by `factor`. It is called
+            equally often on every worker.
     """
     largest_change = 0.0
+    is_linear = True
     for number, gradient in enumerate(gradients):
+        change_by_four = norm_of(gradient_of(number, 4.0) * (1 / 4) - gradient)
+        change_by_three = norm_of(gradient_of(number, 3.0) * (1 / 3) - gradient)
+        if change_by_four > 0.1 * change_by_three:
+            is_linear = False
         norm = norm_of(gradient)
-        if norm == 0:
-            continue
-        if norm_of(gradient_of(number, 1.0) - gradient) != 0:
-            return 0.0
-        change = norm_of(gradient_of(number, 3.0) * (1 / 3) - gradient) / norm
-        largest_change = max(largest_change, change)
-    return largest_change
+        if norm:
+            largest_change = max(largest_change, change_by_three / norm)
+    return largest_change if is_linear else 0.0
 
 
 def loop_report(
@@ -547,7 +552,7 @@ def loop_report(
     weights: Sequence[float],
     epsilon: float,
     *,
-    rounding: float = 0.0,
+    measure_rounding: Callable[[], float] | None = None,
     norms: Sequence[float] | None = None,
     **options: Any,
 ) -> LoopReport:
@@ -558,7 +563,8 @@ def loop_report(
         updates: the gradients that the optimizer received.
         weights: the weight of each micro-batch.
         epsilon: the machine epsilon of the coarsest dtype among the parameters.
-        rounding: the result of `rounding_of`.
+        measure_rounding: returns the result of `rounding_of`. It is called only if the
+            loop seems to be wrong, because it runs each micro-batch twice more.
         norms: the norm of each update, if `updates` contains only some elements of each
             update.
         options: as in `LoopReader`.
@@ -572,9 +578,13 @@ def loop_report(
     # The limit is at least 1e-6, because a float64 model may compute its loss in
     # float32.
     limit = max(16 * epsilon, math.pow(epsilon, 0.6), 1e-6)
+    report = LoopReport(sums, weights, limit=limit, **options)
+    if report.right or measure_rounding is None:
+        return report
     # Under autocast the gradients are rounded more coarsely than the parameters.
-    if rounding > MOST_ROUNDING:
-        rounding = 0.0
+    rounding = measure_rounding()
+    if not 0 < rounding <= MOST_ROUNDING:
+        return report
     limit = max(limit, 4 * rounding)
     return LoopReport(sums, weights, limit=limit, rounding=rounding, **options)
 

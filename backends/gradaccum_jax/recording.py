@@ -96,8 +96,7 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
             if factor == 1:
                 return _vector(jax.grad(loss_fn)(params, *batch))
             loss, pull_back = jax.vjp(lambda params: loss_fn(params, *batch), params)
-            # Compile the backward pass, because compiled code rounds differently too.
-            (gradient,) = jax.jit(pull_back)(jnp.full_like(loss, factor))
+            (gradient,) = pull_back(jnp.full_like(loss, factor))
             return _vector(gradient)
 
         gradients = [gradient_of(number) for number in range(len(batches))]
@@ -107,7 +106,7 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
             [vectors[number] for number in range(int(recorder_state.updates))],
             [float(count(*batch)) for batch in batches],
             max(float(jnp.finfo(dtype).eps) for dtype in dtypes),
-            rounding=kit.rounding_of(gradients, gradient_of),
+            measure_rounding=lambda: kit.rounding_of(gradients, gradient_of),
             **options,
         )
 

@@ -85,9 +85,14 @@ class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
         count = weight or kit.items_of
 
         def gradient_of(number: int, factor: float = 1.0) -> Any:
-            differentiate = ms.value_and_grad(
-                lambda *batch: loss_fn(*batch) * factor, None, self.parameters
-            )
+            def scaled_loss(*batch: Any) -> Any:
+                loss = loss_fn(*batch)
+                if isinstance(loss, tuple):  # It is (loss, aux).
+                    loss = loss[0]
+                return loss * factor
+
+            function = loss_fn if factor == 1 else scaled_loss
+            differentiate = ms.value_and_grad(function, None, self.parameters)
             return _vector(differentiate(*batches[number])[1])
 
         gradients = [gradient_of(number) for number in range(len(batches))]
@@ -100,7 +105,7 @@ class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
             updates,
             [float(count(*batch)) for batch in batches],
             max(LIMITS[parameter.dtype][0] for parameter in self.parameters),
-            rounding=kit.rounding_of(gradients, gradient_of),
+            measure_rounding=lambda: kit.rounding_of(gradients, gradient_of),
             **options,
         )
 

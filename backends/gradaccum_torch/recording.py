@@ -4,6 +4,7 @@ record shows whether the loop accumulates gradients correctly.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,7 +21,7 @@ from torch.optim.optimizer import (
 
 from gradaccum import UsageError, kit
 from gradaccum_torch.optimizer import AccumulatingOptimizer
-from gradaccum_torch.torch_private.names import parameters_of, processes
+from gradaccum_torch.torch_private.names import local, parameters_of, processes
 
 IGNORED_LABEL = -100
 """The label that `torch.nn.functional.cross_entropy` ignores by default."""
@@ -60,7 +61,10 @@ class Restoration:
         self._steps_under_way -= 1
         if not self._steps_under_way:
             for parameter, before in self._before:
-                parameter.copy_(before)
+                # A write to a parameter that autograd has saved would be an error.
+                if not torch.equal(local(parameter), local(before)):
+                    parameter.copy_(before)
+            self._before = []
 
 
 class LoopRecord:
@@ -73,8 +77,12 @@ class LoopRecord:
         elements = sum(parameter.numel() for parameter in self._parameters)
         self._stride = max(1, elements // ELEMENTS)
         self._restoration = Restoration(optimizer)
-        self._others: dict[torch.optim.Optimizer, Restoration] = {}
-        """For each other optimizer that has made a step, how to undo its steps."""
+        self._others = {
+            each: Restoration(each) for each in optimizers() if each is not optimizer
+        }
+        """The other optimizers, which may train the same model. An optimizer that is
+        created later, for example by an adversarial attack in the loss, is left alone.
+        """
         self._updates: list[Tensor] = []
         self._norms: list[float] = []
         self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
@@ -115,10 +123,8 @@ class LoopRecord:
         self._restoration.step_ended()
 
     def before_other_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Copy the parameters of another optimizer, which may train the same model."""
-        if optimizer is not self._optimizer:
-            new_restoration = Restoration(optimizer)
-            self._others.setdefault(optimizer, new_restoration).step_begins()
+        if optimizer in self._others:
+            self._others[optimizer].step_begins()
 
     def after_other_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if optimizer in self._others:
@@ -170,20 +176,25 @@ class LoopRecord:
         else:
             weights = [float(weight(*batch, **keywords)) for batch, keywords in calls]
         gradients = [self._gradient_of(loss) for loss in losses]
-        rounding = kit.rounding_of(
-            gradients, lambda number, factor: self._gradient_of(losses[number], factor)
-        )
+
+        def rounding() -> float:
+            return kit.rounding_of(
+                gradients,
+                lambda number, factor: self._gradient_of(losses[number], factor),
+            )
+
         workers = processes()
         if workers > 1:
-            gradients, weights, rounding = _gathered(
-                gradients, weights, rounding, workers
-            )
+            # A forward pass may be collective, so every worker measures now.
+            gathered = _gathered(gradients, weights, rounding(), workers)
+            gradients, weights, largest_rounding = gathered
+
         return kit.loop_report(
             gradients,
             self._updates,
             weights,
             max(torch.finfo(each.dtype).eps for each in self._parameters),
-            rounding=rounding,
+            measure_rounding=rounding if workers == 1 else lambda: largest_rounding,
             norms=self._norms,
             workers=workers,
             **options,
@@ -233,6 +244,17 @@ def _loss_of(output: Any) -> Any:
     return getattr(output, "loss", None)
 
 
+def optimizers() -> list[torch.optim.Optimizer]:
+    """Return all optimizers. Torch has no list of them, but the garbage collector
+    has.
+    """
+    return [
+        each
+        for each in gc.get_objects()
+        if issubclass(type(each), torch.optim.Optimizer)
+    ]
+
+
 Calls = Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
 """The positional and the keyword arguments of each micro-batch."""
 
@@ -256,8 +278,9 @@ def _counts_of(calls: Calls) -> list[float]:
     counts = [float((each != IGNORED_LABEL).sum()) for each in labels]
     if all(each.ndim > 1 for each in labels):
         later_counts = [float((each[:, 1:] != IGNORED_LABEL).sum()) for each in labels]
+        largest = counts.index(max(counts))
         for count, later_count in zip(counts, later_counts, strict=True):
-            if count * later_counts[0] != later_count * counts[0]:
+            if count * later_counts[largest] != later_count * counts[largest]:
                 raise labels_error()
     return counts
 
@@ -266,7 +289,7 @@ def labels_error() -> UsageError:
     return UsageError(
         "weight: expected a function, because the number of labels that count depends"
         " on the model; got None. For a causal language model, pass weight=lambda"
-        " labels, **_: (labels[:, 1:] != -100).sum(). For a model that predicts every"
+        " *_, labels, **__: (labels[:, 1:] != -100).sum(). For a model that predicts every"
         " label, leave out [:, 1:]."
     )
 

@@ -182,34 +182,41 @@ def test_gradients_that_tell_nothing(gradients) -> None:
 @pytest.mark.parametrize(
     ("micro_batch", "items"),
     [
-        (({"x": np.zeros((3, 2)), "y": np.zeros(3)},), 3),
-        ((np.zeros((4, 3)), [0, 1, 0, 1]), 4),
-        ((["a text", "a longer text"],), 2),
+        (({"x": np.zeros((3, 2)), "y": np.zeros(3)}, 1.0), 3),
+        ((np.zeros((4, 3)), np.zeros(2)), 4),
+        (([np.zeros((3, 5)), np.zeros((3, 7))], [0, 1]), 2),
     ],
 )
 def test_items_are_counted(micro_batch, items) -> None:
     assert items_of(*micro_batch) == items
 
 
-@pytest.mark.parametrize(
-    "micro_batch", [(np.zeros(3), np.zeros(2)), ([np.zeros(3), np.zeros(3)],), (1.0,)]
-)
-def test_items_that_are_not_clear_need_a_weight(micro_batch) -> None:
+@pytest.mark.parametrize("first", [{"x": np.zeros(3), "y": np.zeros(2)}, 1.0])
+def test_items_that_are_not_clear_need_a_weight(first) -> None:
     with pytest.raises(gradaccum.ArgumentValueError, match="weight: expected a func"):
-        items_of(*micro_batch)
+        items_of(first, np.zeros(3))
 
 
 def test_rounding_is_measured_unless_the_loss_is_random() -> None:
-    gradients = [np.ones(2), np.zeros(2)]
-    rounded = {1.0: 1.0, 3.0: 3.03}
-    measured = rounding_of(gradients, lambda _, factor: rounded[factor] * np.ones(2))
+    """By every worker with as many runs, even if a gradient is zero."""
+    gradients = [np.ones(3), np.arange(3.0), np.zeros(3)]
+    runs = []
+
+    def gradient_of(number, factor, error=0.03):
+        runs.append(number)
+        return factor * gradients[number] + (factor == 3) * error * gradients[number]
+
+    measured = rounding_of(gradients, gradient_of)
     assert measured == pytest.approx(0.01)
-    assert rounding_of(gradients, lambda _, factor: 2 * factor * np.ones(2)) == 0
-    gradients = [np.ones(3), np.arange(3.0)]
+    draws = rounding_of(
+        gradients, lambda number, factor: gradient_of(number, factor + 1)
+    )
+    assert draws == 0
+    assert runs == [0, 0, 1, 1, 2, 2] * 2
     updates = [0.5 * sum(gradients) + 0.01 * np.array([1, -2, 1])]
     for rounding, is_explained in ((0.0, False), (measured, True), (0.1, False)):
         report = loop_check.loop_report(
-            gradients, updates, [1, 1], 1e-7, rounding=rounding
+            gradients, updates, [1, 1, 0], 1e-7, measure_rounding=[rounding].pop
         )
         assert ("unexplained" not in kinds(report)) is is_explained
 
