@@ -77,7 +77,7 @@ class LoopRecord:
         elements = sum(parameter.numel() for parameter in self._parameters)
         self._stride = max(1, elements // ELEMENTS)
         self._restoration = Restoration(optimizer)
-        self._others = {
+        self.others = {
             each: Restoration(each) for each in optimizers() if each is not optimizer
         }
         """The other optimizers, which may train the same model. An optimizer that is
@@ -123,12 +123,12 @@ class LoopRecord:
         self._restoration.step_ended()
 
     def before_other_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if optimizer in self._others:
-            self._others[optimizer].step_begins()
+        if optimizer in self.others:
+            self.others[optimizer].step_begins()
 
     def after_other_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if optimizer in self._others:
-            self._others[optimizer].step_ended()
+        if optimizer in self.others:
+            self.others[optimizer].step_ended()
 
     def note_call(
         self, _: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any
@@ -288,8 +288,8 @@ def _counts_of(calls: Calls) -> list[float]:
 def labels_error() -> UsageError:
     return UsageError(
         "weight: expected a function, because the number of labels that count depends"
-        " on the model; got None. For a causal language model, pass weight=lambda"
-        " *_, labels, **__: (labels[:, 1:] != -100).sum(). For a model that predicts every"
+        " on the model; got None. For a causal language model, pass weight=lambda *_,"
+        " labels, **__: (labels[:, 1:] != -100).sum(). For a model that predicts every"
         " label, leave out [:, 1:]."
     )
 
@@ -331,4 +331,6 @@ def recording(optimizer: Any, model: Any) -> Iterator[LoopRecord]:
     with ExitStack() as ending:
         for handle in handles:
             ending.enter_context(handle)
+        # Do not keep the other optimizers alive.
+        ending.callback(record.others.clear)
         yield record
