@@ -139,7 +139,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             loss: tensor of any shape; its float dtype is kept.
 
         Raises:
-            UsageError: another loss of the same micro-batch had a different weight.
+            ArgumentTypeError: with ``reduction="sum_per_item"``, no weight was passed
+                for the micro-batch.
         """
         return self._window.scale(loss)
 
