@@ -80,9 +80,8 @@ def test_two_workers() -> None:
     last = read((0.25, 0.25, 0, 0.25), weights=weights, workers=2)
     assert "not_reduced" in kinds(last)
     assert "2 of worker 0, 1 of worker 1" in str(last)
-    assert "not_reduced" in kinds(read((1.0, 0.0), weights=(1.0, 1.0), workers=2))
-    twice = read((0.125,) * 4, weights=weights, workers=2)
-    assert kinds(twice) == ["scaled"]
+    assert read((0.5, 0, 0.25, 0.25), weights=(2.0, 0.0, 1.0, 1.0), workers=2).right
+    assert kinds(read((0.125,) * 4, weights=weights, workers=2)) == ["scaled"]
 
 
 def test_clip_of_the_whole_is_a_note() -> None:
