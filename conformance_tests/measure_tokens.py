@@ -33,7 +33,6 @@ import tokenize
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -43,7 +42,7 @@ PACKAGES = {
     "jax": ROOT / "backends/gradaccum_jax",
     "mindspore": ROOT / "backends/gradaccum_mindspore",
 }
-NOT_SHIPPED = {"tests": ROOT / "conformance_tests", "benchmarks": ROOT / "benchmarks"}
+TESTS = ROOT / "conformance_tests"
 MAX_TEST_TOKENS = 270_000
 """The limit of ``--check`` for the tests."""
 
@@ -103,20 +102,14 @@ RATES = {
 """By figure: a factor, what is counted, and what it is divided by."""
 
 
-@dataclass
-class Style:
-    """The counts of a group of files."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-
-    def figures(self) -> dict[str, float]:
-        """Return the figures by name, in the order in which they are printed."""
-        figures: dict[str, float] = {}
-        for name in ("tokens", "code lines", "files", "statements", "names"):
-            figures[name] = self.counts[name]
-        for name, (factor, part, total) in RATES.items():
-            figures[name] = factor * self.counts[part] / max(self.counts[total], 1)
-        return figures
+def figures_of(counts: Counter[str]) -> dict[str, float]:
+    """Return the figures by name, in the order in which they are printed."""
+    figures: dict[str, float] = {}
+    for name in ("tokens", "code lines", "files", "statements", "names"):
+        figures[name] = counts[name]
+    for name, (factor, part, total) in RATES.items():
+        figures[name] = factor * counts[part] / max(counts[total], 1)
+    return figures
 
 
 def code_tokens(source: str) -> list[tokenize.TokenInfo]:
@@ -153,9 +146,9 @@ def join_fstrings(tokens: Iterator[tokenize.TokenInfo]) -> Iterator[tokenize.Tok
 class FileMeasure:
     """The measurement of one file."""
 
-    def __init__(self, path: Path, style: Style) -> None:
+    def __init__(self, path: Path, counts: Counter[str]) -> None:
         self.path = path
-        self.style = style
+        self.counts = counts
         self.source = path.read_text(encoding="utf-8")
         self.tokens = code_tokens(self.source)
         self.starts = [token.start for token in self.tokens]
@@ -167,7 +160,7 @@ class FileMeasure:
 
     def run(self) -> None:
         text = self.source.split("\n")
-        counts = self.style.counts
+        counts = self.counts
         counts["files"] += 1
         counts["tokens"] += len(self.tokens)
         counts["code lines"] += len(self.lines)
@@ -181,7 +174,7 @@ class FileMeasure:
         counts["refusal tokens"] += len(self.refusals)
 
     def count_statement(self, node: ast.AST) -> None:
-        counts = self.style.counts
+        counts = self.counts
         if not isinstance(node, ast.stmt) or is_docstring(node):
             return
         counts["statements"] += 1
@@ -192,7 +185,7 @@ class FileMeasure:
             self.refusals.update(self.tokens_of(node))
 
     def count_expression(self, node: ast.AST) -> None:
-        counts = self.style.counts
+        counts = self.counts
         if isinstance(node, COMPREHENSIONS):
             has_two = len(node.generators) > 1 or has_inside(node, COMPREHENSIONS)
             counts["nested"] += has_two
@@ -205,7 +198,7 @@ class FileMeasure:
         if name is None:
             return
         name = name.strip("_").lower()
-        counts = self.style.counts
+        counts = self.counts
         counts["names"] += 1
         counts["participles"] += is_participle(name)
         counts["pointing"] += bool(POINTING_WORDS.fullmatch(name))
@@ -275,24 +268,20 @@ def name_of(node: ast.AST) -> str | None:
     return None
 
 
-def measure(*packages: Path) -> Style:
-    """Return the style of the files in `packages`."""
-    style = Style()
+def measure(*packages: Path) -> Counter[str]:
+    """Count what is in the files in `packages`."""
+    counts: Counter[str] = Counter()
     for package in packages:
         for path in sorted(package.rglob("*.py")):
-            FileMeasure(path, style).run()
-    return style
+            FileMeasure(path, counts).run()
+    return counts
 
 
-def tokens_in(folder: Path) -> int:
-    """Return the tokens of all files in `folder`, tests included."""
-    files = folder.rglob("*.py")
-    return sum(len(code_tokens(path.read_text(encoding="utf-8"))) for path in files)
-
-
-def print_not_shipped() -> None:
-    rows = [[name, f"{tokens_in(folder):,}"] for name, folder in NOT_SHIPPED.items()]
-    print_table(["not production", "tokens"], rows)
+def tokens_of_tests() -> int:
+    return sum(
+        len(code_tokens(path.read_text(encoding="utf-8")))
+        for path in TESTS.rglob("*.py")
+    )
 
 
 def print_table(header: list[str], rows: list[list[str]]) -> None:
@@ -305,8 +294,8 @@ def print_table(header: list[str], rows: list[list[str]]) -> None:
         print("  ".join(cells).rstrip())
 
 
-def print_styles(styles: dict[str, Style]) -> None:
-    columns = [style.figures() for style in styles.values()]
+def print_styles(styles: dict[str, Counter[str]]) -> None:
+    columns = [*map(figures_of, styles.values())]
     rows = []
     for name in columns[0]:
         rows.append([name, *(shown(column[name]) for column in columns)])
@@ -317,8 +306,8 @@ def shown(figure: float) -> str:
     return f"{figure:,}" if isinstance(figure, int) else f"{figure:.1f}"
 
 
-def over_limit(style: Style) -> list[str]:
-    figures = style.figures()
+def over_limit(counts: Counter[str]) -> list[str]:
+    figures = figures_of(counts)
     return [
         f"{name}: {shown(figures[name])}, at most {limit:,} allowed"
         for name, limit in LIMITS.items()
@@ -327,7 +316,7 @@ def over_limit(style: Style) -> list[str]:
 
 
 def tests_over_limit() -> list[str]:
-    tokens = tokens_in(NOT_SHIPPED["tests"])
+    tokens = tokens_of_tests()
     if tokens <= MAX_TEST_TOKENS:
         return []
     return [f"tests: {tokens:,} tokens, at most {MAX_TEST_TOKENS:,} allowed"]
@@ -341,8 +330,7 @@ def main() -> int:
     arguments = parser.parse_args()
 
     everything = measure(*PACKAGES.values())
-    print_not_shipped()
-    print()
+    print(f"tests: {tokens_of_tests():,} tokens\n")
     print_styles(
         {name: measure(package) for name, package in PACKAGES.items()}
         | {"all": everything}

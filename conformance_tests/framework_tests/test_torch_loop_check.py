@@ -19,7 +19,7 @@ from conformance_tests.framework_tests.torch_large_batch import (
     make_model,
 )
 from gradaccum import UsageError, assert_accumulates, check_loop, recording
-from gradaccum_torch.recording import _counts_of
+from gradaccum_torch.recording import Restoration, _counts_of
 
 SIZES = (4, 2, 3, 1)
 
@@ -196,6 +196,15 @@ def test_model_with_two_optimizers() -> None:
             lambda x, y: cross_entropy(net(x), y),
             data,
         )
+
+
+def test_step_that_changes_nothing_is_not_undone() -> None:
+    """Autograd may have saved the parameter for a backward pass."""
+    parameter = nn.Parameter(torch.ones(2))
+    restoration = Restoration(torch.optim.SGD([parameter]))
+    restoration.step_begins()
+    restoration.step_ended()
+    assert parameter._version == 0
 
 
 def test_wrong_loop_fails_an_assertion() -> None:
