@@ -465,7 +465,8 @@ def check_loop(
         micro_batches: the micro-batches that the loop trains on: tuples of arguments,
             or single arguments.
         weight: ``weight(*micro_batch)`` returns the weight of a micro-batch. Default:
-            the number of items, which is the length of the arrays' first axis.
+            the number of items, which is the length of the first argument, or of its
+            arrays if it is a dictionary.
         reduction: how `loss_fn` combines the losses of its items, as in
             `gradaccum.wrap`.
         steps: micro-batches per window. By default, each update's window is taken to be
@@ -526,9 +527,9 @@ def rounding_of(
     """Return the largest relative change that rounding makes to a micro-batch's
     gradient if its loss is multiplied by 3.
 
-    Return 0 if multiplying a loss by 4 changes the gradient nearly as much. This
-    multiplication causes almost no rounding, so the loss is random or its backward pass
-    is not linear.
+    Return 0 if multiplying a loss by 4 changes a gradient by more than a tenth of that.
+    This multiplication causes almost no rounding, so the loss is random or its backward
+    pass is not linear.
 
     Args:
         gradients: the gradient of each micro-batch.
