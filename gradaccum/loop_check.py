@@ -131,7 +131,7 @@ class LoopReader:
 
     def _find_problems(self) -> None:
         if not self.updates:
-            self._say("no_update", 0, "The optimizer made no update.")
+            self._say("no_update", 0, "The optimizer applied no update.")
         elif max(update.unexplained for update in self.updates) <= self.limit:
             self._find_lost()
             self._find_misplaced()

@@ -103,7 +103,7 @@ def require_steps(
 
     Args:
         size: the size that `gradaccum.kit.steps_at` returned.
-        optimizer_step: the number of updates made before the window.
+        optimizer_step: the number of updates applied before the window.
         schedule: the schedule that returned the size. Only an `UntilWeight` schedule
             may return an `UntilWeight`.
     """

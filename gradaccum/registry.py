@@ -228,7 +228,7 @@ def wrap_with(
         if steps is not NOT_GIVEN or options:
             raise ArgumentTypeError(
                 "optimizer: expected no options when wrapping a scheduler, because the"
-                " scheduler steps when its optimizer makes an update; got"
+                " scheduler steps when its optimizer applies an update; got"
                 f" {options or steps}. Write gradaccum.wrap(scheduler)."
             )
         return backend.gate(optimizer)

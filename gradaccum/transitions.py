@@ -50,7 +50,7 @@ class Decision(NamedTuple):
     """
 
     apply: Scalar
-    """bool: True if the inner optimizer must make its update."""
+    """bool: True if the inner optimizer must apply its update."""
     overflow: Scalar
     """bool: True if the window's gradient was not finite, or if the window dropped a
     micro-batch whose gradient was not finite.
@@ -325,7 +325,7 @@ def close(
 
 
 def discard(state: Fields) -> Fields:
-    """Return the state without the open window. No update is made, no counter
+    """Return the state without the open window. No update is applied, no counter
     increases, and the loss scale does not change.
     """
     micro_step, optimizer_step, skipped_windows, _, _, loss_scale, growth_tracker = (

@@ -70,7 +70,7 @@ def updates_in(
             micro-batches, an int >= 0.
         steps: an int, a list of pairs or a callable, as for `gradaccum.wrap`.
         epochs: the number of passes over the loader, an int >= 0.
-        optimizer_step: the number of updates made before these passes. It is needed
+        optimizer_step: the number of updates applied before these passes. It is needed
             only if `steps` depends on this number.
         micro_step: the number of micro-batches in a window that is already open. The
             first pass completes this window.

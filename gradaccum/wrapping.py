@@ -34,8 +34,8 @@ def wrap(
               sum(g_i) / sum(w_i), where g_i is the gradient of a summed loss.
             - ``clip_norm``: clip the window's gradient to this global 2-norm, once,
               when the window ends.
-            - ``skip_norm``: make no update if the window's gradient has a larger global
-              2-norm.
+            - ``skip_norm``: apply no update if the window's gradient has a larger
+              global 2-norm.
             - ``accumulate_dtype``: the dtype of the gradient sum. The default is
               float32 for float16 and bfloat16 gradients, and the gradient's own dtype
               for all others.

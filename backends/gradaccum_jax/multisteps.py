@@ -140,7 +140,9 @@ class MultiSteps:
         return results
 
     def has_updated(self, state: optax.MultiStepsState) -> Scalar:
-        """Return a bool scalar: True if the last accepted mini-step made an update."""
+        """Return a bool scalar: True if the last accepted mini-step applied an
+        update.
+        """
         return (state.mini_step == 0) & (state.gradient_step > 0)
 
     def gradient_transformation(self) -> optax.GradientTransformationExtraArgs:

@@ -291,7 +291,7 @@ def flush(
     denominator: Scalar = None,
     **extra: Any,
 ) -> tuple[Updates, S]:
-    """Close the open window, and make an update from the micro-batches that it
+    """Close the open window, and apply an update from the micro-batches that it
     contains.
 
     If the window is empty, nothing changes, and both `applied` and `skipped` are False
@@ -315,7 +315,7 @@ def flush(
         extra: arguments that are passed on to the inner optimizer.
 
     Returns:
-        The updates, which are zeros if no update was made, and the new state.
+        The updates, which are zeros if no update was applied, and the new state.
 
     Raises:
         ArgumentTypeError: `tx` is not wrapped, `extra` contains an argument that the
@@ -378,7 +378,7 @@ def _one_ahead(batches: Iterator[M]) -> Iterator[tuple[M, bool]]:
 
 
 def discard(tx: optax.GradientTransformation, state: S) -> S:
-    """Discard the open window. No update is made, the window is not counted, and the
+    """Discard the open window. No update is applied, the window is not counted, and the
     loss scale does not change.
 
     Args:

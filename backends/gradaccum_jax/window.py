@@ -258,7 +258,7 @@ def decide_on(
 #
 # A concrete size is checked as in every backend, but the value of a traced size is
 # unknown. If a traced size turns out to be below 1, every micro-batch is treated as if
-# its gradient were not finite. So no update is made, as `result` shows.
+# its gradient were not finite. So no update is applied, as `result` shows.
 
 
 def number_of(size: Scalar) -> Scalar:

@@ -56,7 +56,7 @@ def is_graph_mode() -> bool:
 def refuse_trace() -> None:
     """Raise an error if ``mindspore.jit(capture_mode="trace")`` is recording this call,
     because each later call would only repeat the recorded operators and would never
-    make an update.
+    apply an update.
     """
     if not jit_trace._using_trace:
         return
@@ -67,7 +67,7 @@ def refuse_trace() -> None:
     jit_trace._trace_compile_cache.discard(phase)
     raise UsageError(
         "capture_mode: expected 'ast'; got 'trace', which would repeat the operators of"
-        " the first call and never make an update. Write @mindspore.jit."
+        " the first call and never apply an update. Write @mindspore.jit."
     )
 
 

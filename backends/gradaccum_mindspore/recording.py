@@ -78,7 +78,7 @@ class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
                 `gradaccum.check_loop`.
 
         Raises:
-            IndexError: the loop made more updates than the recorder can store.
+            IndexError: the loop applied more updates than the recorder can store.
         """
         update_count = int(self.updates_made.asnumpy()[0])
         batches = [kit.as_arguments(each) for each in micro_batches]

@@ -64,7 +64,7 @@ def layered_backward(
 ) -> Any:
     """Run the backward pass of a large batch one layer at a time, and return the large
     batch's loss. Without `optimizer`, the gradient is added to ``.grad``. With
-    `optimizer`, the update is made with this gradient.
+    `optimizer`, the update is applied with this gradient.
 
     The result is the same as from `gradaccum_torch.backward` with
     ``loss_fn(layers(inputs), targets)``, and bit for bit the same if no parameter

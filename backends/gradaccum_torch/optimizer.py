@@ -145,7 +145,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         return self._window.scale(loss)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Count the micro-batch whose gradient is in ``.grad``, and make the update at
+        """Count the micro-batch whose gradient is in ``.grad``, and apply the update at
         the end of the window.
 
         Args:
@@ -249,7 +249,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         self._window.call_listeners_after(partial(self._window.flush, denominator))
 
     def discard(self) -> None:
-        """Discard the open window and the current micro-batch. No update is made, no
+        """Discard the open window and the current micro-batch. No update is applied, no
         counter increases, and the loss scale does not change.
         """
         self._window.discard()

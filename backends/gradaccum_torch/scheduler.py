@@ -27,7 +27,7 @@ _GATE_NAMES = frozenset({"_scheduler", "_updates", "_has_loaded"})
 _ANY = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
 _STEPPED_AT = "gradaccum_optimizer_step"
 _REPLAYED = (
-    "gradaccum: scheduler.step() did nothing, because no update was made since"
+    "gradaccum: scheduler.step() did nothing, because no update was applied since"
     " optimizer.load_state_dict(), and the scheduler has never stepped. To resume the"
     " scheduler, save scheduler.state_dict() too, and call"
     " scheduler.load_state_dict(saved)."
@@ -49,7 +49,7 @@ def is_scheduler(candidate: object) -> bool:
 
 
 class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
-    """A learning-rate scheduler that steps only if the optimizer has made an update
+    """A learning-rate scheduler that steps only if the optimizer has applied an update
     since the scheduler's last step.
 
     Args:
@@ -87,8 +87,8 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         optimizer._window.schedulers.add(self)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Call ``scheduler.step(...)`` with these arguments if the optimizer has made
-        an update since the last call.
+        """Call ``scheduler.step(...)`` with these arguments if the optimizer has
+        applied an update since the last call.
         """
         updates = self._optimizer_updates()
         window = self._scheduler.optimizer._window
@@ -128,7 +128,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
     def _step_update(
         self, num_updates: int | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """If the optimizer has made any update, call the scheduler's ``step_update``
+        """If the optimizer has applied any update, call the scheduler's ``step_update``
         with the number of updates.
         """
         updates = self._optimizer_updates()

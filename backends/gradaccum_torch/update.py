@@ -35,8 +35,8 @@ class Update:
         sum, so that the update or the sum may be incomplete.
         """
         self.is_made = False
-        """Whether the inner optimizer has made the update. The flag is also True if a
-        hook raised an error after the update.
+        """Whether the inner optimizer has applied the update. The flag is also True if
+        a hook raised an error after the update.
         """
         self.updated_parameters: list[Tensor] = []
         """The parameters that had a gradient in the last update."""

@@ -1,9 +1,9 @@
-"""The open window of one optimizer. It counts micro-batches, and makes the update when
-the window is full.
+"""The open window of one optimizer. It counts micro-batches, and applies the update
+when the window is full.
 
 `gradaccum.kit` decides when a window ends, by which number its sum is divided, and
-whether an update is made. This module adds up the gradients, computes the norm of the
-sum, divides the sum and runs the inner optimizer. If a call raises an error, either
+whether an update is applied. This module adds up the gradients, computes the norm of
+the sum, divides the sum and runs the inner optimizer. If a call raises an error, either
 nothing has changed, or `Update.is_broken` stays set and every later call raises an
 error too.
 """
@@ -59,7 +59,9 @@ class Scheduler(Protocol):
     """A learning-rate scheduler that steps once per update."""
 
     def follow(self) -> None:
-        """Step if the optimizer has made an update since the scheduler's last step."""
+        """Step if the optimizer has applied an update since the scheduler's last
+        step.
+        """
 
     def optimizer_loaded(self) -> None:
         """Called after the optimizer has loaded a state. Do not step for updates that

@@ -99,7 +99,7 @@ class HandWritten(LargeBatch):
 
 
 class Accelerate(LargeBatch):
-    """``accelerator.accumulate`` over a prepared loader, at whose end it makes an
+    """``accelerator.accumulate`` over a prepared loader, at whose end it applies an
     update of what there is.
     """
 

@@ -75,7 +75,7 @@ def promising(clip_norm: float | None = None) -> Recipe:
     and decides by the transitions of the core. Workers may hold different numbers of
     items, so weights, losses and flags are added up, before the sums; all must have the
     same rates, and gradients of the same parameters, dense and without a graph. A sum
-    that is not finite makes no update, for which its norm is read; versions tell how
+    that is not finite applies no update, for which its norm is read; versions tell how
     far an update came that raised.
     """
 

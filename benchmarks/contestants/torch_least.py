@@ -153,7 +153,7 @@ class LeastAccumulator:
         """
 
     def step(self) -> None:
-        """Count a micro-batch; the last one of the window makes the update."""
+        """Count a micro-batch; the last one of the window applies the update."""
         self.watch.require_whole()
         self.fields = fields = at_rest(accumulate(self.fields, 1.0, True, select))
         if ends(fields, STEPS, select):
@@ -213,7 +213,7 @@ class LeastSeparate:
             self.passes.begin()
 
     def step(self) -> None:
-        """Move a micro-batch out of ``.grad``; the last one of the window makes the
+        """Move a micro-batch out of ``.grad``; the last one of the window applies the
         update.
         """
         if self.passes.under_way:

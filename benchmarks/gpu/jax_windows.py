@@ -176,7 +176,7 @@ def coupled(setting: Setting) -> Measured:
 
 
 def layered(setting: Setting) -> Measured:
-    """Make an update layer by layer, and the usual window's."""
+    """Apply an update layer by layer, and the usual window's."""
     width = setting.size(8, 128)
     with float64():
         rng = np.random.default_rng(0)

@@ -66,7 +66,7 @@ def inner_optimizer(
 def train_large(
     model: nn.Module, batches: Iterable[MicroBatch], clip_norm: float | None = None
 ) -> None:
-    """Make one update of the bare optimizer for each of the large batches."""
+    """Apply one update of the bare optimizer for each of the large batches."""
     optimizer = inner_optimizer(model)
     for x, y in batches:
         backward(mean_loss(model, x, y))

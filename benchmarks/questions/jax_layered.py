@@ -1,7 +1,7 @@
 """JAX, float32, AdamW: a window layer by layer, beside the usual one, jitted and
 donated; the usual one recomputes its layers too.
 
-All make the update that the large batch makes. Memory is that of the compiled program
+All apply the update that the large batch makes. Memory is that of the compiled program
 beside the parameters and their moments: the sums, and what XLA puts aside. The wide
 layers have few items, so that reading and writing the parameters takes the time; the
 narrow ones have little work at all, and show what the layers' order itself costs.

@@ -5,7 +5,7 @@ All contestants run a whole window in one program, a scan over its micro-batches
 `optax.MultiSteps` as its users write it averages every micro-batch's gradient. The loop
 by hand adds up and reduces once; it measures no norm and carries no weight, and its
 steps are fixed. With the promises of gradaccum it does: a gradient that is not finite
-makes no update, so that none may begin before the norm of all is known. An optimizer
+applies no update, so that none may begin before the norm of all is known. An optimizer
 that takes one micro-batch per call keeps each device's sum in its state, where it is
 read and written once more.
 """
@@ -221,7 +221,7 @@ def by_hand_streaming(steps: int, params: Any) -> Contestant:
 
 
 def _promised(tx: Any, held: Any, sums: Any) -> Any:
-    """Make the update of the window with `sums`, if its gradient is finite:
+    """Apply the update of the window with `sums`, if its gradient is finite:
     ``(params, state)`` after it.
     """
     total, weight = jax.lax.psum(sums, AXIS)  # type: ignore[no-untyped-call]

@@ -2,7 +2,7 @@
 an epoch's last window is short and uneven.
 
 The last of an epoch's 23 windows holds two micro-batches, of 16 and 12 items, not four
-of 16. Who divides that by 4, or averages the two as if they were equal, makes another
+of 16. Who divides that by 4, or averages the two as if they were equal, applies another
 update than the large batch does. gradaccum makes the same, up to rounding. One such
 window in 23 seldom shows in the accuracy; it shows in the distance to the large batch's
 parameters, which is counted. Nothing is timed. Every curve is a median over the seeds;

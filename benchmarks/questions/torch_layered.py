@@ -1,7 +1,7 @@
 """torch, float32, AdamW: a window layer by layer, beside the usual one and the
 optimizer in the backward pass, which has one micro-batch.
 
-All make the update that the large batch makes. Memory is that of the tensors that a
+All apply the update that the large batch makes. Memory is that of the tensors that a
 window makes and that live at once, counted at each operation; the optimizer's state is
 there before. The wide layers have few items, so that reading and writing the parameters
 takes the time; the narrow ones have little work at all, and show what the layers' order

@@ -104,8 +104,8 @@ CAUSES = {
     ),
     CLIPPED: "each micro-batch's gradient is clipped, instead of the sum of gradients",
     EARLY: (
-        "the last window of an epoch has three micro-batches; one update is made after"
-        " the second micro-batch, and another update (compared here) after the third"
+        "the last window of an epoch has three micro-batches; one update is applied"
+        " after the second micro-batch, and another update (compared here) after the third"
     ),
     WEAKENED: (
         "a second loss, which is already a mean, is divided by the number of tokens too"
@@ -128,8 +128,9 @@ class Row(NamedTuple):
     documented: bool = False
     """The package's own pages say so."""
     program: str = ""
-    """The smallest program of it, a test in the folder ``programs`` that imports nothing
-    of this project: ``file::test[id]``. It fails if and only if there is a `cause`.
+    """The smallest program of it, a test in the folder ``programs`` that imports
+    nothing of this project: ``file::test[id]``. It fails if and only if there is a
+    `cause`.
     """
 
 

@@ -20,7 +20,7 @@ DISTANCE = {"Keras": 3e-5}
 """How far a contestant's parameters may be from the others', 2e-6 elsewhere. Keras's
 Adam adds epsilon to the root of the uncorrected second moment, where it weighs
 1 / sqrt(1 - 0.999) = 32 times as much in the first update: for a gradient of 3e-6, 1e-8
-makes the update of 1e-4 a tenth smaller, by 1e-5.
+applies the update of 1e-4 a tenth smaller, by 1e-5.
 """
 
 

@@ -43,7 +43,7 @@ def value(p):
 @pytest.mark.parametrize("kind", INNER)
 def test_inner_optimizer_is_not_called(kind, mode):
     """The loop goes on calling the optimizer that it wrapped: it would accumulate
-    nothing. The wrapped one makes its update.
+    nothing. The wrapped one applies its update.
     """
     set_mode("graph" if mode == "graph" else "pynative")
     p = parameter()

@@ -107,7 +107,7 @@ def nothing_bad_is_applied(transitions: Any) -> Iterator[Claim]:
 
 @holds
 def what_is_good_is_applied(transitions: Any) -> Iterator[Claim]:
-    """Which a machine that never makes an update would not do. The norm is divided as
+    """Which a machine that never applies an update would not do. The norm is divided as
     the sum is, and clipping leaves a small one alone.
     """
     for made in decisions(transitions):

@@ -216,11 +216,11 @@ def value_and_update(
         ``(loss, updates, state)``, or ``((loss, aux), updates, state)``. The loss is
         unscaled and includes dropped micro-batches; ``gradaccum_jax.result(...).loss``
         excludes them. The updates have the parameters' dtypes, and are zeros if no
-        update was made. The inner optimizer gets two kinds of arguments from `extra`:
-        arguments that it declares, and arguments of optax's own optimizers, such as
-        `value_fn`, that are not also arguments of `loss_fn`. It also gets the window's
-        loss as `value`, unless `extra` contains a `value`. All other arguments in
-        `extra` are passed to `loss_fn`, as for `value_and_grad`.
+        update was applied. The inner optimizer gets two kinds of arguments from
+        `extra`: arguments that it declares, and arguments of optax's own optimizers,
+        such as `value_fn`, that are not also arguments of `loss_fn`. It also gets the
+        window's loss as `value`, unless `extra` contains a `value`. All other arguments
+        in `extra` are passed to `loss_fn`, as for `value_and_grad`.
 
     Raises:
         ArgumentTypeError: `tx` is not wrapped.

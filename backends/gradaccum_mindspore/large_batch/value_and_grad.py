@@ -153,7 +153,8 @@ def value_and_grad(
         >>> def forward(x):
         ...     return net(x).mean()
         >>> backward = value_and_grad(forward, None, net.trainable_params(), steps=2)
-        >>> loss, (weight, bias) = backward(Tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]))
+        >>> loss, (weight, bias) = backward(Tensor([[1.0, 2.0], [3.0, 4.0], [5.0,
+        6.0]]))
         >>> float(loss), weight.asnumpy().tolist()
         (7.0, [[3.0, 4.0]])
     """
@@ -254,7 +255,7 @@ def value_and_update(
     merge_aux: Callable[[list[Any], list[float]], Any] | str | None = None,
     modules: Sequence[nn.Cell] = (),
 ) -> LargeBatchUpdate:
-    """Return a function of a large batch that makes one update of a wrapped optimizer
+    """Return a function of a large batch that applies one update of a wrapped optimizer
     and returns the large batch's loss.
 
     The call ends the window of `optimizer`: all its options apply, the loss is
@@ -294,8 +295,8 @@ def value_and_update(
         >>> inner = nn.SGD(net.trainable_params(), 0.5)
         >>> optimizer = gradaccum.wrap(inner, steps=None, clip_norm=1.0)
         >>> train_step = value_and_update(lambda x: net(x).mean(), optimizer, steps=2)
-        >>> float(train_step(Tensor([[0.0, 4.0], [6.0, 4.0]]))), optimizer.result.grad_norm
-        (7.0, 5.0)
+        >>> float(train_step(Tensor([[0.0, 4.0], [6.0, 4.0]]))),
+        optimizer.result.grad_norm (7.0, 5.0)
         >>> [round(number, 4) for number in net.weight.asnumpy()[0].tolist()]
         [0.7, 0.6]
     """

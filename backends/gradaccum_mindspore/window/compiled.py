@@ -4,9 +4,10 @@ consists of Tensors.
 The compiler drops operations that seem to have no effect. So this code computes every
 new value from values that it read before its first write, and reads nothing that it has
 written. There is one exception: at the end of a window, the code writes the state, and
-only then reads the gradient sums and the decision whether to make the update. No branch
-of an ``if`` returns a value that was computed in the branch. Every function returns
-something, because MindSpore would process a returned None in the Python interpreter.
+only then reads the gradient sums and the decision whether to apply the update. No
+branch of an ``if`` returns a value that was computed in the branch. Every function
+returns something, because MindSpore would process a returned None in the Python
+interpreter.
 
 The compiler copies everything that follows an ``if`` in a function into both branches.
 

@@ -290,7 +290,7 @@ def collecting(
     before: Before,
 ) -> Iterator[GradientsInGrad]:
     """Collect the gradients of the losses of `micro_batches`. At the end of the block,
-    make the update of `optimizer`, or add the gradients to ``.grad`` if `optimizer` is
+    apply the update of `optimizer`, or add the gradients to ``.grad`` if `optimizer` is
     None. If the block raises an error, restore everything.
     """
     largest_factor = max((each.factor for each in micro_batches), default=1.0)

@@ -1,4 +1,4 @@
-"""Keras's ``gradient_accumulation_steps``: an epoch of micro-batches makes the update
+"""Keras's ``gradient_accumulation_steps``: an epoch of micro-batches applies the update
 of the large batch, also where the last micro-batch or the last window is short.
 """
 

@@ -118,7 +118,7 @@ def require_equal(worker: Worker, expected: Worker) -> None:
     ):
         np.testing.assert_allclose(found, truth, rtol=0, atol=3e-6)
         assert np.abs(truth - start).max() > 1e-3
-    # One worker's flush made the last update, another one's found no window.
+    # One worker's flush applied the last update, another one's found no window.
     result = worker.opt.result._replace(applied=False)
     assert result.optimizer_step == expected.opt.result.optimizer_step
     require_same_everywhere((numbers(worker), result))

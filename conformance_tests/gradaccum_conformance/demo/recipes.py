@@ -1,7 +1,7 @@
 """The four ways to train: what each does with the large batches of one epoch.
 
-Every run makes one update for each large batch. All runs but the naive loop must make
-the same updates, up to rounding.
+Every run applies one update for each large batch. All runs but the naive loop must
+apply the same updates, up to rounding.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ def test_callable_without_size_raises(
 def test_later_zero_size_makes_no_update(
     backend: Harness, mode: str, on_overflow: str
 ) -> None:
-    """Eager code raises, because it knows the value. Compiled code makes no update and
-    reports an overflow, each time.
+    """Eager code raises, because it knows the value. Compiled code applies no update
+    and reports an overflow, each time.
     """
     session = start(backend, steps=vanishing, mode=mode, on_overflow=on_overflow)
     session.gradients(TREE)

@@ -1,5 +1,5 @@
 """Weights: unequal micro-batches count by their items; a weight of 0 adds nothing; a
-total of 0 makes no update.
+total of 0 applies no update.
 """
 
 import math

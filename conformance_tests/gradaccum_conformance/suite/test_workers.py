@@ -1,5 +1,5 @@
 """Several workers share a window: its gradient is that of one large batch over all of
-them, and every worker makes the same update.
+them, and every worker applies the same update.
 
 After each window every worker has the same result, state, parameters and optimizer
 state, bit for bit.
@@ -94,8 +94,8 @@ def test_missing_gradients_count_as_zero(crews: Crews, errors: Errors) -> None:
 
 
 def test_weight_of_zero_adds_nothing(crews: Crews, errors: Errors) -> None:
-    """Not even where the gradient is NaN; a window without weight makes no update, and
-    is no overflow.
+    """Not even where the gradient is NaN; a window without weight applies no update,
+    and is no overflow.
     """
     crew = crews()
     nothing = Share(poisoned(random_tree(MLP, 9), math.nan), 0.0)

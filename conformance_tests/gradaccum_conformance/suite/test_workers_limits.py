@@ -57,7 +57,7 @@ def test_overflow_on_one_worker_skips_on_all(crews: Crews) -> None:
 
 def test_one_worker_drops_a_micro_batch(crews: Crews, errors: Errors) -> None:
     """The others' count, and the scale backs off on all; a window in which all are
-    dropped makes no update.
+    dropped applies no update.
     """
     crew = crews(**DROPPING)
     bad = Share(poisoned(random_tree(MLP, 9), math.inf), 5.0)

@@ -92,8 +92,8 @@ def check_update(
     calls: int,
     reduction: str = "mean",
 ) -> None:
-    """The window that ended made one update on every worker, by the gradient of all of
-    them, which reports its norm.
+    """The window that ended applied one update on every worker, by the gradient of all
+    of them, which reports its norm.
     """
     truth, bound = truth_and_bound(shares, reduction)
     captured = crew.ask("captured")[0]
