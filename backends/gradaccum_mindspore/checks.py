@@ -29,8 +29,8 @@ Specs = tuple[Spec, ...]
 
 
 def checked_gradients(gradients: Gradients, specs: Specs) -> Gradients:
-    """Return the gradients as a tuple; raise unless there is one gradient per
-    parameter, with the parameter's shape and dtype.
+    """Return the gradients as a tuple; raise if `require_gradients` does not accept
+    their shapes and dtypes.
     """
     gradients = tuple(gradients)
     shapes = [() if gradient is None else gradient.shape for gradient in gradients]
@@ -42,9 +42,10 @@ def checked_gradients(gradients: Gradients, specs: Specs) -> Gradients:
 def require_gradients(
     shapes: Sequence[Shape], dtypes: Sequence[DType | None], specs: Specs
 ) -> bool:
-    """Raise unless there is one gradient per parameter, with the parameter's shape and
-    dtype. A half-precision parameter may also have a float32 gradient. A dtype of None
-    means that there is no gradient.
+    """Raise unless there is one entry per parameter, which is either a gradient with
+    the parameter's shape and dtype, or None. If an entry is None, its dtype in `dtypes`
+    is None, and its shape is not checked. A half-precision parameter may also have a
+    float32 gradient.
     """
     if len(shapes) != len(specs):
         raise gradient_error(

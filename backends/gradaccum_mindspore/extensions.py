@@ -130,9 +130,10 @@ class WindowLoss(nn.Cell):  # type: ignore[misc]
     def compiled_parts(
         self, loss: Tensor, weight: Tensor, is_added: Tensor | None
     ) -> Tensor:
-        """Return the numbers that one micro-batch adds to the stored losses. The
-        numbers are 0 unless the gradient of the micro-batch is added to the window.
-        `is_added=None` means True.
+        """Return the three numbers that one micro-batch adds to the stored losses (see
+        `Losses`). If `is_added` is false, the gradient of the micro-batch is not added
+        to the window, and the numbers are 0. `is_added` is None if it is certain that
+        the gradient is added.
         """
         part = kit.contribution(weight, self.options) * loss
         parts = ops.stack((part, weight, self.zero))

@@ -44,8 +44,8 @@ def context(**settings: Any) -> Iterator[None]:
 
 _mode = getattr(ms.context, "_get_mode", partial(ms.get_context, "mode"))
 """A function that returns MindSpore's execution mode. `mindspore.nn.Cell` itself calls
-this function. It is used instead of `mindspore.get_context`, which takes as long as ten
-operators.
+this function. It is used instead of `mindspore.get_context`, because one call of
+`get_context` takes as much time as ten operators.
 """
 
 
@@ -92,8 +92,8 @@ class CellOfOnePhase(nn.Cell):  # type: ignore[misc]
 
     When a compiled program is called, MindSpore 2.10 writes the program's name into
     every descendant of the called Cell, once for every path that leads to the
-    descendant. For the Cells of a window, writing these names would take as long as a
-    few operators.
+    descendant. For the Cells of a window, writing these names would take as much time
+    as a few operators.
     """
 
     @property

@@ -245,10 +245,10 @@ class Storage(nn.Cell):  # type: ignore[misc]
         `gradaccum.kit.encode_terms` so that a checkpoint can store them.
         """
         self.last_event = self.entry("last_event", [0.0] * 4, self.float_dtype)
-        """The outcome of the last call, with the same meaning as in a `StepResult`:
-        (applied, skipped, overflow, grad_norm). Each flag stores a number and is true
-        only while this number equals ``micro_step + 1``, so it expires at the next
-        micro-batch without being reset.
+        """The outcome of the last call as four numbers: the flags `applied`, `skipped`
+        and `overflow` of a `StepResult`, and `grad_norm`. A flag is true if its number
+        equals ``micro_step + 1``. When the next micro-batch increases ``micro_step``,
+        the flag becomes false, so it does not have to be reset.
         """
 
     def entry(self, name: str, value: object, dtype: DType) -> Parameter:
@@ -266,9 +266,9 @@ class Storage(nn.Cell):  # type: ignore[misc]
             observer.state_loaded()
 
     def between_windows(self) -> None:
-        """Called between two windows that the same ``flush`` closes. Call the listeners
-        and step the schedulers, as the other workers do in their training loops after
-        each window.
+        """Call the listeners and step the schedulers between two windows that the same
+        ``flush`` closes. Nothing else can do this between the two windows, because this
+        worker's training loop is waiting in ``flush``.
         """
         self.listener_calls.between_windows()
         for scheduler in self.schedulers:

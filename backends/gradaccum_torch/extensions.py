@@ -60,7 +60,9 @@ class MicroBatch:
     is_first = False
     """Whether this micro-batch is the first of its window."""
     passes = 0
-    """How many backward passes the micro-batch has run."""
+    """The number of the user's backward passes for this micro-batch. ``step`` sets this
+    number when it counts the micro-batch.
+    """
     window_size: Size = None
 
     def __init__(self) -> None:
@@ -93,19 +95,24 @@ class Extension:
         """
 
     def numbers(self) -> list[float]:
-        """Return this observer's numbers for the open window. The window then adds them
-        up, or averages them, over all workers.
+        """Called before the workers reduce a window's gradients, and before a window is
+        discarded. Return the numbers of this observer that are added up or averaged
+        over the workers together with the gradients, such as the sum of this worker's
+        losses.
         """
         return []
 
     def reduced(self, numbers: list[float]) -> None:
-        """Called with the numbers from `numbers`, summed or averaged over all
-        workers.
+        """Called after the workers have reduced a window's gradients. `numbers`
+        contains the sum or the average over all workers of each number that the method
+        `numbers` returned.
         """
 
     def window_closed(self, state: Fields, options: Options) -> None:
-        """Called after the window was closed. `state` and `options` determine the
-        number by which the gradient sum was divided.
+        """Called after the window was closed. `state` contains the window's weight, or
+        the denominator that was passed to ``flush`` instead. `WindowLoss` divides the
+        sum of the losses by this number, because the gradient sum was divided by the
+        same number. With ``reduction="sum"`` in `options`, neither sum is divided.
         """
 
     def window_discarded(self) -> None:
@@ -301,12 +308,13 @@ def rate_mark(rate: object) -> object:
 
 
 class LeftoverLoopWarning(Extension):
-    """Warns if each of the first two ``step`` calls follows as many backward passes as
-    there are micro-batches in a window. Most likely, the loop still calls ``step``
-    inside an ``if``, as it had to before it used gradaccum.
+    """Warns if the loop most likely still calls ``step`` inside an ``if``, as it had to
+    before it used gradaccum. Let n be the number of micro-batches in a window. The
+    warning is issued if n backward passes ran before each of the first two ``step``
+    calls.
 
-    Two backward passes per step cause no warning, because a GAN's discriminator
-    normally has two losses.
+    No warning is issued if n is 2, because a GAN's discriminator normally has two
+    losses, and therefore two backward passes per ``step``.
     """
 
     def __init__(self, warn: Warnings) -> None:

@@ -34,10 +34,10 @@ overflow, and the scale could never grow again.
 
 
 SET_BACK: WeakKeyDictionary[torch.amp.GradScaler, tuple[Any, int]] = WeakKeyDictionary()
-"""An entry for each scaler whose growth tracker was decreased by one. It contains the
-scaler's record of the pending ``scaler.update()`` call, and the true value of the
-growth tracker. Once ``update`` has been called, the scaler has a different record, so
-the entry no longer applies.
+"""Maps each scaler whose growth tracker was decreased by one to two values: the record
+that the scaler keeps for the next ``scaler.update()`` (see `pending_update`), and the
+true value of the growth tracker. If the scaler has a different record by now,
+``update`` has been called since, so the entry no longer applies.
 """
 
 
@@ -132,13 +132,15 @@ def link_scaler(options: Options, parameters: list[Tensor]) -> ScalerLink | None
 
 
 def groups_for_a_scaler(link: ScalerLink | None) -> list[dict[str, Any]] | None:
-    """If a `GradScaler` is reading ``opt.param_groups``, return parameter groups that
-    contain only a dummy parameter with a finite gradient, so that the scaler finds no
-    overflow. Otherwise return None.
+    """If a `GradScaler` is reading ``opt.param_groups`` to look for an overflow, return
+    parameter groups that contain only a dummy parameter with a finite gradient, so that
+    the scaler finds no overflow. If any other code is reading ``opt.param_groups``,
+    return None.
 
     Raises:
-        UsageError: the scaler was not passed as ``loss_scale=``, or it is about to
-            unscale the gradients.
+        UsageError: the reader is a scaler that was not passed as ``loss_scale=``; or
+            the user has called ``scaler.unscale_``, which would unscale the gradients
+            in each micro-batch.
     """
     caller = unscaling_caller(3)
     if caller is None:

@@ -300,8 +300,8 @@ class SumOnArrival(SumInBuffers):
 def make_gradient_sum(
     parameters: GetParameters, watch: GradientWatch, options: Options
 ) -> GradientSum:
-    """Return an empty gradient sum. The sum is kept in ``.grad`` if the options allow
-    this, because no second buffer is needed then.
+    """Return an empty gradient sum. The sum is kept in ``.grad`` if the options and the
+    parameters' dtypes allow this, because a sum in ``.grad`` needs no second buffer.
     """
     is_wider = any(
         sum_dtype(parameter, options.accumulate_dtype) != gradient_dtype(parameter)

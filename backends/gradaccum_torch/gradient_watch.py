@@ -1,4 +1,4 @@
-"""Detects changes of ``.grad`` that autograd did not make.
+"""Detects changes to ``.grad`` that autograd did not make.
 
 A hook runs right after autograd has added to a gradient. It records which tensor is in
 ``.grad``, how often that tensor has been written to, and by which factor the loss was
@@ -36,8 +36,9 @@ was multiplied, or 1 for a plain ``loss.backward()``.
 PASSES = [0]
 """The total number of backward passes of all wrapped optimizers."""
 IN_PARTS = -2
-"""A placeholder that is recorded as the version of every `DTensor`, because a write to
-the local part of a `DTensor` does not change the version.
+"""A placeholder that `WatchedGradient.version` contains if ``.grad`` is a `DTensor`.
+The version of the `DTensor`, which counts in-place writes, is not recorded, because a
+write to the local part of a `DTensor` does not change this version.
 """
 
 
@@ -94,11 +95,14 @@ class WatchedGradient:
 
     def _was_added(self, noted_gradient: Tensor) -> bool:
         """True if autograd may have produced ``.grad`` by adding one gradient to
-        `noted_gradient`.
+        `noted_gradient`, even though this addition did not increase the version of
+        `noted_gradient` by exactly 1.
 
-        With ``create_graph=True``, and when autograd adds a dense gradient to a sparse
-        gradient, the result is a new tensor. The version of a `DTensor` may increase by
-        more than 1 per addition.
+        There are two such cases. If ``.grad`` is a new tensor, autograd may have
+        created the tensor because of ``create_graph=True``, or because it added a dense
+        gradient to a sparse gradient. If ``.grad`` is still `noted_gradient`, a single
+        addition may change the version by more than 1, but only for a `DTensor` or a
+        sparse gradient.
         """
         gradient = self.parameter.grad
         if gradient is noted_gradient:
@@ -128,8 +132,9 @@ class GradientWatch:
         the last ``step``.
         """
         self.was_changed = False
-        """Whether autograd has added to a gradient after other code had changed this
-        gradient.
+        """Whether other code has changed a gradient, and autograd has added to this
+        gradient afterwards. The flag is needed because autograd's addition replaces the
+        record of the gradient, which would otherwise show the change.
         """
         self.has_plain_pass = False
         """Whether a plain ``loss.backward()`` has added a gradient since the last
@@ -179,7 +184,9 @@ class GradientWatch:
         return id(parameter) in self._handles
 
     def follow(self, parameters: Iterable[Tensor]) -> None:
-        """Watch the trainable leaves among `parameters`, and no other parameters."""
+        """From now on, watch the trainable leaf tensors among `parameters`. Stop
+        watching all other tensors.
+        """
         trained_parameters = {
             id(parameter): parameter
             for parameter in parameters

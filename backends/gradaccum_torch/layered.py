@@ -2,10 +2,13 @@
 at a time. The gradients of all micro-batches are computed for one layer before the pass
 continues with the preceding layer.
 
-As soon as a layer's gradient is complete, the layer is updated and its gradients are
-freed, so that only one layer's gradients are in memory at a time. A border between two
-layers contains the activations that the first layer returns and the second layer
-receives, and later the gradients of these activations.
+If no option of the optimizer needs the norm of the window's gradient, each layer is
+updated as soon as its gradient sum is complete, and its gradients are then freed. In
+this case only one layer's gradients are in memory at a time.
+
+In this module, a border is the boundary between two layers. A `Border` contains the
+activations that the first layer returns and the second layer receives, and later the
+gradients of these activations.
 """
 
 from __future__ import annotations

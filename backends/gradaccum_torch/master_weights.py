@@ -159,7 +159,10 @@ class MasterWeights:
 
     @contextmanager
     def only(self, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Inside the block, use only the master weights of `parameters`."""
+        """Inside the block, `masters` contains only the master weights of `parameters`.
+        An update inside the block therefore neither reads nor writes any other master
+        weight.
+        """
         every_master = dict(self.masters)
         ids = set(map(id, parameters))
         try:

@@ -260,11 +260,15 @@ Calls = Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
 
 
 def _counts_of(calls: Calls) -> list[float]:
-    """Return the number of labels in each micro-batch that the loss of a transformers
-    model averages over, or the number of items if there are no labels.
+    """Return the weight of each micro-batch: its number of labels except
+    `IGNORED_LABEL`, or its number of items if not every micro-batch has labels.
 
-    A causal language model leaves out the first label of each sequence, but another
-    model does not.
+    The loss of a causal language model leaves out the first label of each sequence, but
+    the losses of other models do not. The returned weights include the first labels.
+
+    Raises:
+        UsageError: the ratios between the weights would be different without the first
+            labels.
     """
     labels: list[Tensor] = []
     for _, keywords in calls:
@@ -298,7 +302,8 @@ def _gathered(
     gradients: list[Tensor], weights: list[float], rounding: float, workers: int
 ) -> tuple[list[Tensor], list[float], float]:
     """Return the gradients and weights of all workers' micro-batches, in the order of
-    the ranks, and the largest `rounding` of a worker.
+    the ranks, and the largest of the workers' `rounding` values. `rounding` is the
+    relative rounding error of this worker's gradients. This is a collective call.
     """
     parts: list[Any] = [None] * workers
     dist.all_gather_object(parts, (gradients, weights, rounding))

@@ -146,8 +146,9 @@ def resumed_state(entry: Entry, window: Window) -> State:
 
 
 def encode_size(steps: Any) -> int | None:
-    """Return a window's size as a single number for a checkpoint. A number of
-    micro-batches is returned unchanged, and a total weight with a negative sign.
+    """Return a window's size as an int for a checkpoint. A total weight (`UntilWeight`)
+    is returned with a negative sign. A number of micro-batches is returned unchanged,
+    and so is None.
     """
     size: Any = kit.code_of(steps) if isinstance(steps, UntilWeight) else steps
     return None if size is None else int(size)

@@ -52,7 +52,10 @@ class TorchSubject(Subject):
 
     @staticmethod
     def take(array: Any, axis: int | None, items: Sequence[int]) -> Any:
-        """Return a copy, because a loss may write into its inputs."""
+        """Return a copy of the slices of `array` that belong to `items`, or of the
+        whole array if `axis` is None. A copy is needed because a loss may write into
+        its inputs.
+        """
         if isinstance(array, Tensor):
             array = array.detach()
             if axis is None:

@@ -134,7 +134,7 @@ class WholeWindow:
     @contextmanager
     def adding(self) -> Iterator[None]:
         """Add the gradients of all backward passes inside the block to the window's
-        sum. The micro-batches of these passes must have been counted before.
+        sum. The micro-batches of these passes must already have been counted.
         """
         gradient_sum = self._window.gradient_sum
         if isinstance(gradient_sum, SumOnArrival):

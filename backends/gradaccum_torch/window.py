@@ -1,11 +1,12 @@
 """The open window of one optimizer. It counts micro-batches, and applies the update
 when the window is full.
 
-`gradaccum.kit` decides when a window ends, by which number its sum is divided, and
-whether an update is applied. This module adds up the gradients, computes the norm of
-the sum, divides the sum and runs the inner optimizer. If a call raises an error, either
-nothing has changed, or `Update.is_broken` stays set and every later call raises an
-error too.
+`gradaccum.kit` decides when a window ends, which number the gradient sum is divided by,
+and whether the update is applied. This module adds up the gradients, computes the norm
+of the sum, divides the sum and runs the inner optimizer. If a call raises an error,
+either nothing has changed, or `Update.is_broken` stays set. While this flag is set, the
+window accepts no micro-batch and cannot be closed or saved. ``discard`` and
+``load_state_dict`` clear the flag.
 """
 
 from __future__ import annotations
@@ -64,8 +65,9 @@ class Scheduler(Protocol):
         """
 
     def optimizer_loaded(self) -> None:
-        """Called after the optimizer has loaded a state. Do not step for updates that
-        were made before that state was saved.
+        """Called after the optimizer has loaded a state. Unless the scheduler has
+        loaded a state too, it will not step for updates that were applied before the
+        optimizer's state was saved.
         """
 
 
@@ -124,14 +126,16 @@ class Window:
         micro-batch.
         """
         self.expects_one_pass = False
-        """Whether the previous micro-batch had a single backward pass."""
+        """Whether the next micro-batch is expected to have a single backward pass,
+        because the last micro-batch with a backward pass had only one.
+        """
         self.last_event = (False, False, False, 0.0)
         """The `applied`, `skipped` and `overflow` flags of the last ``step``, ``flush``
         or ``discard``, and the gradient norm of the last window.
         """
         self.is_reduced = False
         """Whether the gradients of all workers have been added up, but the update has
-        not been made yet.
+        not been applied or skipped yet.
         """
         self.has_just_loaded = False
         """Whether a state has been loaded and no micro-batch has been counted since
@@ -257,9 +261,9 @@ class Window:
     def backward(
         self, loss: Tensor, weight: float | None, arguments: Mapping[str, Any]
     ) -> None:
-        """Run the backward pass of `loss`, shape ``()``, multiplied by the weight and
-        the loss scale. With weight 0, run the backward pass only if other workers wait
-        for it.
+        """Run the backward pass of `loss`, a tensor of shape ``()``. The gradients are
+        multiplied by the loss scale and, with ``reduction="mean"``, by the weight. With
+        weight 0, run the backward pass only if other workers are waiting for it.
         """
         self._require_usable("backward()")
         if self.workers.is_reducing:
@@ -493,7 +497,7 @@ class Window:
             self.watch.reset()
 
     def close(self, denominator: float | None = None) -> None:
-        """Make or skip the window's update, and begin the next window."""
+        """Apply or skip the window's update, and begin the next window."""
         if self.scaler is not None and self.state.micro_step:
             self.scaler.require_unmoved(self.state)
         if self.workers.is_shared and not self.is_reduced and not self._reduce():
@@ -663,9 +667,9 @@ class Window:
             raise checks.changed_gradients_error()
 
     def _between_windows(self) -> None:
-        """Called between two windows that a single ``flush`` closes. Call the listeners
-        and step the schedulers, as the user's loop does between these windows on the
-        other workers.
+        """Call the listeners and step the schedulers between two windows that a single
+        ``flush`` closes. Nothing else can do this between the two windows, because this
+        worker's training loop is waiting in ``flush``.
         """
         self.listeners.tell()
         for scheduler in list(self.schedulers):
@@ -788,7 +792,10 @@ def with_factor(
 def parameter_marks(
     parameters: list[Tensor],
 ) -> list[tuple[int, torch.dtype, bool]]:
-    """Return a list that changes when a parameter is replaced, cast or frozen."""
+    """Return the id, the dtype and the ``requires_grad`` flag of each parameter. The
+    lists from two calls differ if a parameter was replaced, cast, frozen or unfrozen
+    between the calls.
+    """
     return [
         (id(parameter), parameter.dtype, parameter.requires_grad)
         for parameter in parameters

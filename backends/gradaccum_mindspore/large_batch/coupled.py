@@ -102,9 +102,12 @@ class CoupledPasses:
     def differentiated_loss(
         self, outputs: Sequence[Nest], total: TensorSum
     ) -> tuple[Tensor, dict[int, Sequence[Tensor]]]:
-        """Return the loss and the gradient of the loss with respect to each
-        floating-point Tensor of the outputs. These gradients are split into
-        micro-batches. Add the gradients with respect to the parameters to `total`.
+        """Return the loss, and the gradients of the loss with respect to the outputs.
+        The gradients are keyed by the index of the output Tensor, and each gradient is
+        split into one part per micro-batch. Only floating-point outputs have a
+        gradient.
+
+        Also add the gradients of the loss with respect to the parameters to `total`.
         """
 
         def loss_of_leaves(*leaves: Tensor) -> Tensor:
@@ -170,14 +173,15 @@ def coupled_value_and_grad(
     accumulate_dtype: object = None,
     modules: Sequence[nn.Cell] | None = None,
 ) -> CoupledGradient:
-    """Return a function of a large batch that returns the joint loss of all items and
-    its gradients, computed micro-batch by micro-batch.
+    """Return a function that takes a large batch, and returns the joint loss of all
+    items and the gradients of this loss. Use it for a loss that couples the items of a
+    batch, such as a contrastive loss.
 
     ``coupled_value_and_grad(outputs_fn, loss_fn, weights, steps=4)(*batch)`` returns
     the same as ``mindspore.value_and_grad(lambda *batch: loss_fn(outputs_fn(*batch)),
-    None, weights)(*batch)``, for example for a contrastive loss. It runs `outputs_fn`
-    twice on each micro-batch. To scale the loss, return ``optimizer.scale(loss)`` from
-    `loss_fn`.
+    None, weights)(*batch)``. The returned function runs `outputs_fn` on one micro-batch
+    at a time, twice on each micro-batch. To scale the loss, return
+    ``optimizer.scale(loss)`` from `loss_fn`.
 
     Args:
         outputs_fn: a function or Cell of the batch that returns a nested structure of

@@ -89,12 +89,13 @@ def value_and_grad(
     accumulate_dtype: object = None,
     modules: Sequence[nn.Cell] = (),
 ) -> LargeBatchGradient:
-    """Return a function of a large batch that returns its loss and gradients, computed
-    micro-batch by micro-batch.
+    """Return a function that takes a large batch, and returns the batch's loss and
+    gradients. The function runs `fn` on one micro-batch at a time.
 
     ``value_and_grad(forward, None, weights, steps=4)(x, y)`` returns
     ``(loss, gradients)`` as ``mindspore.value_and_grad(forward, None, weights)(x, y)``
-    does. It works in PyNative mode, inside `mindspore.jit` and in graph mode.
+    does. The returned function works in PyNative mode, inside `mindspore.jit` and in
+    graph mode.
 
     Args:
         fn: a function or Cell of the batch that returns a scalar loss, or
@@ -219,10 +220,12 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
 
 
 class CompiledUpdateLoop(CompiledLoop):
-    """A compiled loop that passes the gradients of each micro-batch to the optimizer.
+    """A compiled loop that passes the gradients of each micro-batch to the optimizer,
+    instead of adding them up itself.
 
-    Instead of gradient sums, the loop carries a zero. Each micro-batch and the update
-    depend on this zero, so they run in the right order.
+    In place of gradient sums, the loop passes a zero from each call of the optimizer to
+    the next call. Each call depends on this zero, because the compiler could otherwise
+    run the calls in a different order.
     """
 
     def __init__(
@@ -255,8 +258,8 @@ def value_and_update(
     merge_aux: Callable[[list[Any], list[float]], Any] | str | None = None,
     modules: Sequence[nn.Cell] = (),
 ) -> LargeBatchUpdate:
-    """Return a function of a large batch that applies one update of a wrapped optimizer
-    and returns the large batch's loss.
+    """Return a function that takes a large batch, applies one update of a wrapped
+    optimizer, and returns the loss of the batch.
 
     The call ends the window of `optimizer`: all its options apply, the loss is
     multiplied by its loss scale, and ``optimizer.result`` describes the window. If the

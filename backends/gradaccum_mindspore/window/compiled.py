@@ -1,20 +1,23 @@
 """The open window in compiled code (`mindspore.jit` or graph mode), where the state
-consists of Tensors.
+consists of Tensors. The code in this file follows these rules:
 
-The compiler drops operations that seem to have no effect. So this code computes every
-new value from values that it read before its first write, and reads nothing that it has
-written. There is one exception: at the end of a window, the code writes the state, and
-only then reads the gradient sums and the decision whether to apply the update. No
-branch of an ``if`` returns a value that was computed in the branch. Every function
-returns something, because MindSpore would process a returned None in the Python
-interpreter.
+- Each method computes all new values from values that it reads before its first write,
+  because the compiler drops operations that seem to have no effect. Only at the end of
+  a window does one method read what another method has just written: `decide` reads the
+  state after the last micro-batch, and `finish` reads the gradient sums and the
+  decision whether to apply the update.
+- No branch of an ``if`` returns a value that was computed in the branch. A comment in
+  `CompiledWindow` gives the reason.
+- Every function returns something, because MindSpore would process a returned None in
+  the Python interpreter.
+- No method calls a global function of the same name, because the compiler confuses the
+  two. So the methods call ``kit.close`` and ``kit.discard`` through their module.
 
 The compiler copies everything that follows an ``if`` in a function into both branches.
 
-If a method calls a global function of the same name, the compiler confuses the two. So
-the methods call ``kit.close`` and ``kit.discard`` through their module. Python numbers
-are constants of the program, and so are the structure, shapes and dtypes of its
-arguments. So an invalid argument raises an error while MindSpore compiles the program.
+Python numbers are constants of the program, and so are the structure, shapes and dtypes
+of its arguments. So an invalid argument raises an error while MindSpore compiles the
+program.
 """
 
 from __future__ import annotations
@@ -107,8 +110,9 @@ def dtype_of(gradient: Tensor | None) -> DType | None:
 
 @constexpr  # type: ignore[untyped-decorator]
 def is_constant(number: float | None) -> bool:
-    """True if `number` is a constant of the compiled program. If a number is not a
-    constant, MindSpore passes None instead of the number.
+    """True if `number` is a constant of the compiled program. MindSpore runs this
+    function while it compiles the program. If the number is not known at that time,
+    MindSpore passes None to this function.
     """
     return number is not None
 
@@ -165,8 +169,9 @@ class CompiledWindow(CellOfOnePhase):
     divisor: Parameter
     is_applied: Parameter
     nothing: Parameter
-    """Always 0. This is a Parameter, because the compiler would turn zeros that are
-    computed from a constant into a constant as large as the model.
+    """A Parameter that always contains 0, with which `finish` clears the gradient sums.
+    A constant 0 cannot be used, because the compiler would turn the zeros for the sums
+    into constants, which together are as large as the model.
     """
 
     def __init__(
@@ -470,10 +475,10 @@ class CompiledWindow(CellOfOnePhase):
         )
 
     def finish(self) -> bool:
-        """Update the parameters, unless the update is skipped, and clear the gradient
+        """Update the parameters, unless the update is skipped. Then clear the gradient
         sums. One method does both, because a separate graph that only clears the sums
-        would take longer. The compiler copies the code that clears the sums into both
-        branches.
+        would take longer. The compiled program has two branches, one with the update
+        and one without, and each branch clears the sums.
         """
         if self.is_applied:
             self.update(self.gradients(self.divisor.value()))

@@ -159,7 +159,9 @@ class PyNativeWindow:
         )
 
     def finish(self, state: State, decision: Decision, losses: Losses) -> None:
-        """Clear the gradient sums, and write the state after the window."""
+        """Clear the gradient sums. Write the window's loss, the window's outcome, and
+        the state with which the next window begins.
+        """
         gradient_sum.clear(self.storage.sums)
         self.storage.window_loss.write(losses)
         after = kit.close(

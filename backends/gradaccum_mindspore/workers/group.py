@@ -46,9 +46,10 @@ from gradaccum_mindspore.workers.collectives import (
 
 OPTIMIZERS = cycle(range(1, 33))
 """Numbers that identify the optimizers whose windows are shared. All workers wrap these
-optimizers in the same order, so an optimizer has the same number on every worker. The
-numbers are small, so that float32 represents the sum of their squares over thousands of
-workers exactly.
+optimizers in the same order, so an optimizer has the same number on every worker. At
+the end of a window, the workers compare their numbers (see `OPTIMIZER_SQUARED`). No
+number is above 32, because float32 then represents the sum of the squares of the
+numbers exactly, even over thousands of workers.
 """
 
 
@@ -59,12 +60,16 @@ OVERFLOWS = 1
 MICRO_BATCHES = 2
 FLUSHES = 3
 COMPILED_ENDS = 4
-"""The index of the number of workers that end the window in compiled code."""
+"""The index of the element that contains the number of workers that end the window in
+compiled code.
+"""
 OPTIMIZER = 5
 OPTIMIZER_SQUARED = 6
-"""The index of the square of the number that identifies the optimizer. The sum of these
-numbers over all workers, together with the sum of their squares, shows whether all
-workers end a window of the same optimizer.
+"""The index of the element for the square of the optimizer's number. After the
+all-reduce, this element contains the sum of the squares over all workers, and the
+element at `OPTIMIZER` contains the sum of the numbers. All workers have the same number
+if and only if the square of the sum is the number of workers times the sum of the
+squares.
 """
 LOSS = 7
 RATES = 8
@@ -119,7 +124,8 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
 
     def add_up_numbers(self, flushes: Tensor, compiled_ends: Tensor) -> Tensor:
         """Return the totals over all workers of the weight, the overflow flag, the
-        counts, the loss and the learning rates, as one vector.
+        counts, the loss and the learning rates, as one vector. The constants `WEIGHT`
+        to `RATES` are the indices of these totals.
 
         Compiled code cannot raise, so a window with a size below 1 gets an infinite
         weight, which makes all workers skip the window.
@@ -164,8 +170,12 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         return differ
 
     def add_up_sums(self, totals: Tensor) -> bool:
-        """All-reduce the gradient sums. Then write the weight, the overflow flag and
-        the loss from `totals`, the totals over all workers.
+        """Replace each gradient sum in ``storage.shared_sums`` with its total over all
+        workers. Then write the weight, the overflow flag and the loss over all workers
+        into `storage`. If the workers differ (see `workers_differ`), write an infinite
+        weight and a true overflow flag, so that all workers skip the window.
+
+        - `totals`: the vector that `add_up_numbers` returned.
         """
         storage = self.storage
         differ = self.workers_differ(totals)
@@ -235,8 +245,9 @@ def rates_of(inner: Optimizer) -> list[Any]:
 
 
 class AllNumbers(nn.Cell):  # type: ignore[misc]
-    """A compiled program that returns the totals of the workers' numbers, and what
-    `WorkerGroup.workers_differ` returns for them.
+    """A compiled program that returns two results: the vector of totals from
+    `WorkerGroup.add_up_numbers`, and whether the workers differ according to
+    `WorkerGroup.workers_differ`.
     """
 
     def __init__(self, workers: WorkerGroup) -> None:
@@ -249,8 +260,8 @@ class AllNumbers(nn.Cell):  # type: ignore[misc]
 
 
 class WindowEnd(nn.Cell):  # type: ignore[misc]
-    """A compiled program that ends a window, given the totals of the workers'
-    numbers.
+    """A compiled program that ends a window. Its argument is the vector of totals that
+    `AllNumbers` returned.
     """
 
     def __init__(self, window: CompiledWindow, workers: WorkerGroup) -> None:
@@ -288,8 +299,8 @@ class SharedWindow(PyNativeWindow):
         self.end(state, flushes=False)
 
     def end(self, state: State, flushes: bool) -> list[float]:
-        """End the window together with all other workers. Return the totals of the
-        workers' numbers.
+        """End the window together with all other workers. Return the vector of totals
+        from `WorkerGroup.add_up_numbers` as Python numbers.
         """
         self.workers.write_rates()
         self.make_programs()
@@ -321,8 +332,9 @@ class SharedWindow(PyNativeWindow):
             self.window_end = WindowEnd(self.compiled_window, self.workers)
 
     def flush(self, denominator: float | None = None) -> bool:
-        """End windows until every worker has called ``flush``. Return whether any of
-        these windows contained a micro-batch.
+        """End the open window, and then take part in the other workers' windows until
+        every worker has called ``flush``. Return whether any of these windows contained
+        a micro-batch.
         """
         was_open = False
         all_flush = False

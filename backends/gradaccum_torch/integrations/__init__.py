@@ -1,3 +1,3 @@
-"""Callbacks for trainers of other packages. Each file is named after the package that
+"""Callbacks for trainers from other packages. Each file is named after the package that
 it supports. No other file imports that package.
 """

@@ -54,8 +54,9 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
         self._saved_states[:] = checkpoint.get("optimizer_states", ())
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reject settings that would make every window wrong. If the checkpoint
-        contains an open window, restore the window's gradient sum.
+        """If the checkpoint contains an open window, restore the window's gradient sum.
+        Raise if no optimizer is wrapped, or if a scheduler with ``"interval": "step"``
+        would not step exactly once per update.
         """
         saved_states = list(self._saved_states)
         self._saved_states.clear()

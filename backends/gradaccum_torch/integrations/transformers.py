@@ -168,9 +168,11 @@ def batch_size(inputs: Mapping[str, Any]) -> float:
 
 
 _BY_TOKENS = {"dapo", "cispo", "vespo"}
+"""The names of TRL's losses that are sums divided by ``num_items_in_batch``. With such
+a loss, the weight of a micro-batch is ``num_items_in_batch``.
+"""
 _MEANS = {"grpo", "bnpo", "dr_grpo", "sapo", "luspo"}
-"""The names of TRL's losses. The losses in `_BY_TOKENS` are sums divided by
-``num_items_in_batch``. The losses in `_MEANS` are means over a micro-batch, so a
+"""The names of TRL's losses that are means over a micro-batch. With such a loss, a
 micro-batch is not weighted by its number of tokens.
 """
 

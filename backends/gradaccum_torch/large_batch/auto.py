@@ -159,8 +159,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 FITS = 2**31 - 1
 """A worker's vote if the micro-batches fitted into its memory."""
 RAISED = -1
-"""A worker's vote if it raised any error except an out-of-memory error. A vote of 0
-means that a single item does not fit into memory.
+"""A worker's vote if it raised an error other than an out-of-memory error. This vote is
+below all other votes, so that every worker learns of the error. The lowest other vote
+is 0, which means that not even a single item fits into the worker's memory.
 """
 
 

@@ -33,8 +33,8 @@ def require_scalar(loss: Tensor) -> Tensor:
 
 
 def copy_without_graph(leaf: object) -> object:
-    """Return a copy of a tensor without its graph; return any other value as it is. The
-    copy is needed because the replay of a CUDA graph overwrites the tensor in the next
-    micro-batch.
+    """Return a detached copy of a tensor; return any other value as it is. The copy is
+    needed because a model that was captured as a CUDA graph writes its output to the
+    same memory in each micro-batch.
     """
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf

@@ -173,8 +173,8 @@ class Outputs:
     def __init__(self, nests: list[Nest]) -> None:
         columns = zip(*map(tensors_of, nests), strict=True)
         self._starts = [[0, *accumulate(map(len, column))] for column in columns]
-        """For each output tensor, the rows at which the micro-batches begin, and the
-        number of all rows.
+        """For each output tensor, the index of each micro-batch's first row, followed
+        by the total number of rows.
         """
         self.nest = concatenated(nests, torch.cat)
         nests.clear()

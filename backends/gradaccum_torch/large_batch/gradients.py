@@ -78,8 +78,9 @@ class GradientsInGrad:
         self._known_ids = set(ignored_ids)
         self._refused_nodes: set[str] = set()
         self._needs_optimizer = self.window is None and processes() > 1
-        """Whether to raise an error if several workers train a module, because such a
-        module needs a wrapped optimizer.
+        """Whether `reach` raises an error if it finds a module that several workers
+        train. This is an error because, without a wrapped optimizer, the gradients of
+        such a module would be reduced in each micro-batch.
         """
         if self.window is None:
             self._refused_nodes.add(REENTRANT_NODE)
@@ -220,12 +221,13 @@ untraced(GradientsInGrad._move_into_sum)
 
 
 class GradientsInWindow(GradientsInGrad):
-    """Collects the gradients of one call in a window of a wrapped optimizer, whose loss
-    scale, overflow policy, clipping and workers apply.
+    """Collects the gradients of one call in a window of a wrapped optimizer. The
+    optimizer's loss scale, overflow policy and clipping apply to this window, and the
+    optimizer's workers share the window.
 
-    If the loss also depends on leaf tensors outside the optimizer (a generator's loss
-    depends on the critic's parameters), their gradients over the whole large batch are
-    added to their ``.grad``.
+    The loss may also depend on leaf tensors outside the optimizer. For example, a
+    generator's loss depends on the critic's parameters. The gradients of such tensors
+    over the whole large batch are added to their ``.grad``.
     """
 
     window: WholeWindow
@@ -289,9 +291,10 @@ def collecting(
     micro_batches: Sequence[MicroBatch],
     before: Before,
 ) -> Iterator[GradientsInGrad]:
-    """Collect the gradients of the losses of `micro_batches`. At the end of the block,
-    apply the update of `optimizer`, or add the gradients to ``.grad`` if `optimizer` is
-    None. If the block raises an error, restore everything.
+    """Inside the block, collect the gradients of the losses of `micro_batches`. At the
+    end of the block, close the window of `optimizer`, or add the gradients to ``.grad``
+    if `optimizer` is None. If the block raises an error, discard the window, and
+    restore ``.grad``, the random states and the module buffers.
     """
     largest_factor = max((each.factor for each in micro_batches), default=1.0)
     total_weight = sum(micro_batch.weight for micro_batch in micro_batches)

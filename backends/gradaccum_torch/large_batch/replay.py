@@ -113,8 +113,9 @@ class Buffers:
 
     @contextmanager
     def noting_calls(self) -> Iterator[None]:
-        """Inside the block, copy the buffers of each module before its first call.
-        Modules that compiled code calls without hooks are missed.
+        """Inside the block, copy the buffers of each module before the module's first
+        call. A forward pre-hook makes the copies. If compiled code calls a module
+        without running its hooks, the module's buffers are not copied.
         """
 
         def note(module: nn.Module, _: object) -> None:
@@ -155,9 +156,9 @@ class Before:
         modules: the modules whose buffers are copied.
         notes_calls: whether the buffers of all modules that are called inside the block
             are copied too.
-        copies_host: whether the random states of Python and NumPy are copied too. This
-            takes as long as a micro-batch of a small model, so it is left out if
-            nothing is run twice.
+        copies_host: whether the random states of Python and NumPy are copied too. Pass
+            False if the user's functions are not run again, because making these copies
+            takes as long as a micro-batch of a small model.
     """
 
     def __init__(

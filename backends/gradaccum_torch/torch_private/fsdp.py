@@ -1,8 +1,8 @@
 """The private names of torch's FSDP2.
 
 `fully_shard` puts the parameters of a module into a group, which is called a `Unit`
-here. FSDP2 gathers all parameters of a group at once, and reduces their gradients at
-once.
+here. FSDP2 gathers all parameters of a group together, and reduces all their gradients
+together.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Private = Any
 
 
 class Unit:
-    """A group of parameters that FSDP2 gathers at once, and whose gradients it reduces
-    at once.
+    """A group of parameters that FSDP2 gathers together, and whose gradients FSDP2
+    reduces together.
     """
 
     def __init__(self, group: Private, modules: list[Any]) -> None:

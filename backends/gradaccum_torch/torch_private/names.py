@@ -75,7 +75,7 @@ _SUMS = ("Sum", "Dot", "Trace")
 _OF_ONE = ("Neg", "ToCopy", "Squeeze", "View", "Mul")
 _OF_SEVERAL = ("Add", "Sub")
 _REDUCED_BY_SUM = 2
-"""The number with which torch encodes ``reduction="sum"``."""
+"""The value that a node of autograd's graph stores for ``reduction="sum"``."""
 
 
 class Division(NamedTuple):
@@ -86,7 +86,7 @@ class Division(NamedTuple):
     """The number of terms in the sum that was divided."""
     of_sums: bool
     """Whether each term of the divided sum is itself a sum over items, such as a summed
-    loss. If so, dividing it may give the mean over those items.
+    loss. If so, the division may compute the mean over these items.
     """
 
 
@@ -215,8 +215,8 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the part of a `DTensor` that this process stores, without a graph. Any
-    other tensor is returned unchanged.
+    """Return the part of a `DTensor` that this process stores, as a detached tensor.
+    Any other tensor is returned unchanged.
     """
     if not is_sharded(tensor):
         return tensor

@@ -70,15 +70,17 @@ REDUCING_OPTIMIZERS: WeakSet[torch.optim.Optimizer] = WeakSet()
 CHECKED_OPTIMIZERS: WeakSet[torch.optim.Optimizer] = WeakSet()
 """The optimizers that have already passed the check in `require_reduced`."""
 STEP_HOOKS: list[RemovableHandle] = []
-"""The handle of a hook that runs before each step of any optimizer. The list is empty
-until the gradient reduction of a module is suppressed for the first time.
+"""A list with at most one entry: the handle of the hook that calls `require_reduced`
+before each step of any optimizer. The list is empty until a wrapper suppresses the
+gradient reduction of a module for the first time.
 """
 
 
 def require_reduced(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Called before each step of `optimizer`. Raise if the gradients of its parameters
-    are not reduced over the workers, because the reduction of their module is
-    suppressed and no wrapper reduces these gradients instead.
+    """Called before each step of `optimizer`. Raise if `optimizer` updates a parameter
+    whose gradient is not reduced over the workers. This is the case if a wrapper has
+    suppressed the gradient reduction of the parameter's module, and the parameter
+    belongs to no optimizer that was wrapped with ``module=``.
     """
     if optimizer in CHECKED_OPTIMIZERS:
         return
@@ -105,9 +107,9 @@ names.untraced(require_reduced)
 
 
 def refuse_bare_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Called when the wrapper of `optimizer` suppresses the gradient reduction of a
-    module. From now on, raise an error when an optimizer that is not wrapped steps with
-    gradients of this module, because the module no longer reduces them.
+    """From now on, call `require_reduced` before each step of any optimizer. This is
+    needed because the wrapper of `optimizer` has suppressed the gradient reduction of a
+    module, and another optimizer may also update this module's parameters.
     """
     REDUCING_OPTIMIZERS.add(optimizer)
     CHECKED_OPTIMIZERS.clear()
@@ -150,8 +152,9 @@ def require_all_sharded(parameters: Iterable[Tensor], units: Sequence[Unit]) -> 
 
 
 def require_meshes_within(parameters: Iterable[Tensor], workers: Iterable[int]) -> None:
-    """Raise if a parameter is sharded over ranks outside `workers`, the ranks over
-    which the gradient norm is added up.
+    """Raise if a parameter is sharded over ranks outside `workers`. This is an error
+    because the gradient norm is reduced only over `workers`, and would not include the
+    shards on other ranks.
     """
     ranks = set(workers)
     for parameter in filter(names.is_sharded, parameters):

@@ -17,9 +17,9 @@ from gradaccum_torch.gradient_watch import GradientWatch
 from gradaccum_torch.torch_private.names import is_sharded, mesh_of
 
 Measure = Callable[[Gradients], tuple[float, bool]]
-"""A function that returns the norm of gradient sums, and whether the sums are finite.
-All sums that are passed in one call must be stored by the same workers, either sharded
-or as copies.
+"""A function that takes gradient sums, and returns their norm and whether all of them
+are finite. All sums in one call must belong to the same workers. Each sum is either
+sharded over these workers, or each of these workers has a copy of the sum.
 """
 MakeGradientSum = Callable[
     [Callable[[], list[Tensor]], GradientWatch, Options], GradientSum
@@ -147,7 +147,7 @@ class Workers:
         return square, is_finite
 
     def weightless_pass(self) -> AbstractContextManager[object] | None:
-        """Called for a loss of weight 0. If other workers wait for this worker's
+        """Called for a loss of weight 0. If other workers are waiting for this worker's
         backward pass, return a context in which the pass produces zeros. Otherwise
         return None.
         """
@@ -156,17 +156,18 @@ class Workers:
     def last_pass(
         self, gradient_sum: GradientSum, is_only_pass: bool
     ) -> AbstractContextManager[object]:
-        """Return a context for a backward pass that ends the window. The gradients may
-        already be reduced during the pass.
+        """Return a context for a backward pass of the last micro-batch of a window.
+        Inside the context, the workers may begin to reduce the window's gradients
+        before the pass ends.
 
-        - `is_only_pass`: True if the micro-batch most likely has no other backward
+        - `is_only_pass`: whether the micro-batch is expected to have no other backward
           pass.
         """
         return nullcontext()
 
     def take_part(self) -> None:
-        """Start to share windows. Called after all checks of the optimizer have
-        passed.
+        """Start sharing windows with the other workers. Called after all checks of the
+        optimizer have passed.
         """
 
     def abandon(self, numbers: Sequence[float]) -> None:
