@@ -61,7 +61,7 @@ class LoopReader:
     """Interprets the coefficients of a loop's updates."""
 
     updates: Sequence[WeightedSum]
-    """The updates, in the order in which they were made."""
+    """The updates, in the order in which they were applied."""
     weights: Sequence[float]
     """One weight per micro-batch, in the order of the coefficients."""
     reduction: Reduction = "mean"
@@ -145,7 +145,8 @@ class LoopReader:
                 f"{update.unexplained:.1%} of update {number} is not a sum of the"
                 " micro-batches' gradients. Either items of a batch are mixed (batch"
                 " norm, a contrastive loss), or the loss is random or has a state, or"
-                " loss_fn lacks a term of the loop's loss.",
+                " loss_fn lacks a term of the loop's loss, or the loop clips each"
+                " element of the gradient.",
             )
 
     def _say(self, kind: str, update: int, explanation: str) -> None:

@@ -71,7 +71,7 @@ Listener = Callable[[ClosedWindow], object]
 
 _AFTER = (
     "gradaccum: a listener raised this error after the window had closed. If an"
-    " update was due, it has been made."
+    " update was due, it has been applied."
 )
 
 

@@ -453,8 +453,8 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
 
         Use it for everything that has to change once per update, such as an average of
         the weights, a codebook or your own schedule. Code in your training loop could
-        miss an update that is made inside ``flush``. The function is not called for a
-        skipped window. If you compile the step yourself, read ``result`` after each
+        miss an update that is applied inside ``flush``. The function is not called for
+        a skipped window. If you compile the step yourself, read ``result`` after each
         step. Reading it calls the function.
 
         Args:

@@ -63,7 +63,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
 
     _scheduler: Scheduler
     _updates: int
-    """The number of updates that the optimizer had made when the scheduler last
+    """The number of updates that the optimizer had applied when the scheduler last
     stepped.
     """
     _has_loaded: bool
@@ -119,7 +119,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
 
     def optimizer_loaded(self) -> None:
         """Called after the optimizer has loaded a state. If the scheduler has not
-        loaded a state itself, it will not step for updates that were made before the
+        loaded a state itself, it will not step for updates that were applied before the
         optimizer's state was saved.
         """
         if not self._has_loaded:
@@ -145,7 +145,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scheduler's ``state_dict``, plus the number of updates that the
-        optimizer had made when the scheduler last stepped.
+        optimizer had applied when the scheduler last stepped.
         """
         return {**self._scheduler.state_dict(), _STEPPED_AT: self._updates}
 

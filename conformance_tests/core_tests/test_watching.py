@@ -50,7 +50,7 @@ def test_every_listener_hears_though_one_raises() -> None:
     with pytest.raises(ValueError, match="full disk") as raised:
         close()
     assert len(heard) == 1
-    assert "If an update was due, it has been made" in raised.value.__notes__[0]
+    assert "If an update was due, it has been applied" in raised.value.__notes__[0]
 
 
 def test_windows_of_one_call_are_told_between() -> None:
