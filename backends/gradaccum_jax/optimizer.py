@@ -400,8 +400,9 @@ def accumulation_of(tx: object) -> Accumulation | None:
 
 
 def require_open(tx: optax.GradientTransformation) -> Accumulation:
-    """Return the `Accumulation` of `tx`. Raise unless `tx` was wrapped with
-    ``steps=None``, because the caller closes the window itself.
+    """Return the `Accumulation` of `tx`, for a function that closes the window itself.
+    Such a function needs ``steps=None``, so an error is raised if `tx` was wrapped with
+    another value of `steps`, or not wrapped at all.
     """
     accumulation = accumulation_of(tx)
     if accumulation is None:

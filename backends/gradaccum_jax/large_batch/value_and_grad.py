@@ -59,8 +59,9 @@ def value_and_grad(
     accumulate_dtype: DType = None,
     axis_name: str | tuple[str, ...] | None = None,
 ) -> Callable[..., Any]:
-    """Return a function that computes the loss and the gradient of a large batch
-    micro-batch by micro-batch. It replaces `jax.value_and_grad`.
+    """Return a function that computes the loss and the gradient of a large batch, as a
+    replacement for `jax.value_and_grad`. The function processes one micro-batch at a
+    time, because the whole batch may need too much memory.
 
         step = gradaccum_jax.value_and_grad(loss_fn, steps=8)
         loss, grads = step(params, x, y)
