@@ -1,7 +1,7 @@
 """Exact gradient accumulation, with the same semantics in PyTorch, JAX/optax and
 MindSpore.
 
-Most users need only `wrap`. The building blocks for authors of a backend are in
+Most users need only `wrap`. The building blocks for backend authors are in
 `gradaccum.kit`. Importing this package imports only the standard library.
 """
 

@@ -35,7 +35,10 @@ LEAST = 1e-3
 """A coefficient counts as zero if it is below this fraction of the largest coefficient.
 """
 MOST_ROUNDING = 0.02
-"""A larger change of a gradient is not due to rounding, even in bfloat16."""
+"""The largest relative change of a gradient that rounding can cause, even in bfloat16.
+`loop_report` ignores a larger result of `rounding_of`, because something other than
+rounding must have changed the gradient.
+"""
 SHOWN = 8
 """The report shows the coefficients of at most this many updates."""
 
@@ -58,10 +61,15 @@ class LoopProblem(NamedTuple):
 
 @dataclass(repr=False)
 class LoopReader:
-    """Interprets the coefficients of a loop's updates."""
+    """Interprets the coefficients of a loop's updates. The gradient of an update is a
+    sum of the micro-batches' gradients, each multiplied by a coefficient. The
+    coefficients show which micro-batches reached the optimizer, and with what weight.
+    """
 
     updates: Sequence[WeightedSum]
-    """The updates, in the order in which they were applied."""
+    """The gradient of each update as a weighted sum of the micro-batches' gradients, in
+    the order in which the updates were applied.
+    """
     weights: Sequence[float]
     """One weight per micro-batch, in the order of the coefficients."""
     reduction: Reduction = "mean"
@@ -85,7 +93,9 @@ class LoopReader:
         self._length = len(self.weights) // self.workers
         """The number of micro-batches that each worker ran."""
         self.members = [self._members_of(update) for update in self.updates]
-        """For each update, the indices of the micro-batches that it contains."""
+        """For each update, the indices of the micro-batches that contributed to the
+        update.
+        """
         self.expected = [
             self._right_coefficients(members - before or members)
             for before, members in pairwise([set(), *self.members])
@@ -153,7 +163,9 @@ class LoopReader:
         self.problems.append(LoopProblem(kind, update, explanation))
 
     def _find_lost(self) -> None:
-        """Report the micro-batches that no update contains."""
+        """Report the micro-batches that did not contribute to any update. Micro-batches
+        of weight 0 are not reported.
+        """
         reached = set().union(*self.members)
         lost = {k for k, weight in enumerate(self.weights) if weight} - reached
         kind = "lost"
@@ -173,10 +185,10 @@ class LoopReader:
         self._say(kind, 0, f"{places} never reached the optimizer{reason}.")
 
     def _find_misplaced(self) -> None:
-        """Report every update that contains a micro-batch of the previous update. Also
-        report the first update that does not consist of its window's `steps`
-        micro-batches, and the first update that contains more micro-batches of one
-        worker than of another.
+        """Report every update to which a micro-batch of the previous update contributed
+        again. Also report the first update whose micro-batches are not the `steps`
+        micro-batches of its window, and the first update to which one worker
+        contributed more micro-batches than another worker.
         """
         steps = self.steps or self._length
         unreached = set(range(len(self.weights))).difference(*self.members)
@@ -413,8 +425,8 @@ class LoopRecord(Protocol):
         micro_batches: Sequence[Any] | None = None,
         **options: Any,
     ) -> LoopReport:
-        """Report which micro-batches each update contained, and with what weight. The
-        `options` are the same as for `check_loop`.
+        """Report which micro-batches contributed to each update, and with what weight.
+        The `options` are the same as for `check_loop`.
         """
         ...
 
@@ -525,18 +537,20 @@ def items_of(*micro_batch: Any) -> float:
 def rounding_of(
     gradients: Sequence[Vector], gradient_of: Callable[[int, float], Vector]
 ) -> float:
-    """Return the largest relative change that rounding makes to a micro-batch's
-    gradient if its loss is multiplied by 3.
+    """Measure how much rounding changes the micro-batches' gradients. Each gradient is
+    computed again from the loss multiplied by 3, and divided by 3. Without rounding the
+    gradient would stay the same. Return the largest relative change of a gradient.
 
-    Return 0 if multiplying a loss by 4 changes a gradient by more than a tenth of that.
-    This multiplication causes almost no rounding, so the loss is random or its backward
-    pass is not linear.
+    Each gradient is also computed from the loss multiplied by 4, and divided by 4.
+    Rounding hardly changes this gradient, because 4 is a power of two. If a gradient
+    changes by more than a tenth of its change with the factor 3, return 0, because the
+    loss is random or its backward pass is not linear.
 
     Args:
         gradients: the gradient of each micro-batch.
         gradient_of: ``gradient_of(number, factor)`` computes the gradient of one
-            micro-batch again, from its loss multiplied by `factor`. It is called
-            equally often on every worker.
+            micro-batch again, from its loss multiplied by `factor`. Every worker calls
+            this function equally often.
     """
     largest_change = 0.0
     is_linear = True
@@ -561,7 +575,7 @@ def loop_report(
     norms: Sequence[float] | None = None,
     **options: Any,
 ) -> LoopReport:
-    """Report which micro-batches each update contained, and with what weight.
+    """Report which micro-batches contributed to each update, and with what weight.
 
     Args:
         gradients: the gradient of each micro-batch.
@@ -600,9 +614,9 @@ def are_equal(numbers: Sequence[float], room: float) -> bool:
 
 def are_clipped(sizes: Sequence[float], norms: Sequence[float], room: float) -> bool:
     """True if each micro-batch's gradient seems to have been clipped separately,
-    because all gradients have the same norm after multiplication by their factors. The
-    micro-batches with the largest factor are ignored: their gradients may have been too
-    small to be clipped.
+    because all gradients have the same norm after multiplication by their `sizes` (see
+    `are_multiplied`). The micro-batches with the largest size are ignored, because
+    their gradients may have been too small to be clipped.
     """
     largest = max(sizes)
     clipped_norms = [
@@ -614,8 +628,14 @@ def are_clipped(sizes: Sequence[float], norms: Sequence[float], room: float) -> 
 
 
 def are_multiplied(sizes: Sequence[float], room: float) -> bool:
-    """True if the gradient sum seems to have been multiplied inside the window, because
-    the ratio of consecutive factors is constant or the factors never decrease.
+    """True if the gradient sum seems to have been multiplied inside the window. `sizes`
+    contains one number per micro-batch, in order: the micro-batch's coefficient, or the
+    ratio of this coefficient to the right coefficient.
+
+    Either of two patterns is a sign. If the sum was multiplied by the same number after
+    each micro-batch, the ratio of consecutive sizes is constant. If the sum was
+    multiplied by different numbers <= 1, as clipping does, the sizes never decrease.
+    With fewer than three micro-batches the result is False.
     """
     factors = [before / after for before, after in pairwise(sizes)]
     if len(factors) < 2:

@@ -126,9 +126,13 @@ def lists_of_one_kind(
     batch: Nest, axes: Nest, path: str = "batch"
 ) -> list[tuple[str, int]]:
     """Find the lists and tuples inside `batch` whose elements may be the items of the
-    batch, because all elements have the same type, dtype and rank. Return the path and
-    the length of each list or tuple, except where `axes` is None or has an entry for
-    each element.
+    batch. The elements may be items if all elements, except those that are None, have
+    the same type, dtype and rank. Return the path and the length of each such list or
+    tuple.
+
+    A list or tuple is left out if `axes` contains None for the whole list, or a
+    separate entry for each element, because the user has then said how the list is
+    split.
 
     Args:
         batch: a tuple of arguments, or another nest.
@@ -168,9 +172,10 @@ def _elements(nest: list[Nest] | tuple[Nest, ...]) -> list[tuple[str, Nest]]:
 
 
 def _inside(prefix: Nest) -> list[tuple[str, Nest]] | None:
-    """Return the children of one node of a prefix (a tree that matches only the outer
-    levels of a nest), or None if the node is a leaf. Unlike in a full nest, a list of
-    plain values counts as a container here.
+    """Return the children of one node of a prefix, or None if the node is a leaf. A
+    prefix is a nest that has only the outer levels of another nest. In a prefix, a list
+    of plain values, such as ``[0, None]``, is a container with one value per element.
+    `children_of` treats such a list as a leaf instead.
     """
     return _elements(prefix) if _is_list(prefix) else children_of(prefix)  # type: ignore[arg-type]
 

@@ -309,7 +309,8 @@ def make_options(
     driver: ScalerDriver | None = None,
 ) -> Options:
     """Check the options of `gradaccum.wrap`, and return them. `driver` is the backend
-    if it accepts its framework's loss scaler, otherwise None.
+    if the backend accepts its framework's own loss scaler as ``loss_scale=``, otherwise
+    None.
     """
     rule, scaler = scale_rule(loss_scale, driver)
     for name, norm in {"clip_norm": clip_norm, "skip_norm": skip_norm}.items():

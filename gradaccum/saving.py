@@ -40,8 +40,9 @@ class Terms(NamedTuple):
     scale: str
     """Whether the loss scale is ``"unused"``, ``"static"`` or ``"dynamic"``."""
     steps: int | UntilWeight | None
-    """The number of micro-batches in a complete window, or the weight at which the
-    window ends. None means that the caller closes the window.
+    """The size of a complete window: a number of micro-batches, or an `UntilWeight`
+    with the total weight at which the window ends. None means that the caller closes
+    the window.
     """
 
 
@@ -70,8 +71,8 @@ def require_format(number: object) -> None:
 
 def encode_terms(terms: Terms) -> tuple[int, int, int, int, int]:
     """Return `FORMAT` and `terms` encoded as integers, for checkpoints that contain
-    only arrays. ``steps=None`` is encoded as 0. A weight at which the window ends is
-    encoded with a negative sign.
+    only arrays. The last integer is the number of micro-batches in a window, 0 for
+    ``steps=None``, or -w for ``steps=until_weight(w)``.
     """
     return (
         FORMAT,
@@ -83,8 +84,8 @@ def encode_terms(terms: Terms) -> tuple[int, int, int, int, int]:
 
 
 def code_of(size: Scalar) -> Scalar:
-    """Return a window's size as a single number, as in `encode_terms`. None is encoded
-    as 0. A weight at which the window ends is encoded with a negative sign.
+    """Return a window's size as a single number, as in `encode_terms`: the number of
+    micro-batches, 0 for None, or -w for ``until_weight(w)``.
     """
     if isinstance(size, UntilWeight):
         return -cast(Scalar, size.weight)

@@ -113,7 +113,9 @@ class AutoMicroBatchSize:
 
 
 SHARED = AutoMicroBatchSize()
-"""The instance that ``micro_batch_size="auto"`` uses."""
+"""The `AutoMicroBatchSize` that every call with ``micro_batch_size="auto"`` in this
+process uses.
+"""
 
 
 class SmallerSizeError(Exception):
@@ -429,7 +431,10 @@ def require_item_weights(weights: Iterable[SupportsFloat], items: int) -> list[f
 
 
 def item_weights_error(expected: int, found: str) -> GradAccumError:
-    """Return the error for weights that are not one finite number >= 0 per item."""
+    """Return the error for invalid weights. There must be exactly one weight per item,
+    and each weight must be finite and >= 0. `expected` is the number of items, and
+    `found` describes the invalid weights.
+    """
     return ArgumentValueError(
         f"weight: expected {expected} finite numbers >= 0, one per item; got {found}."
         " Pass one number per item, or a function that takes a micro-batch and returns"

@@ -1,14 +1,15 @@
 """The state machine: how a micro-batch, the end of a window and a discard change the
 state.
 
-The code uses only arithmetic, comparisons, ``&``, ``|`` and the backend's `Where`; no
-Python ``if`` depends on a value of the state. The same source can therefore run on
-Python numbers (torch), be traced by JAX and be compiled by MindSpore. MindSpore's
-compiler must not turn a field into a Python number, so the code uses ``x == False``
-instead of ``not x``. For the same reason, constants are derived from a field, as in
-``0 * micro_step``. A state is a plain tuple, because MindSpore cannot compile a named
-tuple. An ``if`` may depend on the checked ``options``, because they are constants of
-the program.
+The same source runs on Python numbers (torch), is traced by JAX and is compiled by
+MindSpore. Therefore the code uses only arithmetic, comparisons, ``&``, ``|`` and the
+backend's `Where`, and no Python ``if`` depends on a value of the state.
+
+In code that MindSpore compiles, every field must stay a Tensor, because a Python number
+would be a constant of the program. So the code contains ``x == False`` instead of
+``not x``, and constants are derived from a field, as in ``0 * micro_step``. A state is
+a plain tuple, because MindSpore cannot compile a named tuple. An ``if`` may depend on
+the checked ``options``, because they are constants of the program.
 
 For each micro-batch, a backend calls ``usable``, ``contribution``, ``accumulate`` and
 ``ends``, in this order. At the window's end it calls ``joined`` (if several workers
@@ -157,8 +158,10 @@ def ends(state: Fields, steps: Schedule | Scalar, where: Where) -> Scalar:
 
 
 def joined(state: Fields, weight: Scalar, overflow: Scalar) -> Fields:
-    """Return a worker's state with its `weight` and `overflow` flag replaced by the
-    values for all workers that share the window.
+    """Return a worker's state, in which `weight` and `overflow` replace the worker's
+    own weight and overflow flag. `weight` is the sum of the weights of all workers that
+    share the window, and `overflow` is true if the flag of any of these workers is
+    true.
     """
     micro_step, optimizer_step, skipped_windows, _, _, loss_scale, growth_tracker = (
         state

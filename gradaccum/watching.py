@@ -175,8 +175,9 @@ class Listeners:
             raise first
 
     def tell(self) -> None:
-        """Call every listener with every window that has not been reported yet. Errors
-        of the listeners are kept until `settled` raises them.
+        """Call every listener with every window that has not been reported yet. If a
+        listener raises an error, the remaining listeners are still called, and
+        `settled` raises the error later.
 
         A call that closes several windows reports each window before the next window
         closes, because a listener may step a learning-rate schedule.

@@ -325,8 +325,8 @@ class Windows(Generic[M]):
             window.forget()
 
     def _values_of(self, micro_batches: list[M]) -> list[float]:
-        """Return a list that contains the number of micro-batches (0 or 1), followed by
-        the counts in order.
+        """Return the number of `micro_batches` (0 or 1), followed by the total of each
+        count over these micro-batches, in the order of `self.count`.
         """
         values = [float(len(micro_batches))]
         for name, function in self.count.items():

@@ -50,7 +50,7 @@ An entry is None if nothing is added to the corresponding leaf (see `checks.alig
 """
 
 Axes = frozenset[str]
-"""A set of names of mesh axes."""
+"""A set of mesh axis names."""
 
 Extra = dict[str, Any]
 
@@ -99,10 +99,11 @@ class GradientTypes(NamedTuple):
     them.
     """
     update_dtypes: list[DType]
-    """One gradient dtype per leaf. The leaf's update gets the dtype that the inner
-    optimizer would return for a gradient of this dtype. The list equals `dtypes`,
-    except in a flush. A flush has no gradients, so the list then contains the dtypes of
-    the parameters.
+    """For each leaf, the gradient dtype that determines the dtype of the leaf's update:
+    the dtype that the inner optimizer returns for a gradient of this dtype. If the
+    micro-batch has a gradient for the leaf, this is the dtype in `dtypes`. If there is
+    no gradient, as in a flush, this is the dtype of the parameter, or the dtype in
+    `dtypes` if the caller passed no parameters.
     """
 
 
@@ -151,9 +152,12 @@ def takes_part(leaf: Array) -> bool:
 
 
 def moving_of(tree: Tree) -> tuple[Leaves, Callable[..., Tree]]:
-    """Return the floating-point leaves of `tree`, and a function ``put(leaves, still)``
-    that rebuilds the tree: it replaces the floating-point leaves with `leaves`, and
-    every other leaf with ``still(leaf)``. By default ``still`` returns the leaf itself.
+    """Return the leaves of `tree` that have a real or complex floating-point dtype, and
+    a function `put`.
+
+    ``put(leaves)`` returns a copy of `tree`, in which `leaves` replace these
+    floating-point leaves in order. ``put(leaves, still)`` also replaces every other
+    leaf with ``still(leaf)``.
     """
     all_leaves, structure = jax.tree.flatten(tree)
 

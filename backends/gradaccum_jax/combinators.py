@@ -39,14 +39,16 @@ the updates and the new state of a wrapped optimizer.
 
 @jax.tree_util.register_static
 class Question:
-    """An extra argument for a combined transformation. The wrapped optimizer inside the
-    transformation calls the function `answer` with its own `Accumulation` and state,
-    and the results are stored in this object.
+    """An extra argument for a combined transformation, such as an `optax.chain`. The
+    wrapped optimizer inside the transformation passes its own `Accumulation` and state
+    to `ask`, which passes them on to the function `answer`. Afterwards this object
+    contains the `Accumulation` and the updates that `answer` returned. The new state
+    that `answer` returned becomes part of the transformation's new state.
     """
 
     accumulation: Any = None
-    """The `Accumulation` of the wrapped optimizer; None until the question has been
-    answered.
+    """The `Accumulation` of the wrapped optimizer that was asked this question; None
+    before `ask` has been called.
     """
     updates: Updates = None
 
@@ -84,9 +86,11 @@ def close_part(
     """Close the window of the wrapped optimizer inside `tx` by calling `close`. Return
     the updates for all parameters, and the new state of `tx`.
 
-    The other transformations in `tx` do not process a micro-batch, so neither their
-    states nor their parameters change. However, a transformation after the wrapped
-    optimizer in an `optax.chain` is applied to the updates, so it must be stateless.
+    The other transformations in `tx` receive gradients of zero instead of a
+    micro-batch's gradients. So their states do not change, and all parameters that the
+    wrapped optimizer does not update get an update of zero. In an `optax.chain`, the
+    transformations after the wrapped optimizer are applied to the updates. These
+    transformations must be stateless, because their new states are not kept.
     """
     question = Question(close)
     updates, new_state = _ask_part(tx, state, params, extra, question)

@@ -95,26 +95,30 @@ def on_masters(
 
 
 def distance(p: Array, master: Array) -> Array:
-    """Return a float32 update u for a half-precision parameter p, such that
-    ``(p + u).astype(p.dtype)``, as `optax.apply_updates` computes it, equals the
-    rounded `master`.
+    """Return a float32 update u for a half-precision parameter p. If u is added to p as
+    in `optax.apply_updates`, that is, as ``(p + u).astype(p.dtype)``, the result is q,
+    the `master` rounded to half precision.
 
-    Let q be the rounded master, t the number of bits in the half-precision significand
-    (11 or 8), and u = fl(q - p). The result is q, bit for bit, in each of these cases:
+    u is q - p, rounded to float32. This rounding, or the rounding of p + u to float32,
+    could make the result differ from q. The following cases are those in which it does
+    not. Let t be the number of bits in the half-precision significand (11 in float16, 8
+    in bfloat16). The result is q, bit for bit, if:
 
-    - p/2 <= q <= 2p. Then u is exact (Sterbenz, "Floating-Point Computation", 1974).
+    - p/2 <= q <= 2p, because u is then exact (Sterbenz, "Floating-Point Computation",
+      1974).
     - |p| <= (2^(23 - t) - 4) |q|, which is 4092 |q| in float16 and 32764 |q| in
-      bfloat16. Then two float32 roundings change p + u by at most
-      2^-24 (|q - p| + |q|), up to a factor of 1 + 2^-24, and numbers within
-      2^-(t+1) |q| of q round to q.
-    - q is 0.
-    - |q - p| <= 1 in float16. Then q - p is a multiple of 2^-24, and float32 represents
-      such a small multiple exactly.
+      bfloat16. The two roundings then change p + u by at most 2^-24 (|q - p| + |q|), up
+      to a factor of 1 + 2^-24. The result is still q, because numbers within 2^-(t+1)
+      |q| of q round to q.
+    - q is 0. In this case u is computed from the unrounded master.
+    - |q - p| <= 1 in float16, because q - p is then a multiple of 2^-24, and float32
+      represents such a small multiple exactly.
 
-    All this holds unless q - p overflows float32 or, in bfloat16, is below 2^-126,
-    which XLA flushes to 0. A parameter that shrinks by a larger factor in one update,
-    but not to 0, is off by at most 2^-23 |p|, and is correct again after the next
-    update. `gradaccum_jax.apply_updates` does not have these limits.
+    All this holds unless q - p overflows float32 or, in bfloat16, is so small (below
+    2^-126) that XLA flushes it to 0. If none of the cases applies, the parameter
+    shrinks by a larger factor in one update, but not to 0. It is then off by at most
+    2^-23 |p|, and is correct again after the next update. `gradaccum_jax.apply_updates`
+    does not have these limits.
     """
     parameter = jnp.asarray(p).astype(jnp.float32)
     target = round_master(master, jnp.result_type(p))

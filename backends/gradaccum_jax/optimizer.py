@@ -309,7 +309,8 @@ def flush(
         state: the state of `tx`, or flax nnx's ``optimizer.opt_state``, as shown in the
             recipes.
         params: the parameters. They are required with master weights, or if the inner
-            optimizer needs them. The updates have the dtypes of the parameters.
+            optimizer needs them. The updates have the dtypes of the parameters, or
+            of the master weights.
         denominator: a finite scalar > 0. The sum of the gradients is divided by this
             number instead of the window's weight. This requires ``steps=None``.
         extra: arguments that are passed on to the inner optimizer.
@@ -400,8 +401,9 @@ def accumulation_of(tx: object) -> Accumulation | None:
 
 
 def require_open(tx: optax.GradientTransformation) -> Accumulation:
-    """Return the `Accumulation` of `tx`. Raise unless `tx` was wrapped with
-    ``steps=None``, because the caller closes the window itself.
+    """Return the `Accumulation` of `tx`, for a function that closes the window itself.
+    Such a function needs ``steps=None``, so an error is raised if `tx` was wrapped with
+    another value of `steps`, or not wrapped at all.
     """
     accumulation = accumulation_of(tx)
     if accumulation is None:

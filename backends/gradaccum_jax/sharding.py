@@ -128,12 +128,18 @@ def explicitly_sharded(leaf: Array) -> bool:
 
 
 class AxisShards(NamedTuple):
-    """The number of equal shards into which one axis of an array is divided."""
+    """What is known about the number of equal shards into which one axis of an array is
+    divided.
+    """
 
     known: int
-    """The number of shards that is known from the array or its type."""
+    """The number of shards according to the array's sharding or its type; 1 if neither
+    shows that the axis is sharded.
+    """
     possible: int
-    """The largest possible number of shards, a multiple of `known`."""
+    """An upper bound on the number of shards: 1 if the axis is not sharded, otherwise
+    the number of devices. This bound is a multiple of `known`.
+    """
 
 
 ONE_SHARD = AxisShards(1, 1)

@@ -30,7 +30,9 @@ Numbers = np.ndarray[Any, Any]
 
 
 class JaxSubject(Subject):
-    """The loss is compiled once for each micro-batch size."""
+    """JAX parameters, a loss and one batch. The gradient of the loss is compiled once
+    for each seed and each micro-batch size.
+    """
 
     def __init__(self, params: Any, *arguments: Any, **options: Any) -> None:
         super().__init__(params, *arguments, **options)

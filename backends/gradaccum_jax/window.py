@@ -50,8 +50,8 @@ from gradaccum_jax.workers.group import ReducedWindow, all_reduce, require_known
 from gradaccum_jax.xla import in_one_kernel, run_if
 
 Event = tuple[Scalar, Scalar, Scalar]
-"""The outcome of the last call, as the state stores it: the flags (applied, skipped,
-overflow).
+"""The outcome of a call as three bool scalars (applied, skipped, overflow). The state
+stores them as `last_applied`, `last_skipped` and `last_overflow`.
 """
 
 

@@ -22,11 +22,13 @@ TRACEABLE = (jax.Array, np.ndarray, np.generic, float)
 
 
 def call_jitted(jitted_function: Any, *arguments: Tree) -> Any:
-    """Call a function that `jax.jit` returned. If a leaf of the arguments is a
-    function, a flag or another static value, call the original Python function instead.
+    """Call a function that `jax.jit` returned. Outside `jax.jit` the compiled function
+    runs, because JAX would otherwise compile the step's conditionals again for every
+    micro-batch. Under `jax.jit` the function is inlined.
 
-    Outside `jax.jit`, the jitted function avoids recompiling the step's conditionals
-    for every micro-batch. Under `jax.jit`, the jitted function is inlined.
+    If a leaf of the arguments is neither an array nor a float, such as a function or a
+    flag, the original Python function is called instead, because such a leaf must stay
+    a Python value.
     """
     is_traceable = all(
         isinstance(leaf, TRACEABLE) for leaf in jax.tree.leaves(arguments)

@@ -21,14 +21,15 @@ whole key.
 
 
 class Batch(LargeBatch):
-    """The arguments that the loss function gets after the model. A micro-batch may
-    contain any of the items, in any order.
+    """The arguments of the loss function after the model. The arguments can be split in
+    any way: a micro-batch may contain any of the items, in any order.
 
     Args:
-        arguments: nests of arrays.
-        axes: a prefix nest of `arguments` with the batch axis of each array, or None
-            for an array that each micro-batch gets whole. Values that are not arrays
-            are always passed whole.
+        arguments: nests (nested structures of tuples, lists and dicts) of arrays.
+        axes: the batch axis of each array: one value for all arrays, or a nest with the
+            same outer levels as `arguments`. If the value is None or `KEY`, every
+            micro-batch gets the whole array. Arrays without axes and values that are
+            not arrays are never split.
         is_array: returns True if a leaf is an array.
         take: ``take(array, axis, items)`` returns the slices of `array` that belong to
             `items`, or the whole array if `axis` is None.

@@ -1,11 +1,13 @@
-"""The causes that `gradaccum.verify` can find, in words."""
+"""The texts with which `gradaccum.verify` explains why accumulation is wrong for a
+loss.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 PAGE = "gradaccum/VERIFY.md"
-"""The page with a section for each kind of cause."""
+"""The page of the documentation that has a section for each `Cause.kind`."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ CAUSES = {
         " Multiply a penalty beside a sum by the micro-batch's share of the items.",
     ),
 }
-"""For each finding of the experiments, the kind of cause, the place where it is, the
-explanation and the fix. Names in braces are replaced with facts that the experiment
-supplies.
+"""For each finding of the experiments, the fields of a `Cause`: the kind, where the
+cause is, the explanation and the fix. Names in braces are replaced with facts that the
+experiment supplies.
 """

@@ -1,10 +1,14 @@
-"""Measure how far the gradients of two partitions of a batch differ, in units of the
-rounding error.
+"""Measure how much the gradient of a batch depends on how the batch is split, in units
+of the rounding error.
 
-A parameter's unit is the largest change in its gradient when all parameters are
-perturbed by one rounding error. Several perturbations are tried, both for the large
-batch and for the first partition. The unit has a lower bound: each micro-batch's
-gradient is rounded once, and the sum is off by at most log2(terms) rounding errors
+Each parameter has its own unit. To measure the unit, all parameters are perturbed by
+one rounding error, and the change in the parameter's gradient is computed. The unit is
+the largest change in several such runs, both of the large batch and of the first
+partition.
+
+The unit also has a lower bound, because a perturbation may leave a gradient unchanged.
+The bound is an estimate of the rounding error: one rounding error for each
+micro-batch's gradient, and log2(terms) rounding errors for adding up its terms
 (pairwise summation: Higham, "Accuracy and Stability of Numerical Algorithms", section
 4.2). If terms cancel, so that a gradient consists only of rounding errors, its terms
 are assumed to be as large as the largest gradient.
@@ -30,13 +34,13 @@ from gradaccum.verification.batch import Items
 from gradaccum.verification.subject import Conditions, Subject
 
 PERTURBATIONS = 4
-"""The number of perturbed runs that measure the rounding error. They are made for the
-large batch, and again for the first partition.
+"""The number of runs with perturbed parameters that measure the rounding error. The
+large batch is run this many times, and so is the first partition.
 """
 ROUNDING_LIMIT = 4.0
 """A difference of at most this many units counts as rounding. The limit is above 1,
-because the largest difference may be twice the largest perturbation. In thirty models
-for which accumulation is right, the difference was at most 2 units.
+because two gradients may differ by twice the largest change that a perturbation caused.
+In thirty models for which accumulation is correct, the difference was at most 2 units.
 """
 SUM_ROUNDOFF = 2.0**-23
 """The roundoff of float32, the coarsest dtype in which sums are computed."""
@@ -80,25 +84,27 @@ def cut(items: tuple[int, ...], size: int) -> Parts:
 
 class Coefficients(NamedTuple):
     """The weighted sum of the micro-batches' gradients that comes nearest to the large
-    batch's gradient.
+    batch's gradient. The factors in this sum are the best coefficients.
     """
 
     best: tuple[float, ...]
-    """For each micro-batch, the best factor for its gradient."""
+    """For each micro-batch, the best coefficient of its gradient."""
     used: tuple[float, ...]
     """For each micro-batch, the factor by which accumulation multiplies its gradient.
     """
     unexplained: float
     """The fraction of the large batch's gradient g that the sum with the best
-    coefficients c_k does not explain: ||g - sum(c_k g_k)|| / sum(||c_k g_k||). If only
-    the coefficients are wrong, this fraction is about one rounding error.
+    coefficients c_k does not explain: ||g - sum(c_k g_k)|| / sum(||c_k g_k||). Here g_k
+    is the gradient of micro-batch k. If only the coefficients are wrong, this fraction
+    is about one rounding error.
     """
     uncertainty: float
     """The rounding error of the best coefficients, relative to the largest coefficient.
     """
     error: float
     """The distance between the sum with the best coefficients and the large batch's
-    gradient, for the worst parameter and in units of its rounding error.
+    gradient. The distance is computed for each parameter separately, in units of the
+    parameter's rounding error. This field is the largest of these distances.
     """
     norms: tuple[float, ...]
     """For each micro-batch, the norm of its gradient in units of the rounding error; 0
@@ -124,8 +130,8 @@ class Coefficients(NamedTuple):
 
 
 class Weighting(NamedTuple):
-    """How the micro-batches are weighted: computes the factor by which each
-    micro-batch's gradient is multiplied before the gradients are added up.
+    """The reduction and the weights of the micro-batches. They determine the factor by
+    which each micro-batch's gradient is multiplied before the gradients are added up.
     """
 
     reduction: Reduction
@@ -199,7 +205,9 @@ class Comparison:
         return moved_names(self.errors)
 
     def is_right_with(self, weighting: Weighting) -> bool:
-        """True if accumulation would be right with the factors of another weighting."""
+        """True if accumulation would be correct with another weighting: every partition
+        would then give the large batch's gradient, up to rounding.
+        """
         return not any(
             self.differing(self.accumulate(parts, weighting), self.large)
             for parts in self.partitions
@@ -229,6 +237,9 @@ class Comparison:
 
     @cached_property
     def units(self) -> dict[str, float]:
+        """For each parameter, the unit in which differences of its gradient are
+        measured (see the module's docstring).
+        """
         units = dict(self.floors)
         for parts in ((self.items,), self.partitions[0]):
             exact = self.accumulate(parts)
@@ -241,9 +252,9 @@ class Comparison:
 
     @cached_property
     def floors(self) -> dict[str, float]:
-        """For each parameter, a lower bound on its unit: the rounding error of
-        computing the micro-batches' gradients and adding them up. The bound is above 0
-        even if all gradients are 0.
+        """For each parameter, a lower bound on its entry in `units`: the estimated
+        rounding error of computing the micro-batches' gradients and adding them up. The
+        bound is above 0 even if all gradients are 0.
         """
         parts = self.partitions[0]
         sizes = dict.fromkeys(self.subject.places, 0.0)
@@ -305,5 +316,8 @@ def is_finite(gradient: Vector) -> bool:
 
 
 def moved_names(errors: Mapping[str, float]) -> tuple[str, ...]:
-    """Return the names of the parameters whose error is larger than rounding."""
+    """Return the names of the parameters whose error is above `ROUNDING_LIMIT`, because
+    rounding does not cause such an error. `errors` contains each parameter's error in
+    units of the rounding error.
+    """
     return tuple(name for name, error in errors.items() if not error <= ROUNDING_LIMIT)

@@ -1,9 +1,10 @@
-"""The experiments of `gradaccum.verify`. Each experiment changes one condition: the
-loss's scale, the random state, the model's state, the mode, the weights, the number of
-micro-batches.
+"""The experiments with which `gradaccum.verify` finds out why accumulation is wrong for
+a loss. Each experiment changes one condition, such as the loss's scale, the random
+state, the model's state, the mode or the weights.
 
-Causes that would disturb later experiments are found and removed first.
-`gradaccum/VERIFY.md` has a section for each kind of cause.
+Some causes of a wrong gradient would also affect later experiments. These causes are
+looked for first, and the later experiments run without them, for example in evaluation
+mode. `gradaccum/VERIFY.md` has a section for each kind of cause.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ OF_A_PART = (
 def examine(
     subject: Subject, steps: object, reduction: object = "mean"
 ) -> VerificationReport:
-    """Compare the partitions of the subject's batch, and look for the causes if their
-    gradients differ.
+    """Compare the gradients of the partitions of the subject's batch. If the gradients
+    differ, look for the causes of the difference.
     """
     items = subject.batch.items
     usual_steps = max(2, min(USUAL_STEPS, items))
@@ -82,12 +83,16 @@ def examine(
 
 
 class Examination:
-    """Runs the experiments, and collects the causes that they have found."""
+    """Runs the experiments on one loss, and collects the causes for which accumulation
+    is wrong.
+    """
 
     def __init__(self, comparison: Comparison) -> None:
         self.comparison = comparison
-        """The comparison under the conditions of training, with the causes found so far
-        removed.
+        """The comparison that the next experiment uses, at first under the conditions
+        of training. If the model's state or mode is a cause for which accumulation is
+        wrong, the conditions are changed so that this cause has no effect on later
+        experiments.
         """
         self.causes: list[Cause] = []
         self.notes: list[str] = []
@@ -169,7 +174,9 @@ class Examination:
         ]
 
     def find_causes(self) -> None:
-        """Look for causes one by one, until they explain the whole difference."""
+        """Look for the causes of a wrong gradient one by one, until the causes explain
+        the whole difference.
+        """
         if self.changed_names(seed=OTHER_SEED):
             self.add("random")
             return
@@ -188,8 +195,9 @@ class Examination:
         return not self.comparison.moved or self.has_other_weights()
 
     def depends_on_state(self) -> None:
-        """Test whether a micro-batch changes a state of the model that affects the
-        gradient of the next micro-batch.
+        """Test whether a micro-batch changes model state that affects the gradient of
+        the next micro-batch. If so, restore the state before each micro-batch in later
+        experiments.
         """
         alone = self.comparison.under(carry_state=False)
         parts = self.comparison.partitions[0]
@@ -203,9 +211,13 @@ class Examination:
             self.add("hidden_state", names, state=state_names)
 
     def depends_on_places(self) -> bool:
-        """Test whether an item's gradient depends on its position in the micro-batch,
-        but not on other items. If so, the gradient stays the same when two
-        micro-batches swap all of their items except the first.
+        """Test whether an item's gradient depends on the item's position in the
+        micro-batch, but not on other items.
+
+        The accumulated gradient of two micro-batches must stay the same if they swap
+        all of their items except the first, because each item keeps its position. The
+        gradient must change if the items of the first micro-batch are reversed, because
+        their positions change.
         """
         comparison = self.comparison
         half = len(comparison.items) // 2
@@ -224,8 +236,8 @@ class Examination:
         return self.add("by_place")
 
     def has_other_weights(self) -> bool:
-        """Test whether another reduction or other weights would make accumulation
-        right.
+        """Test whether accumulation would be correct with another reduction or other
+        weights.
         """
         comparison = self.comparison
         weightings = {"sum": Weighting("sum", len), "mean": Weighting("mean", len)}

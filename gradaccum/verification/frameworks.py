@@ -1,4 +1,4 @@
-"""`gradaccum.verify`: one call for every framework."""
+"""`gradaccum.verify`: a single function for all frameworks."""
 
 from __future__ import annotations
 
@@ -88,8 +88,9 @@ def verify(
 
 
 def _backends(model: object) -> Iterator[Any]:
-    """The backend of the model's type is loaded first, because loading any other
-    backend would import another framework.
+    """Yield the backends that may be able to examine `model`. The backend of the
+    model's type comes first, because loading any other backend would import another
+    framework.
     """
     with suppress(ArgumentTypeError):
         yield backend_of(model)

@@ -19,7 +19,7 @@ class VerificationReport:
     """The findings of `gradaccum.verify`."""
 
     equivalent: bool
-    """True if accumulation is right for this loss."""
+    """True if accumulation is correct for this loss."""
     causes: tuple[Cause, ...]
     """The reasons why accumulation is wrong, in the order in which they were found;
     empty if `equivalent` is true.
@@ -38,9 +38,11 @@ class VerificationReport:
     notes: tuple[str, ...] = ()
     """Further remarks about the loss, which do not indicate a mistake."""
     coefficients: Coefficients | None = None
-    """The best coefficients of the micro-batches, measured after the causes found
-    earlier were removed; None if the micro-batches' gradients are too similar to
-    distinguish.
+    """The coefficients with which the sum of the micro-batches' gradients comes nearest
+    to the large batch's gradient, for the first of the `partitions`. If the model's
+    state or mode is one of the `causes`, the coefficients are measured under conditions
+    in which this cause has no effect. None if the micro-batches' gradients are too
+    similar to distinguish.
     """
 
     @property

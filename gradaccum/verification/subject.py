@@ -84,8 +84,8 @@ class Subject(ABC):
 
     is_model: Callable[[object], bool] | None = None
     """A function that returns True for the model, and for any module that shares
-    parameters with the model. None means that a model of this framework cannot be
-    called.
+    parameters with the model. None if the model cannot be called, as in JAX, where the
+    model is a pytree of parameters.
     """
     quiet_layers: Sequence[str] = ()
     """The names of layers that run in evaluation mode because they draw random numbers.
@@ -190,8 +190,9 @@ class Subject(ABC):
     @property
     @abstractmethod
     def precision(self) -> tuple[float, float]:
-        """The distance from 1 to the next number in the program's coarsest floating
-        dtype, and the smallest positive number that a gradient can contain.
+        """A pair of numbers. The first is the machine epsilon of the coarsest
+        floating-point dtype in the computation. The second is the smallest positive
+        number that a gradient can contain, because smaller numbers become 0.
         """
 
     @staticmethod

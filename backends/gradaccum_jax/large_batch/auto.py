@@ -123,7 +123,8 @@ class SizeSearch:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """GPUs and TPUs raise RESOURCE_EXHAUSTED, and XLA:CPU raises INTERNAL with "Out of
+    """True if `error` says that the device does not have enough memory. GPUs and TPUs
+    raise RESOURCE_EXHAUSTED in this case, and XLA:CPU raises INTERNAL with "Out of
     memory allocating ... bytes".
     """
     message = str(error)

@@ -178,8 +178,9 @@ def take_items(
 def read_batch(
     arguments: tuple[Tree, ...], keywords: dict[str, Any], splitting: Splitting
 ) -> LargeBatch:
-    """Check the arguments of a call. Return them as a large batch that is not split
-    yet, so that one micro-batch contains all items.
+    """Check the arguments of a call, and return them as a `LargeBatch`. The batch is
+    not split yet: its `size` is the number of all items. `cut_batch` splits the batch
+    later.
     """
     axes = spread_over(splitting.axes, arguments, "axes")
     keyword_axis = splitting.axes if isinstance(splitting.axes, int) else 0

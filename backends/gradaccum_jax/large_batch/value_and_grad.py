@@ -59,8 +59,9 @@ def value_and_grad(
     accumulate_dtype: DType = None,
     axis_name: str | tuple[str, ...] | None = None,
 ) -> Callable[..., Any]:
-    """Return a function that computes the loss and the gradient of a large batch
-    micro-batch by micro-batch. It replaces `jax.value_and_grad`.
+    """Return a function that computes the loss and the gradient of a large batch, as a
+    replacement for `jax.value_and_grad`. The function processes one micro-batch at a
+    time, because the whole batch may need too much memory.
 
         step = gradaccum_jax.value_and_grad(loss_fn, steps=8)
         loss, grads = step(params, x, y)
@@ -215,12 +216,13 @@ def value_and_update(
         A function of ``(params, state, *batch, **extra)`` that returns
         ``(loss, updates, state)``, or ``((loss, aux), updates, state)``. The loss is
         unscaled and includes dropped micro-batches; ``gradaccum_jax.result(...).loss``
-        excludes them. The updates have the parameters' dtypes, and are zeros if no
-        update was applied. The inner optimizer gets two kinds of arguments from
-        `extra`: arguments that it declares, and arguments of optax's own optimizers,
-        such as `value_fn`, that are not also arguments of `loss_fn`. It also gets the
-        window's loss as `value`, unless `extra` contains a `value`. All other arguments
-        in `extra` are passed to `loss_fn`, as for `value_and_grad`.
+        excludes them. The updates have the dtypes of the parameters, or of the master
+        weights, and are zeros if no update was applied. The inner optimizer gets two
+        kinds of arguments from `extra`: arguments that it declares, and arguments of
+        optax's own optimizers, such as `value_fn`, that are not also arguments of
+        `loss_fn`. It also gets the window's loss as `value`, unless `extra` contains a
+        `value`. All other arguments in `extra` are passed to `loss_fn`, as for
+        `value_and_grad`.
 
     Raises:
         ArgumentTypeError: `tx` is not wrapped.

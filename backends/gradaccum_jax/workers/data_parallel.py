@@ -1,13 +1,16 @@
-"""Run a training step on several devices: each device gets its part of the batch, and
+"""Run a training step on several devices. Each device gets its part of the batch, and
 all devices share the window.
 
-The user's step gets the parameters as per-device copies, so that `jax.grad` returns
-each device's own gradient without a reduction. Outside `jax.shard_map`, the gradient
-sums of the devices have a leading axis with one entry per device. All other results
-must be the same on all devices, but if they are computed from per-device copies, their
-types do not show this. So the step is first traced with parameters that are typed as
-the same on all devices. In this trace, JAX's types show which results differ between
-devices.
+The user's step gets per-device copies of the parameters, because `jax.grad` then
+returns each device's own gradient without a reduction. Outside `jax.shard_map`, the
+gradient sums of the devices have a leading axis with one entry per device.
+
+The parameters that the step returns must be the same on all devices, and so must the
+state, except for each device's own part of the open window. JAX's type of a value shows
+whether the value may differ between devices. However, every value that is computed from
+per-device copies has the type of a value that may differ. So the step is first traced
+with parameters whose types say that they are the same on all devices. In this trace,
+the types show which of the returned values depend on a device's own batch.
 """
 
 from __future__ import annotations

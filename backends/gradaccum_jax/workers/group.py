@@ -51,20 +51,20 @@ devices.
 
 
 class ParamsType(Enum):
-    """The types that the parameters have while `data_parallel` traces a step: the types
-    of values that are the same on all devices, or the types of per-device copies. Each
-    step is traced once with each kind of type.
+    """What JAX's types of the parameters say while `data_parallel` traces a step: that
+    the parameters are the same on all devices, or that each device has its own copy.
+    The step is traced with both types, because each type has a disadvantage.
     """
 
     SAME = "same on all devices"
-    """According to their types, the parameters are the same on all devices. JAX's types
-    then show which values depend on a device's own batch. However, `jax.grad` then adds
-    up the gradients over the devices.
+    """The types say that the parameters are the same on all devices. The types of the
+    step's results then show which results depend on a device's own batch. The
+    disadvantage is that `jax.grad` adds up the gradients over the devices.
     """
     COPY = "a copy for each device"
-    """According to their types, the parameters are per-device copies. `jax.grad` then
-    returns each device's own gradient. However, every value that depends on the
-    parameters is then typed as a value that may differ between devices.
+    """The types say that the parameters are per-device copies. `jax.grad` then returns
+    each device's own gradient. The disadvantage is that every value that depends on the
+    parameters gets the type of a value that may differ between devices.
     """
 
 
@@ -166,9 +166,10 @@ def require_own(name: str, tree: Tree, axes: tuple[str, ...]) -> None:
 
 
 def shared_window(state: AccumulationState, axes: tuple[str, ...]) -> AccumulationState:
-    """Mark the fields of `state` as in a shared window: the fields in `OWN` as values
-    that may differ between devices, and all other fields as the same on all devices.
-    The values in `state` must in fact be the same on all devices.
+    """Give each field of `state` the type that the field has in a window that several
+    devices share. The fields in `OWN` get the type of values that may differ between
+    devices. All other fields get the type of values that are the same on all devices.
+    The caller must ensure that these other fields are in fact the same.
     """
     if not axes:
         return state
@@ -190,8 +191,10 @@ def map_by_kind(
     shared: OnLeaf = unchanged,
     other: OnLeaf = unchanged,
 ) -> Tree:
-    """Apply `own` and `shared` to the fields of each `AccumulationState` in `tree`, as
-    `by_kind` does. Apply `other` to all other leaves.
+    """Apply one of three functions to each leaf of `tree`. `own` is applied to the
+    fields of an `AccumulationState` whose values differ between devices, `shared` to
+    the other fields of an `AccumulationState`, and `other` to all leaves outside of
+    such states.
     """
 
     def node(part: Any) -> Any:

@@ -154,8 +154,7 @@ def value_and_grad(
         >>> def forward(x):
         ...     return net(x).mean()
         >>> backward = value_and_grad(forward, None, net.trainable_params(), steps=2)
-        >>> loss, (weight, bias) = backward(Tensor([[1.0, 2.0], [3.0, 4.0], [5.0,
-        6.0]]))
+        >>> loss, (weight, bias) = backward(Tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]))
         >>> float(loss), weight.asnumpy().tolist()
         (7.0, [[3.0, 4.0]])
     """
@@ -298,8 +297,8 @@ def value_and_update(
         >>> inner = nn.SGD(net.trainable_params(), 0.5)
         >>> optimizer = gradaccum.wrap(inner, steps=None, clip_norm=1.0)
         >>> train_step = value_and_update(lambda x: net(x).mean(), optimizer, steps=2)
-        >>> float(train_step(Tensor([[0.0, 4.0], [6.0, 4.0]]))),
-        optimizer.result.grad_norm (7.0, 5.0)
+        >>> float(train_step(Tensor([[0.0, 4.0], [6.0, 4.0]]))), optimizer.result.grad_norm
+        (7.0, 5.0)
         >>> [round(number, 4) for number in net.weight.asnumpy()[0].tolist()]
         [0.7, 0.6]
     """
