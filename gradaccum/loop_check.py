@@ -33,6 +33,7 @@ mistake in a loop causes a much larger difference.
 """
 LEAST = 1e-3
 """A coefficient counts as zero if it is below this fraction of the largest coefficient.
+For a micro-batch of very small weight, half of the expected coefficient is the limit.
 """
 MOST_ROUNDING = 0.02
 """The largest relative change of a gradient that rounding can cause, even in bfloat16.
@@ -49,8 +50,9 @@ class LoopProblem(NamedTuple):
     kind: str
     """The kind of mistake: ``"lost"``, ``"only_last"``, ``"leaked"``,
     ``"not_reduced"``, ``"not_divided"``, ``"short_window"``, ``"mean_of_means"``,
-    ``"scaled"``, ``"scaled_inside"``, ``"clipped_each"``, ``"counted_again"``,
-    ``"boundary"``, ``"weights"``, ``"unexplained"`` or ``"no_update"``.
+    ``"scaled"``, ``"scaled_inside"``, ``"clipped_each"``, ``"not_clipped"``,
+    ``"counted_again"``, ``"boundary"``, ``"weights"``, ``"unexplained"``,
+    ``"empty"`` or ``"no_update"``.
     """
     update: int
     """The number of the update, counted from 1; 0 if the problem is not specific to one
@@ -92,6 +94,19 @@ class LoopReader:
         require_reduction(self.reduction)
         self._length = len(self.weights) // self.workers
         """The number of micro-batches that each worker ran."""
+        weights = self.weights
+        if self.reduction != "mean":
+            weights = [1.0 if weight else 0.0 for weight in self.weights]
+        largest = max(weights, default=0.0) or 1.0
+        self._shares = [weight / largest for weight in weights]
+        """For each micro-batch, its expected coefficient, relative to the largest
+        coefficient.
+        """
+        noise = max(map(self._noise_of, self.updates), default=0.0)
+        self._unseen = {k for k, share in enumerate(self._shares) if share <= noise}
+        """The micro-batches whose coefficients are too small to be measured, including
+        the micro-batches of weight 0.
+        """
         self.members = [self._members_of(update) for update in self.updates]
         """For each update, the indices of the micro-batches that contributed to the
         update.
@@ -111,10 +126,19 @@ class LoopReader:
         if not self.uncertain:
             self._find_problems()
 
+    def _noise_of(self, update: WeightedSum) -> float:
+        """Return the error of the update's coefficients, relative to the largest."""
+        return max(update.uncertainty, self.rounding)
+
     def _members_of(self, update: WeightedSum) -> set[int]:
+        noise = self._noise_of(update)
         sizes = [abs(coefficient) for coefficient in update.coefficients]
-        least = max(LEAST, update.uncertainty) * max(sizes)
-        return {number for number, size in enumerate(sizes) if size > least}
+        members = set()
+        for k, (size, share) in enumerate(zip(sizes, self._shares, strict=True)):
+            least = min(LEAST, share / 2 or LEAST)
+            if size > max(noise, least) * max(sizes):
+                members.add(k)
+        return members
 
     def _right_coefficients(self, members: set[int]) -> tuple[float, ...]:
         weights = [self.weights[number] for number in members]
@@ -126,6 +150,15 @@ class LoopReader:
         for number, update in enumerate(self.updates, 1):
             pairs = zip(update.norms, self.weights, strict=False)
             flat = {k for k, (norm, weight) in enumerate(pairs) if weight and not norm}
+            norms = dict(enumerate(update.norms))
+            infinite = {k for k, norm in norms.items() if not math.isfinite(norm)}
+            if infinite:
+                return f"The gradient of {self._names(infinite)} is not finite."
+            if not math.isfinite(update.norm):
+                return (
+                    f"The gradient of update {number} is not finite. If the loss is"
+                    " scaled, check with a smaller scale."
+                )
             if flat:
                 return (
                     f"The gradient of {self._names(flat)} is zero, so the check cannot"
@@ -167,7 +200,7 @@ class LoopReader:
         of weight 0 are not reported.
         """
         reached = set().union(*self.members)
-        lost = {k for k, weight in enumerate(self.weights) if weight} - reached
+        lost = {*range(len(self.weights))} - reached - self._unseen
         kind = "lost"
         reason = ""
         if not lost:
@@ -193,10 +226,13 @@ class LoopReader:
         steps = self.steps or self._length
         unreached = set(range(len(self.weights))).difference(*self.members)
         pairs = pairwise([set(), *self.members])
+        start = 0
         for number, (before, members) in enumerate(pairs, 1):
             kinds = {problem.kind for problem in self.problems}
             places = {k % self._length for k in members}
-            window = set(range(self._length)[(number - 1) * steps : number * steps])
+            window = set(range(self._length)[start : start + steps])
+            if members:
+                start += steps
             is_off = places != window and window.isdisjoint(unreached)
             if members & before:
                 self._say(
@@ -214,9 +250,9 @@ class LoopReader:
                     " steps after the wrong micro-batch.",
                 )
             counts = [0] * self.workers
-            for k, weight in enumerate(self.weights):
+            for k in range(len(self.weights)):
                 # A micro-batch of weight 0 need not reach the optimizer.
-                if k in members or (not weight and k % self._length in places):
+                if k in members or (k in self._unseen and k % self._length in places):
                     counts[k // self._length] += 1
             if len(set(counts)) > 1 and "not_reduced" not in kinds:
                 words = [f"{count} of worker {k}" for k, count in enumerate(counts)]
@@ -236,7 +272,12 @@ class LoopReader:
         weightless = {k for k in members if not self.weights[k]}
         window = [k for k in sorted(members) if expected[k]]
         if not members:
-            self.notes.append(f"Update {number} contains no micro-batch.")
+            self._say(
+                "empty",
+                number,
+                f"Update {number} contains no micro-batch: its gradient is zero, but"
+                " momentum and weight decay change the parameters.",
+            )
             return
         if weightless:
             self._say(
@@ -249,14 +290,16 @@ class LoopReader:
         coefficients = [update.coefficients[k] for k in window]
         ratios = [update.coefficients[k] / expected[k] for k in window]
         norms = [update.norms[k] for k in window if update.norms]
-        room = ROOM + update.uncertainty + self.rounding
+        room = ROOM + self._noise_of(update)
+        noise = self._noise_of(update) * max(map(abs, update.coefficients))
+        rooms = [ROOM + noise / abs(coefficient) for coefficient in coefficients]
         count = len(window)
         longest = max(map(len, self.members))
         full_size = max(self.workers * (self.steps or longest // self.workers), count)
         share = count / full_size
 
         def same(numbers: Sequence[float], *targets: float) -> bool:
-            return are_equal([*numbers, *targets], room)
+            return are_equal([*numbers, *targets], [*rooms, *[room] * len(targets)])
 
         counted_again = [
             coefficient / (count - place)
@@ -264,7 +307,8 @@ class LoopReader:
         ]
         is_whole = same(ratios)
         is_smaller = is_whole and 0 < ratios[0] < 1
-        is_clipped = are_equal([update.norm, self.clip_norm or 0.0], ROOM)
+        limit = self.clip_norm or math.inf
+        is_clipped = math.isclose(update.norm, limit, rel_tol=ROOM)
         short = (
             f"The short window of update {number} was divided by {full_size} instead of"
             f" {count}: it is {share:.3g} times what it should be."
@@ -274,6 +318,12 @@ class LoopReader:
             f" {ratios[0]:.3g} times the large batch's update"
         )
         rules = (
+            (
+                same(ratios, 1) and update.norm > (1 + room) * limit,
+                "not_clipped",
+                f"Update {number} was not clipped: its gradient has the norm"
+                f" {update.norm:.3g}, but clip_norm={limit:.3g}.",
+            ),
             (same(ratios, 1), "", ""),
             (
                 same(coefficients, 1),
@@ -608,8 +658,15 @@ def loop_report(
     return LoopReport(sums, weights, limit=limit, rounding=rounding, **options)
 
 
-def are_equal(numbers: Sequence[float], room: float) -> bool:
-    return max(numbers) - min(numbers) <= room * max(map(abs, numbers))
+def are_equal(numbers: Sequence[float], rooms: Iterable[float]) -> bool:
+    """True if all numbers may be the same number. Each number may be off by half of its
+    entry in `rooms`, relative to the number.
+    """
+    errors = [
+        abs(number) * room / 2 for number, room in zip(numbers, rooms, strict=True)
+    ]
+    pairs = list(zip(numbers, errors, strict=True))
+    return max(n - error for n, error in pairs) <= min(n + error for n, error in pairs)
 
 
 def are_clipped(sizes: Sequence[float], norms: Sequence[float], room: float) -> bool:
@@ -624,7 +681,8 @@ def are_clipped(sizes: Sequence[float], norms: Sequence[float], room: float) -> 
         for size, norm in zip(sizes, norms, strict=False)
         if size < (1 - room) * largest
     ]
-    return len(clipped_norms) > 1 and are_equal(clipped_norms, room)
+    rooms = [room] * len(clipped_norms)
+    return len(clipped_norms) > 1 and are_equal(clipped_norms, rooms)
 
 
 def are_multiplied(sizes: Sequence[float], room: float) -> bool:
@@ -640,4 +698,4 @@ def are_multiplied(sizes: Sequence[float], room: float) -> bool:
     factors = [before / after for before, after in pairwise(sizes)]
     if len(factors) < 2:
         return False
-    return max(factors) < 1 + ROOM or are_equal(factors, room)
+    return max(factors) < 1 + ROOM or are_equal(factors, [room] * len(factors))

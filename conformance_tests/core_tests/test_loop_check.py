@@ -50,6 +50,17 @@ def kinds(report):
         ([(1, 0, 0, 0), (0, 3 / 7, 4 / 7, 0)], {"steps": 2}, ["lost", "boundary"]),
         ([(5 / 8, 3 / 8, 0, 0), (5 / 8, 3 / 8, 4 / 6, 2 / 6)], {}, ["leaked"]),
         ([], {}, ["no_update"]),
+        ([RIGHT, (0, 0, 0, 0)], {}, ["empty"]),
+        (
+            [(0, 0), (1, 0), (0, 1)],
+            {"weights": (1, 1), "steps": 1},
+            ["empty"],
+        ),
+        ([RIGHT], {"clip_norm": 0.9}, ["not_clipped"]),
+        ([(1 - 3e-4, 3e-4)], {"weights": (1, 3e-4)}, []),
+        ([(1, 0)], {"weights": (1, 3e-4)}, ["lost"]),
+        ([(1, 0)], {"weights": (1, 3e-4), "rounding": 1e-3}, []),
+        ([(0.9, 0.1005)], {"weights": (9, 1), "rounding": 1e-3}, []),
     ],
 )
 def test_kind(rows, options, found):
@@ -109,12 +120,6 @@ def test_gradient_of_zero_is_not_called_lost() -> None:
     report = read(row, weights=(1.0, 1.0, 1.0), norms=(1.0, 0.0, 1.0))
     assert "micro-batch 2 is zero" in report.uncertain
     assert read(row, weights=(1.0, 0.0, 1.0), norms=(1.0, 0.0, 1.0)).right
-
-
-def test_update_without_a_micro_batch_is_noted() -> None:
-    report = read(RIGHT, (0.0, 0.0, 0.0, 0.0))
-    assert report.right
-    assert "Update 2 contains no micro-batch" in str(report)
 
 
 def test_update_after_the_last_window_is_off_by_a_boundary() -> None:
