@@ -42,10 +42,12 @@ def checked_gradients(gradients: Gradients, specs: Specs) -> Gradients:
 def require_gradients(
     shapes: Sequence[Shape], dtypes: Sequence[DType | None], specs: Specs
 ) -> bool:
-    """Raise unless there is one entry per parameter, which is either a gradient with
-    the parameter's shape and dtype, or None. If an entry is None, its dtype in `dtypes`
-    is None, and its shape is not checked. A half-precision parameter may also have a
-    float32 gradient.
+    """Raise unless there is exactly one gradient for each parameter, with the
+    parameter's shape and dtype. The gradient of a half-precision parameter may also be
+    float32. A gradient may be None instead of a Tensor.
+
+    - `shapes`, `dtypes`: the shape and the dtype of each gradient. If a gradient is
+      None, its dtype must be None, and its shape is not checked.
     """
     if len(shapes) != len(specs):
         raise gradient_error(

@@ -45,15 +45,21 @@ class Extension:
     """
 
     def micro_batch_given(self) -> None:
-        """Handle a new micro-batch, before it changes the window."""
+        """Called after a micro-batch was passed from Python, and before the micro-batch
+        changes the window.
+        """
 
     def window_closed(self, state: State) -> None:
-        """Handle a window that was closed from Python. `state` is the state just before
-        the window was closed; its field `weight` contains the total over all workers.
+        """Called after a `PyNativeWindow` has closed a window. It is not called if a
+        compiled training step closes the window. `state` is the state from before the
+        window was closed, but its field `weight` contains the total weight over all
+        workers.
         """
 
     def state_loaded(self) -> None:
-        """Handle the loading of a checkpoint."""
+        """Called after a checkpoint has been loaded into the Parameters that store the
+        state.
+        """
 
 
 # A window's loss is computed from the weighted sum of its micro-batches' losses.
@@ -86,7 +92,10 @@ class WindowLoss(nn.Cell):  # type: ignore[misc]
         self.options = options._replace(steps=None)
         self.float_dtype = float_dtype
         self.loss = hidden_parameter(Tensor(NO_LOSS, float_dtype), f"{prefix}.{LOSS}")
-        """A Parameter with the three numbers of `Losses`."""
+        """A Parameter with three numbers (see `Losses`): the sum of the open window's
+        losses, the total weight of the micro-batches with a loss, and the loss of the
+        last closed window.
+        """
         self.zero = Tensor(0.0, float_dtype)
         self.nan = Tensor(math.nan, float_dtype)
 
@@ -115,9 +124,13 @@ class WindowLoss(nn.Cell):  # type: ignore[misc]
         self.write((total, weight_with_loss, value))
 
     def after_window(self, state: State, ending: State, options: Options) -> Losses:
-        """Return the losses to store after a window whose last state was `state`. The
-        sum of the losses is divided by the number that `ending` and `options`
-        determine.
+        """Return the three numbers of `Losses` to store after a window was closed: two
+        zeros for the next window, and the loss of the closed window.
+
+        - `state`: the state of the closed window before it was closed.
+        - `ending`: the same state, but if a denominator was passed to ``flush``, the
+          field `weight` contains the denominator. Unless the reduction in `options` is
+          ``"sum"``, the sum of the window's losses is divided by this weight.
         """
         total, weight_with_loss, _ = self.read()
         if weight_with_loss != state.weight:
@@ -130,10 +143,10 @@ class WindowLoss(nn.Cell):  # type: ignore[misc]
     def compiled_parts(
         self, loss: Tensor, weight: Tensor, is_added: Tensor | None
     ) -> Tensor:
-        """Return the three numbers that one micro-batch adds to the stored losses (see
-        `Losses`). If `is_added` is false, the gradient of the micro-batch is not added
-        to the window, and the numbers are 0. `is_added` is None if it is certain that
-        the gradient is added.
+        """Return the three numbers that one micro-batch adds to the numbers in
+        `self.loss`: its weighted loss, its weight, and 0. All three numbers are 0 if
+        `is_added` is false, because the micro-batch's gradient is then not added to the
+        window either. Pass None as `is_added` if the gradient is certainly added.
         """
         part = kit.contribution(weight, self.options) * loss
         parts = ops.stack((part, weight, self.zero))
@@ -153,9 +166,10 @@ class WindowLoss(nn.Cell):  # type: ignore[misc]
         return ops.stack((self.zero, self.zero, loss.astype(self.float_dtype)))
 
     def compiled_with_total(self, total: Tensor, weight: Tensor) -> Tensor:
-        """Return the losses to store for an open window. `total` is the sum of the
-        window's losses, and `weight` is the total weight of the micro-batches with a
-        loss.
+        """Return the three numbers of `Losses` with new values for the open window.
+        `total` is the sum of the open window's losses, and `weight` is the total weight
+        of the micro-batches with a loss. The loss of the last closed window does not
+        change.
         """
         return ops.stack((total, weight, self.loss.value()[2]))
 
@@ -287,7 +301,10 @@ class OpenWindowWarning(Extension):
         loader.
         """
         self.is_silent = False
-        """True if the user passed ``carry=True`` or has already been warned."""
+        """Whether no warning is issued any more, because this object has already warned
+        the user, or because the user passed ``carry=True`` to ``optimizer.epoch``,
+        which means that windows are left open on purpose.
+        """
         call_when_saved(windows.micro_step, self.state_loaded)
         OPEN_WINDOW_WARNINGS.add(self)
 

@@ -1,8 +1,12 @@
 """The wrapped optimizer: a `mindspore.nn.Optimizer` that runs its inner optimizer once
 per window.
 
-MindSpore compiles ``construct`` but never ``__call__``, so ``__call__`` contains the
-code for PyNative mode. `Flush` and `Discard` need both methods, so they are Cells too.
+MindSpore compiles the method ``construct`` of a Cell, but never the method
+``__call__``. So ``__call__`` contains the code for calls from Python, and ``construct``
+contains the code for compiled programs. ``optimizer.flush`` and ``optimizer.discard``
+are objects of the Cells `Flush` and `Discard`, because both can be called from Python
+and from compiled programs.
+
 The wrapped optimizer calls the constructor of `mindspore.nn.Cell` instead of the
 constructor of `mindspore.nn.Optimizer`, and gets every attribute that it lacks from the
 inner optimizer. So both optimizers share one learning rate and one ``global_step``,
@@ -350,8 +354,9 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
         Python numbers. You can read it only from Python. Reading it also calls the
         listeners.
 
-        If the optimizer has a loss scale, the training step must read ``loss_scale`` or
-        call ``scale``. Reading ``result`` is not enough.
+        If the optimizer has a loss scale, your training step must get the scale from
+        ``loss_scale``, or call ``scale``. Otherwise, adding a micro-batch raises an
+        error. Reading the scale from ``result`` does not prevent this error.
 
         Raises:
             UsageError: compiled code skipped a window, because the workers had

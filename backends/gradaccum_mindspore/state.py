@@ -246,9 +246,12 @@ class Storage(nn.Cell):  # type: ignore[misc]
         """
         self.last_event = self.entry("last_event", [0.0] * 4, self.float_dtype)
         """The outcome of the last call as four numbers: the flags `applied`, `skipped`
-        and `overflow` of a `StepResult`, and `grad_norm`. A flag is true if its number
-        equals ``micro_step + 1``. When the next micro-batch increases ``micro_step``,
-        the flag becomes false, so it does not have to be reset.
+        and `overflow` of a `StepResult`, and `grad_norm`. A false flag is stored as 0,
+        and a true flag is stored as ``micro_step + 1``.
+
+        A stored flag counts as true only as long as it equals ``micro_step + 1``. When
+        the next micro-batch increases ``micro_step``, the flag therefore becomes false
+        without being written again.
         """
 
     def entry(self, name: str, value: object, dtype: DType) -> Parameter:
@@ -266,9 +269,10 @@ class Storage(nn.Cell):  # type: ignore[misc]
             observer.state_loaded()
 
     def between_windows(self) -> None:
-        """Call the listeners and step the schedulers between two windows that the same
-        ``flush`` closes. Nothing else can do this between the two windows, because this
-        worker's training loop is waiting in ``flush``.
+        """Called between two windows that the same ``flush`` closes. A ``flush`` closes
+        several windows if other workers still have micro-batches. Call the listeners
+        and step the schedulers here, because this worker's training loop is waiting in
+        ``flush`` and cannot do so itself.
         """
         self.listener_calls.between_windows()
         for scheduler in self.schedulers:

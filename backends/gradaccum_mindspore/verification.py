@@ -36,9 +36,10 @@ PLAIN = (bool, int, float, str)
 
 
 class MindSporeSubject(Subject):
-    """The random numbers of MindSpore's random operators cannot be controlled from
-    outside. So Dropout Cells are compared in evaluation mode, and other random
-    operators cannot be compared.
+    """A Cell, its loss and one batch, which `gradaccum.verify` examines. Dropout Cells
+    are compared in evaluation mode, because an item gets different random numbers in a
+    different micro-batch. For the same reason, other random operators cannot be
+    compared.
     """
 
     def __init__(self, model: nn.Cell, *arguments: Any, **options: Any) -> None:
@@ -187,7 +188,10 @@ class CellState(ModelState):
                 setattr(self._cells[path], attribute, before)
 
     def changed_names(self, *, modes: bool = False) -> tuple[str, ...]:
-        """Return the names of the parameters and attributes that have changed."""
+        """Return the names of the parameters and attributes that have changed since
+        this object was created. Names that end in ``training``, such as the flag for a
+        Cell's mode, are left out unless `modes` is true.
+        """
         return tuple(
             name
             for name, value in self._get().items()

@@ -79,13 +79,14 @@ class MicroBatch:
 
 
 class Extension:
-    """An observer of a window. The docstring of each method says when the window calls
-    the method. The methods must not change the window.
+    """The base class of the objects that observe a window, for example to compute the
+    window's loss or to warn about a mistake. The docstring of each method says when the
+    window calls the method. The methods must not change the window.
     """
 
     is_finished = False
-    """Whether this observer has nothing left to observe. The window then stops calling
-    the observer, so that a check that needs only the first windows does not slow down
+    """Whether this extension has nothing left to observe. The window then stops calling
+    the extension, so that a check that needs only the first windows does not slow down
     the rest of the run.
     """
 
@@ -96,16 +97,15 @@ class Extension:
 
     def numbers(self) -> list[float]:
         """Called before the workers reduce a window's gradients, and before a window is
-        discarded. Return the numbers of this observer that are added up or averaged
-        over the workers together with the gradients, such as the sum of this worker's
-        losses.
+        discarded. Return this extension's own numbers, such as the sum of this worker's
+        losses. The workers add up or average these numbers together with the gradients.
         """
         return []
 
     def reduced(self, numbers: list[float]) -> None:
-        """Called after the workers have reduced a window's gradients. `numbers`
-        contains the sum or the average over all workers of each number that the method
-        `numbers` returned.
+        """Called after the workers have reduced a window's gradients. `numbers` is the
+        list that the method `numbers` returned, with each entry replaced by its sum or
+        its average over all workers.
         """
 
     def window_closed(self, state: Fields, options: Options) -> None:
@@ -121,11 +121,11 @@ class Extension:
         """
 
     def state_dict(self) -> dict[str, float]:
-        """Return this observer's entries for a checkpoint."""
+        """Return this extension's entries for a checkpoint."""
         return {}
 
     def load_state_dict(self, entries: dict[str, Any]) -> None:
-        """Restore this observer from the `entries` of a checkpoint."""
+        """Restore this extension from the `entries` of a checkpoint."""
 
 
 def as_number(loss: object) -> float | Tensor:
@@ -277,8 +277,9 @@ class ChangedRateWarning(Extension):
         self._optimizer = optimizer
         self._warn = warn
         self._rates: list[object] | None = None
-        """The learning rates at the beginning of the window, or None if they may change
-        during this window without a warning.
+        """The learning rates at the beginning of the window. After `allow_change` was
+        called or a checkpoint was loaded, this is None until the next window begins, so
+        that a change of a learning rate causes no warning.
         """
 
     def micro_batch_added(self, micro_batch: MicroBatch, weight: float) -> None:
@@ -354,10 +355,14 @@ class NonFiniteLossWarning(Extension):
 
 
 def is_divided_by(division: Division | None, steps: int, reduction: str) -> bool:
-    """True if the last operation on a loss was a division by `steps`, and this division
-    is most likely a mistake. The division is correct with ``reduction="sum"``. It is
-    also correct if it computes a mean: the mean of `steps` terms, or the mean over the
-    items of a summed loss.
+    """True if the user has most likely made the mistake of dividing a loss by `steps`,
+    the number of micro-batches in a window. The function assumes this mistake if the
+    last operation on the loss was a division by `steps`, except in three cases:
+
+    - The reduction is ``"sum"``, with which gradaccum itself does not divide.
+    - The division computes the mean of exactly `steps` terms.
+    - The reduction is ``"mean"``, and the division may compute the mean over items,
+      because every divided term is a sum over items.
     """
     if division is None or not math.isclose(division.divisor, steps):
         return False
@@ -380,7 +385,10 @@ class DividedLossWarning(Extension):
         self._is_divided = False
 
     def loss_given(self, loss: Tensor) -> None:
-        """Observe a loss that the user has passed, before its backward pass."""
+        """Called before the backward pass of a loss that the user has passed. Record
+        whether the user has most likely divided this loss by the number of
+        micro-batches, so that `micro_batch_added` can issue the warning.
+        """
         if self.is_finished:
             return
         division = last_division(loss)

@@ -34,10 +34,13 @@ overflow, and the scale could never grow again.
 
 
 SET_BACK: WeakKeyDictionary[torch.amp.GradScaler, tuple[Any, int]] = WeakKeyDictionary()
-"""Maps each scaler whose growth tracker was decreased by one to two values: the record
-that the scaler keeps for the next ``scaler.update()`` (see `pending_update`), and the
-true value of the growth tracker. If the scaler has a different record by now,
-``update`` has been called since, so the entry no longer applies.
+"""The scalers whose growth tracker was set to one less than its true value. This is
+done because the user's next ``scaler.update()`` adds one to the growth tracker. Each
+scaler is mapped to a pair: the scaler's record for the next ``update`` (see
+`pending_update`), and the true value of the growth tracker.
+
+An entry is valid only until ``update`` is called. The record then shows that the entry
+is out of date, because ``update`` replaces the scaler's record with a new record.
 """
 
 

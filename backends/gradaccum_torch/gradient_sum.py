@@ -27,8 +27,9 @@ GetParameters = Callable[[], list[Tensor]]
 
 
 class UpdateGuard(Protocol):
-    """An object with an `is_broken` flag, which is set before anything is written into
-    a gradient sum.
+    """An object whose flag `is_broken` shows that a gradient sum may be incomplete. The
+    flag is set before a gradient sum is modified, and is cleared after the
+    modification. If an exception interrupts the modification, the flag stays set.
     """
 
     is_broken: bool
@@ -84,10 +85,12 @@ class GradientSum:
         self.watch.note(parameter)
 
     def add_micro_batch(self, guard: UpdateGuard) -> bool:
-        """Add the micro-batch's gradients to the sum. Return False if the gradients
-        were dropped because they are not finite.
+        """Add the micro-batch's gradients to the sum. If the sum is kept in ``.grad``,
+        there is nothing to do, because autograd has already added the gradients. Return
+        False if the gradients were dropped because they are not finite.
 
-        - `guard`: its `is_broken` flag is set before anything is written.
+        - `guard`: the object whose flag `is_broken` is set before the sum is modified.
+          The caller clears the flag.
         """
         return True
 

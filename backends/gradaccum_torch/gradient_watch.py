@@ -36,9 +36,10 @@ was multiplied, or 1 for a plain ``loss.backward()``.
 PASSES = [0]
 """The total number of backward passes of all wrapped optimizers."""
 IN_PARTS = -2
-"""A placeholder that `WatchedGradient.version` contains if ``.grad`` is a `DTensor`.
-The version of the `DTensor`, which counts in-place writes, is not recorded, because a
-write to the local part of a `DTensor` does not change this version.
+"""The value of `WatchedGradient.version` if ``.grad`` is a `DTensor`. For other
+tensors, `WatchedGradient.version` is the tensor's version, which counts in-place
+writes. The version of a `DTensor` is useless here, because a write to the `DTensor`'s
+local part does not change the version.
 """
 
 
@@ -95,14 +96,19 @@ class WatchedGradient:
 
     def _was_added(self, noted_gradient: Tensor) -> bool:
         """True if autograd may have produced ``.grad`` by adding one gradient to
-        `noted_gradient`, even though this addition did not increase the version of
-        `noted_gradient` by exactly 1.
+        `noted_gradient`. Called if the version of `noted_gradient` has not increased by
+        exactly 1, as it normally does in such an addition.
 
-        There are two such cases. If ``.grad`` is a new tensor, autograd may have
-        created the tensor because of ``create_graph=True``, or because it added a dense
-        gradient to a sparse gradient. If ``.grad`` is still `noted_gradient`, a single
-        addition may change the version by more than 1, but only for a `DTensor` or a
-        sparse gradient.
+        If ``.grad`` is still `noted_gradient`, the result is True for a sparse
+        gradient, because one addition may increase its version by more than 1. The
+        result is also True for a `DTensor`, because its version is not recorded.
+
+        If ``.grad`` is a new tensor, the result is True if this tensor requires a
+        gradient, because autograd creates such a tensor with ``create_graph=True``. The
+        result is also True if `noted_gradient` is sparse, because autograd creates a
+        new tensor when it adds a dense gradient to a sparse gradient.
+
+        If ``.grad`` is None, the result is True.
         """
         gradient = self.parameter.grad
         if gradient is noted_gradient:
@@ -110,7 +116,10 @@ class WatchedGradient:
         return gradient is None or gradient.requires_grad or noted_gradient.is_sparse
 
     def is_changed(self, gradient: Tensor) -> bool:
-        """True if `gradient`, which is in ``.grad``, is not as autograd left it."""
+        """True if other code has changed ``.grad`` since autograd last added to it.
+        `gradient` is the tensor that is in ``.grad`` now. If ``.grad`` is a `DTensor`,
+        an in-place change is detected only if the norm was recorded.
+        """
         if gradient is not self.gradient:
             return True
         if self.version != IN_PARTS:
@@ -132,9 +141,10 @@ class GradientWatch:
         the last ``step``.
         """
         self.was_changed = False
-        """Whether other code has changed a gradient, and autograd has added to this
-        gradient afterwards. The flag is needed because autograd's addition replaces the
-        record of the gradient, which would otherwise show the change.
+        """Whether other code has changed a gradient, and the gradient's
+        `WatchedGradient` no longer shows this change. This happens if autograd adds to
+        the changed gradient, because the `WatchedGradient` then records the result as
+        the work of autograd.
         """
         self.has_plain_pass = False
         """Whether a plain ``loss.backward()`` has added a gradient since the last
@@ -164,8 +174,9 @@ class GradientWatch:
         every window.
         """
         self._first_parameter = 0
-        """The id of the parameter that received the first gradient of the micro-batch's
-        first backward pass.
+        """The id of the parameter whose gradient was the first to arrive in the current
+        micro-batch. `pass_began` uses this id to tell the user's own backward passes
+        from the passes that reentrant checkpointing runs inside them.
         """
         self._watched_gradients: dict[int, WatchedGradient] = {}
         """The watched gradients, keyed by ``id(parameter)`` instead of by the parameter

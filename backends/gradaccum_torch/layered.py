@@ -181,12 +181,15 @@ class Border:
         tensors = tensors_of(nest)
         self.roots = [tensor for tensor in tensors if tensor.requires_grad]
         """The activations that require a gradient. The backward pass of the layer that
-        computed them starts from these tensors. The tensors are dropped when the graph
-        of that layer is no longer needed.
+        computed these activations starts from them. The list is emptied when the
+        layer's graph is no longer needed, because the activations keep the graph alive.
+        With ``within="recompute"``, this is right after the forward pass, because the
+        backward pass then starts from recomputed activations.
         """
         self.gradients: list[Tensor | None] = [None] * len(self.roots)
-        """The gradient of each tensor in `roots`, or None if the next layer did not use
-        it.
+        """For each activation that requires a gradient, the gradient that the backward
+        pass of the next layer has computed. An entry is None before this backward pass,
+        and also if the next layer did not use the activation.
         """
         self._devices = [tensor.device for tensor in tensors]
         self._requires_grad = [tensor.requires_grad for tensor in tensors]

@@ -75,9 +75,11 @@ class MasterWeights:
         }
 
     def groups_changed(self) -> None:
-        """Called after the optimizer's groups have changed. Create the missing master
-        weights, and cast the optimizer's half-precision state for these parameters to
-        float32. Delete the master weights of parameters that were replaced or cast.
+        """Called after the optimizer's groups have changed. Create a master weight for
+        each half-precision parameter that has none, and cast the optimizer's
+        half-precision state for this parameter to float32. Delete the master weight of
+        each parameter that is no longer in the groups, or whose dtype is no longer half
+        precision.
         """
         half_parameters = [
             parameter

@@ -456,9 +456,10 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         """Restore what `state_dict` returned, including an open window. If the state
         comes from an optimizer that is not wrapped, no window is open afterwards.
 
-        If no window was open when the state was saved, the saved loss scale is used
-        only if both this optimizer and the optimizer that saved the state have a
-        dynamic loss scale.
+        If the state contains an open window, the saved loss scale is restored too. If
+        the state contains no open window, the saved loss scale is restored only if it
+        was dynamic and the loss scale of this optimizer is dynamic too. Otherwise, this
+        optimizer uses the loss scale that was passed to `gradaccum.wrap`.
 
         Raises:
             CheckpointError: the saved state belongs to different parameters, or

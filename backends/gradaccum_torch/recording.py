@@ -80,8 +80,10 @@ class LoopRecord:
         self.others = {
             each: Restoration(each) for each in optimizers() if each is not optimizer
         }
-        """The other optimizers, which may train the same model. An optimizer that is
-        created later, for example by an adversarial attack in the loss, is left alone.
+        """All optimizers except the recorded one, each with the `Restoration` that
+        undoes its steps. Their steps are undone too, because these optimizers may train
+        the same model. The steps of an optimizer that is created later, for example by
+        an adversarial attack in the loss, are not undone.
         """
         self._updates: list[Tensor] = []
         self._norms: list[float] = []
@@ -260,15 +262,17 @@ Calls = Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
 
 
 def _counts_of(calls: Calls) -> list[float]:
-    """Return the weight of each micro-batch: its number of labels except
-    `IGNORED_LABEL`, or its number of items if not every micro-batch has labels.
+    """Return the weight of each micro-batch: the number of its labels, except labels
+    that are `IGNORED_LABEL`. If any micro-batch has no labels, return the number of
+    items of each micro-batch instead.
 
-    The loss of a causal language model leaves out the first label of each sequence, but
-    the losses of other models do not. The returned weights include the first labels.
+    The first label of each sequence is counted. A causal language model leaves this
+    label out of its loss, but other models do not. This matters only if it changes the
+    ratios between the weights.
 
     Raises:
-        UsageError: the ratios between the weights would be different without the first
-            labels.
+        UsageError: the ratios between the weights depend on whether the first labels
+            are counted.
     """
     labels: list[Tensor] = []
     for _, keywords in calls:

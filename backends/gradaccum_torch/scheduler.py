@@ -35,9 +35,10 @@ _REPLAYED = (
 
 
 def is_scheduler(candidate: object) -> bool:
-    """True if `candidate` is one of torch's schedulers, or another object that has an
-    ``optimizer`` attribute and a ``step`` or ``step_update`` method, but is not itself
-    an optimizer.
+    """True if `candidate` is one of torch's schedulers. Also true for any other object
+    that has a ``step`` or ``step_update`` method, and an ``optimizer`` attribute that
+    contains a torch optimizer. An object with a ``zero_grad`` method does not count,
+    because such an object is itself an optimizer.
     """
     if isinstance(candidate, torch.optim.lr_scheduler.LRScheduler):
         return True
@@ -87,8 +88,9 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         optimizer._window.schedulers.add(self)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Call ``scheduler.step(...)`` with these arguments if the optimizer has
-        applied an update since the last call.
+        """Call the scheduler's ``step(*args, **kwargs)`` if the optimizer has applied
+        an update since the last call of this method. A timm scheduler's ``step`` is
+        always called, because its argument is an epoch.
         """
         updates = self._optimizer_updates()
         window = self._scheduler.optimizer._window
@@ -118,9 +120,10 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
             self.step()
 
     def optimizer_loaded(self) -> None:
-        """Called after the optimizer has loaded a state. If the scheduler has not
-        loaded a state itself, it will not step for updates that were applied before the
-        optimizer's state was saved.
+        """Called after the optimizer has loaded a state. From now on, step only for
+        updates that are applied after this load. If the scheduler itself has just
+        loaded a state, change nothing, because the scheduler's state already says for
+        which updates the scheduler has stepped.
         """
         if not self._has_loaded:
             self._updates = self._optimizer_updates()
@@ -150,8 +153,10 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         return {**self._scheduler.state_dict(), _STEPPED_AT: self._updates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a saved state. If the state comes from a scheduler that was not
-        wrapped, assume that this scheduler has stepped for every update so far.
+        """Restore a saved state. If a scheduler that is not wrapped saved the state,
+        the state does not say for how many updates that scheduler has stepped. In this
+        case, assume that it has stepped for every update that this scheduler's
+        optimizer has applied so far.
         """
         state_dict = dict(state_dict)
         self._updates = state_dict.pop(_STEPPED_AT, self._optimizer_updates())

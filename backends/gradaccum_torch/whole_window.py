@@ -121,9 +121,10 @@ class WholeWindow:
         return self._window.masters.parameters()
 
     def begin_weightless(self) -> None:
-        """Prepare for a backward pass of micro-batches that were already counted. The
-        pass adds no weight to the window, and its gradients are already multiplied by
-        the loss scale.
+        """Prepare for a backward pass that starts from gradients which an earlier
+        backward pass has computed. The loss was already counted for the earlier pass,
+        so the new pass adds no weight to the window. The gradients are already
+        multiplied by the loss scale, so they are not multiplied again.
         """
         micro_batch = self._window.micro_batch
         micro_batch.set_weight(0.0)

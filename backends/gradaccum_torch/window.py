@@ -65,9 +65,10 @@ class Scheduler(Protocol):
         """
 
     def optimizer_loaded(self) -> None:
-        """Called after the optimizer has loaded a state. Unless the scheduler has
-        loaded a state too, it will not step for updates that were applied before the
-        optimizer's state was saved.
+        """Called after the optimizer has loaded a state. From now on, step only for
+        updates that are applied after this load. If the scheduler itself has just
+        loaded a state, change nothing, because the scheduler's state already says for
+        which updates the scheduler has stepped.
         """
 
 
@@ -122,8 +123,9 @@ class Window:
         """
         self.micro_batch = MicroBatch()
         self.passes_before = PASSES[0]
-        """The value of the counter `PASSES` when this optimizer last counted a
-        micro-batch.
+        """The total number of backward passes of all wrapped optimizers (the counter
+        `PASSES`) when this optimizer last counted a micro-batch. If `PASSES` is higher
+        now, a backward pass has begun since then.
         """
         self.expects_one_pass = False
         """Whether the next micro-batch is expected to have a single backward pass,
@@ -134,8 +136,8 @@ class Window:
         or ``discard``, and the gradient norm of the last window.
         """
         self.is_reduced = False
-        """Whether the gradients of all workers have been added up, but the update has
-        not been applied or skipped yet.
+        """Whether the workers have already reduced the open window's gradients, so that
+        the update only has to be applied or skipped.
         """
         self.has_just_loaded = False
         """Whether a state has been loaded and no micro-batch has been counted since
@@ -246,7 +248,11 @@ class Window:
         return float(kit.given_weight(None, self.use_of_weights))
 
     def factor(self, weight: float) -> float:
-        """Return the factor by which a loss of this weight is multiplied."""
+        """Return the factor by which the gradients of a micro-batch with weight
+        `weight` are multiplied. The factor is the loss scale, multiplied by `weight`
+        with ``reduction="mean"``. If `weight` is 0 and the micro-batch has a loss, the
+        factor is 0.
+        """
         if not weight and self.micro_batch.has_loss:
             return 0.0
         return float(kit.contribution(weight, self.options) * self.state.loss_scale)
@@ -667,9 +673,9 @@ class Window:
             raise checks.changed_gradients_error()
 
     def _between_windows(self) -> None:
-        """Call the listeners and step the schedulers between two windows that a single
-        ``flush`` closes. Nothing else can do this between the two windows, because this
-        worker's training loop is waiting in ``flush``.
+        """Called between two windows that a single ``flush`` closes. Call the listeners
+        and step the schedulers here, because this worker's training loop is waiting in
+        ``flush`` and cannot do so itself.
         """
         self.listeners.tell()
         for scheduler in list(self.schedulers):

@@ -187,9 +187,9 @@ def plan_of(options: CallOptions, dtype: DType) -> Callable[[Any], Any]:
 
 
 def outline_of(nest: Any) -> Any:
-    """Return `nest` with each Tensor replaced by its shape and dtype, and any other
-    value replaced by an empty tuple. Compiled code does not split lists of numbers or
-    strings.
+    """Return `nest` with each Tensor replaced by its shape and dtype. Any other value
+    is replaced by an empty tuple, because compiled code does not split the value. For
+    example, it does not split a list of numbers.
     """
     if isinstance(nest, (tuple, list)):
         parts = []

@@ -57,8 +57,13 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class CoupledPasses:
-    """The two passes over the micro-batches. They are not methods of the Cell, because
-    a Cell would list the parameters of its attributes as its own.
+    """The two passes over the micro-batches. The first pass computes the outputs of all
+    micro-batches. The second pass computes the outputs again, together with the
+    gradients.
+
+    The passes are not methods of `CoupledGradient`, because that class is a Cell. A
+    Cell would list the Parameters in its attributes, such as `parameters`, as
+    Parameters of the Cell.
     """
 
     outputs_fn: Function

@@ -222,9 +222,11 @@ class CompiledUpdateLoop(CompiledLoop):
     """A compiled loop that passes the gradients of each micro-batch to the optimizer,
     instead of adding them up itself.
 
-    In place of gradient sums, the loop passes a zero from each call of the optimizer to
-    the next call. Each call depends on this zero, because the compiler could otherwise
-    run the calls in a different order.
+    The loop has no gradient sums to pass from one micro-batch to the next, so it passes
+    a zero instead. The zero is added to the weight that the optimizer gets, and is
+    passed on only after the optimizer has run. Each call of the optimizer therefore
+    waits for the previous call. Otherwise, the compiler could run the calls in a
+    different order.
     """
 
     def __init__(

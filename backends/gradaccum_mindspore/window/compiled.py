@@ -95,8 +95,9 @@ def exact_in(dtype: DType, options: Options) -> Options:
 
 
 def number_of(weight: Number) -> Number:
-    """Return a weight as a number or a scalar Tensor; raise while compiling if it is
-    neither.
+    """Return a weight that is a Tensor as a scalar Tensor, and any other weight
+    unchanged. If a weight that is a constant of the compiled program is invalid, raise
+    an error while MindSpore compiles the program.
     """
     if isinstance(weight, Tensor):
         return weight.reshape(())
@@ -253,7 +254,10 @@ class CompiledWindow(CellOfOnePhase):
         return ops.assign(self.storage.last_event, event)
 
     def write_open(self, state: Fields, event: Tensor) -> bool:
-        """Write the values that a micro-batch or a discard changes."""
+        """Write into `self.storage` what a micro-batch or a discard changes: the
+        outcome `event`, and three fields of `state`, which are the number of
+        micro-batches, the weight and the overflow flag.
+        """
         ops.assign(self.storage.micro_step, state[MICRO_STEP].astype(ms.int32))
         ops.assign(self.storage.weight, state[WEIGHT].astype(self.float_dtype))
         ops.assign(self.storage.overflow, state[OVERFLOW])
@@ -270,8 +274,9 @@ class CompiledWindow(CellOfOnePhase):
         return True
 
     def size(self, optimizer_step: Tensor) -> Tensor:
-        """Return the size of the window that begins after `optimizer_step` updates. The
-        size has not been checked yet.
+        """Return the size of the window that begins when `optimizer_step` updates have
+        been applied. If the size comes from the user's function, it may be below 1 (see
+        `with_checked_size`).
         """
         if self.has_size_function:
             number = self.sizes(optimizer_step)
@@ -336,12 +341,17 @@ class CompiledWindow(CellOfOnePhase):
     ) -> tuple[Fields, Tensor | None, Tensor | None]:
         """Add the checked gradients of one micro-batch to the window's gradient sums.
 
-        Return three values. The first is the state after the micro-batch. The second is
-        the outcome of the call, or None if the micro-batch cannot be rejected. The
-        third is the numbers to add to `WindowLoss.loss`, or None if no loss was passed.
-        The caller then calls `is_full` and `write_added`. They are separate methods,
-        because the compiler drops an ``if`` whose condition comes from a function that
-        writes Parameters.
+        Return three values:
+
+        - the state after the micro-batch;
+        - the outcome of the call, or None if the micro-batch is certainly added (see
+          `is_certainly_added`);
+        - the numbers to add to `WindowLoss.loss`, or None if no loss was passed.
+
+        The caller then passes the state to `is_full`, and all three values to
+        `write_added`. `is_full` is a separate method that writes nothing, because the
+        compiler drops an ``if`` whose condition comes from a function that writes
+        Parameters.
         """
         state = self.read()
         weight_number = self.weight_number(weight)
@@ -381,7 +391,10 @@ class CompiledWindow(CellOfOnePhase):
     def write_added(
         self, state: Fields, event: Tensor | None, parts: Tensor | None, weight: Weight
     ) -> bool:
-        """Write the values that `add` returned."""
+        """Write the values that `add` returned into `self.storage`: the state, the
+        outcome of the call, and the numbers for the window's loss. Also write the size
+        of the open window.
+        """
         storage = self.storage
         if event is None:
             # These assignments update the counters to the values in `state`. Each is a
@@ -408,8 +421,10 @@ class CompiledWindow(CellOfOnePhase):
         return self.finish()
 
     def decide(self) -> bool:
-        """Decide whether the window's update is applied or skipped. Write the decision,
-        the outcome, and the state after the window.
+        """Decide whether the window's update is applied or skipped. Write the decision
+        into the Parameters `is_applied` and `divisor`, which `finish` reads. Write the
+        outcome of the call, the window's loss, and the state with which the next window
+        begins into `self.storage`.
         """
         storage = self.storage
         state = self.read()

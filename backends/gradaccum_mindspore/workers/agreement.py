@@ -151,8 +151,10 @@ def is_sharded(parameter: Parameter) -> bool:
 
 
 def mark(optimizer: nn.Cell, parameters: Sequence[Parameter]) -> None:
-    """Set ``layerwise_parallel`` on the parameters that all workers share, for as long
-    as `optimizer` is alive.
+    """Prevent MindSpore's own reducer from reducing the gradients of the parameters
+    that all workers share, for as long as `optimizer` is alive. This is done by marking
+    the parameters as ``layerwise_parallel``, because the reducer skips parameters with
+    this mark.
     """
     owner = next(MARKS)
     shared_parameters = [each for each in parameters if not is_sharded(each)]
@@ -163,8 +165,8 @@ def mark(optimizer: nn.Cell, parameters: Sequence[Parameter]) -> None:
 
 
 def unmark(parameters: Sequence[Parameter], owner: int | None = None) -> None:
-    """Undo `mark` for `parameters`. If `owner` is not None, undo it only for the
-    parameters that were marked with the number `owner`.
+    """Remove the mark that `mark` has set on `parameters`. Every call of `mark` has its
+    own number. If `owner` is such a number, remove only the marks from this call.
     """
     for parameter in parameters:
         marked_by = getattr(parameter, "shares_windows", 0)

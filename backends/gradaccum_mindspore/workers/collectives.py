@@ -68,8 +68,10 @@ class Bucket(nn.Cell):  # type: ignore[misc]
         self.ends = tuple(ends)
 
     def construct(self, after: Tensor) -> Tensor:
-        """Wait until `after` has been computed. Then replace each sum with its total
-        over all workers, and return the totals as one vector.
+        """Replace each gradient sum of this bucket with its total over all workers, and
+        return the totals as one vector. Send the sums only after `after` has been
+        computed. `after` is the result of the previous message, and messages must be
+        sent one after the other.
         """
         vector = ops.depend(ops.concat(map_over(_flat, self.sums)), after)
         total = compiled_sum_over_workers(vector, self.workers)

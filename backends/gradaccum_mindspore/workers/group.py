@@ -1,15 +1,16 @@
 """A window that several workers share, and that all of them end at the same time.
 
 The code that ends a window is compiled, even in PyNative mode, so that rounding is the
-same on all workers. This code all-reduces a few numbers, and then all-reduces the
-gradient sums once. A worker that runs out of data calls ``flush`` from Python. From
-then on it takes part in the windows of the other workers, without adding micro-batches,
-until every worker has called ``flush``.
+same on all workers. This code all-reduces a vector of a few numbers, and then
+all-reduces the gradient sums once. A worker that runs out of data calls ``flush`` from
+Python. From then on it takes part in the windows of the other workers, without adding
+micro-batches, until every worker has called ``flush``.
 
-The numbers include the learning rates of each worker. If the learning rates differ, a
-worker that ends its window from Python raises an error. Compiled code cannot raise
-errors. So if a window ends in compiled code, all workers skip the window as if it had
-overflowed, and the error is raised later, from Python.
+The vector also contains the learning rates of each worker, so that the workers can
+compare them. If the learning rates differ, a worker that ends its window from Python
+raises an error. Compiled code cannot raise errors. So if a window ends in compiled
+code, all workers skip the window as if it had overflowed, and the error is raised
+later, from Python.
 
 The gradient sum of a sharded parameter is not sent. After the all-reduce, each worker
 sends the gradient norm of its own shards, or inf if the gradients are not finite. So
@@ -45,11 +46,13 @@ from gradaccum_mindspore.workers.collectives import (
 )
 
 OPTIMIZERS = cycle(range(1, 33))
-"""Numbers that identify the optimizers whose windows are shared. All workers wrap these
-optimizers in the same order, so an optimizer has the same number on every worker. At
-the end of a window, the workers compare their numbers (see `OPTIMIZER_SQUARED`). No
-number is above 32, because float32 then represents the sum of the squares of the
-numbers exactly, even over thousands of workers.
+"""Numbers from 1 to 32, which identify the optimizers whose windows are shared. All
+workers wrap these optimizers in the same order, so an optimizer has the same number on
+every worker. At the end of a window, the workers check that they all have the same
+number (see `OPTIMIZER_SQUARED`).
+
+For this check, the workers add up the squares of their numbers in float32. No number is
+above 32, because the sum is then exact, even over thousands of workers.
 """
 
 
@@ -60,16 +63,17 @@ OVERFLOWS = 1
 MICRO_BATCHES = 2
 FLUSHES = 3
 COMPILED_ENDS = 4
-"""The index of the element that contains the number of workers that end the window in
-compiled code.
+"""The index of the number of workers that end the window in compiled code instead of
+from Python.
 """
 OPTIMIZER = 5
 OPTIMIZER_SQUARED = 6
-"""The index of the element for the square of the optimizer's number. After the
-all-reduce, this element contains the sum of the squares over all workers, and the
-element at `OPTIMIZER` contains the sum of the numbers. All workers have the same number
-if and only if the square of the sum is the number of workers times the sum of the
-squares.
+"""The index of the square of this worker's optimizer number (see `OPTIMIZERS`). The
+optimizer number itself is at the index `OPTIMIZER`. The all-reduce adds up the numbers,
+and also adds up their squares.
+
+The two sums show whether all workers have the same number. This is the case if and only
+if the square of the first sum equals the number of workers times the second sum.
 """
 LOSS = 7
 RATES = 8
@@ -112,11 +116,13 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         self.true = Tensor(True)
 
     def compiled_all_reduce(self) -> bool:
-        """Replace the sums, the weight and the overflow flag with the totals over all
-        workers.
+        """Replace the gradient sums, the weight, the overflow flag and the loss in
+        `storage` with the totals over all workers.
 
-        The code runs in a separate branch, because if a graph reads a Parameter again
-        after writing it, MindSpore copies the Parameter and rounds float64 to float32.
+        The code is inside an ``if``, so that MindSpore compiles it into a graph of its
+        own. In a single graph, the rest of the program would read these Parameters
+        again after this code has written them. MindSpore would then copy the
+        Parameters, and round float64 to float32.
         """
         if self.always:
             self.add_up_sums(self.add_up_numbers(self.zero, self.one))
@@ -159,8 +165,8 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         return ops.stack([rate.astype(self.float_dtype) for rate in self.rates])
 
     def workers_differ(self, totals: Tensor) -> Tensor:
-        """True if the workers are not closing a window of the same optimizer, or if
-        their learning rates differ.
+        """True if the workers are closing windows of different optimizers, or if their
+        learning rates differ.
         """
         square = self.workers * totals[OPTIMIZER_SQUARED]
         differ = ops.square(totals[OPTIMIZER]) != square
@@ -172,8 +178,11 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
     def add_up_sums(self, totals: Tensor) -> bool:
         """Replace each gradient sum in ``storage.shared_sums`` with its total over all
         workers. Then write the weight, the overflow flag and the loss over all workers
-        into `storage`. If the workers differ (see `workers_differ`), write an infinite
-        weight and a true overflow flag, so that all workers skip the window.
+        into `storage`.
+
+        If the workers' learning rates or optimizers differ (see `workers_differ`),
+        write an infinite weight and a true overflow flag instead, so that all workers
+        skip the window.
 
         - `totals`: the vector that `add_up_numbers` returned.
         """
@@ -208,9 +217,9 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         return divisor * ops.sqrt(ops.square(norms / divisor).sum())
 
     def require_same_rates(self) -> None:
-        """Raise an error if a window was skipped because the workers were not closing a
-        window of the same optimizer, or because their learning rates differed. The
-        error is raised only once.
+        """Raise an error if a window was skipped because the workers differed: their
+        learning rates were not the same, or they were closing windows of different
+        optimizers. A later call does not raise the error again.
         """
         if self.differs.item():
             write_numbers(self.differs, False)
@@ -245,9 +254,9 @@ def rates_of(inner: Optimizer) -> list[Any]:
 
 
 class AllNumbers(nn.Cell):  # type: ignore[misc]
-    """A compiled program that returns two results: the vector of totals from
-    `WorkerGroup.add_up_numbers`, and whether the workers differ according to
-    `WorkerGroup.workers_differ`.
+    """A compiled program that returns two results. The first is the vector of totals
+    from `WorkerGroup.add_up_numbers`. The second is true if the workers' learning rates
+    or optimizers differ (see `WorkerGroup.workers_differ`).
     """
 
     def __init__(self, workers: WorkerGroup) -> None:
@@ -260,8 +269,9 @@ class AllNumbers(nn.Cell):  # type: ignore[misc]
 
 
 class WindowEnd(nn.Cell):  # type: ignore[misc]
-    """A compiled program that ends a window. Its argument is the vector of totals that
-    `AllNumbers` returned.
+    """A compiled program that ends a window. Its argument `totals` is the vector that
+    `WorkerGroup.add_up_numbers` returned: the totals over all workers of the weight,
+    the overflow flag, the counts, the loss and the learning rates.
     """
 
     def __init__(self, window: CompiledWindow, workers: WorkerGroup) -> None:

@@ -2,9 +2,13 @@
 raises an error if the Trainer is configured to clip or accumulate gradients itself, or
 to step a scheduler after every micro-batch.
 
-Without this callback, Lightning clips the gradient and steps a scheduler after each
-micro-batch, and ends an epoch in the middle of a window. With ``separate_sums=True``,
-only this callback detects the clipping.
+Without this callback, an epoch may end in the middle of a window, and a Trainer that is
+configured to clip clips the gradient of each micro-batch instead of the window's
+gradient. Lightning also steps a scheduler with ``"interval": "step"`` after each
+micro-batch if the scheduler is not wrapped.
+
+If the optimizer was wrapped with ``separate_sums=True``, only this callback detects the
+clipping, because such an optimizer allows other code to change ``.grad``.
 """
 
 from __future__ import annotations

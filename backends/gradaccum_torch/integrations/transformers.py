@@ -178,8 +178,9 @@ micro-batch is not weighted by its number of tokens.
 
 
 def divides_by_tokens(trainer: Trainer) -> bool:
-    """True if the trainer's loss is a sum divided by ``num_items_in_batch``, the number
-    of tokens that TRL adds to the inputs.
+    """True if the trainer's loss is a sum over tokens that TRL divides by a number of
+    tokens. TRL stores this number in the inputs under the key ``num_items_in_batch``. A
+    trainer without a ``loss_type`` is assumed to have such a loss.
 
     Raises:
         UsageError: gradaccum does not know by which number TRL divides the loss.

@@ -159,17 +159,22 @@ def is_out_of_memory(error: BaseException) -> bool:
 FITS = 2**31 - 1
 """A worker's vote if the micro-batches fitted into its memory."""
 RAISED = -1
-"""A worker's vote if it raised an error other than an out-of-memory error. This vote is
-below all other votes, so that every worker learns of the error. The lowest other vote
-is 0, which means that not even a single item fits into the worker's memory.
+"""A worker's vote if it raised an error other than an out-of-memory error. The smallest
+vote decides, and this vote is smaller than any size, so all workers raise an error. The
+smallest size is 0, which means that not even a single item fits into the worker's
+memory.
 """
 
 
 @contextmanager
 def agreement(smaller_size: int, workers: dist.ProcessGroup | None) -> Iterator[None]:
-    """At the end of the block, raise `SmallerSizeError` if any worker ran out of
-    memory. A worker that ran out of memory votes for `smaller_size`. This is a
-    collective call.
+    """Run one attempt, which is the code inside the ``with`` block. If the attempt runs
+    out of memory on any worker, raise `SmallerSizeError` on every worker, with the
+    smallest size for which a worker has voted. A worker that ran out of memory votes
+    for `smaller_size`.
+
+    If the attempt raises another error on one worker, raise an error on every worker.
+    The end of the block is a collective call.
     """
     try:
         yield

@@ -44,8 +44,9 @@ def backward(
     optimizer: AccumulatingOptimizer | None = None,
     modules: Sequence[nn.Module] = (),
 ) -> Any:
-    """Add the large batch's gradient to ``.grad``, one micro-batch at a time, and
-    return its loss.
+    """Add the gradient of a large batch to ``.grad``, and return the loss of the large
+    batch. The call splits the large batch into micro-batches, and runs the forward and
+    backward pass of one micro-batch after the other.
 
     The result is the same as from ``loss_fn(*batch).backward()`` if the loss is a mean
     or sum over items. A batch norm in training mode uses the statistics of each

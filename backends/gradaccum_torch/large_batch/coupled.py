@@ -168,7 +168,10 @@ def run_twice(
 
 
 class Outputs:
-    """The outputs of all micro-batches in the first pass, concatenated."""
+    """The outputs of `outputs_fn` for all micro-batches, concatenated. `outputs_fn`
+    runs twice for each micro-batch: the first pass computes these outputs without a
+    graph, and the second pass computes the same outputs with a graph.
+    """
 
     def __init__(self, nests: list[Nest]) -> None:
         columns = zip(*map(tensors_of, nests), strict=True)
@@ -189,9 +192,11 @@ class Outputs:
     def gradients_of(
         self, index: int, outputs: Nest
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the tensors in `outputs`, the outputs of micro-batch `index` in the
-        second pass, and the gradients of these tensors. Tensors without a gradient are
-        left out.
+        """Return a list of the tensors in `outputs`, and a list of the loss's gradients
+        with respect to these tensors. `outputs` is the return value of `outputs_fn` for
+        micro-batch `index` in the second pass. Tensors without a gradient are left out.
+
+        Also compare `outputs` with the outputs of the first pass, for `require_same`.
         """
         tensors = []
         gradients = []

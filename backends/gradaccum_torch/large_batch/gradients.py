@@ -45,12 +45,14 @@ COMPILED_NODE = "CompiledFunctionBackward"
 
 
 class GradientsInGrad:
-    """Collects the gradients of one call in the ``.grad`` of every leaf tensor on which
-    the loss depends.
+    """Collects the gradients of one call of a function such as
+    `gradaccum_torch.backward` in the ``.grad`` of every leaf tensor on which the loss
+    depends.
 
-    The earlier values of ``.grad`` are kept, and are added at the end of the call or
-    restored after an error. Half-precision gradients are moved into float32 sums as
-    soon as autograd has computed them.
+    During the call, ``.grad`` contains only gradients of this call. At the end of the
+    call, the values that ``.grad`` had before are added to these gradients. If the call
+    raises an error, ``.grad`` gets its earlier values back. Half-precision gradients
+    are moved into float32 sums as soon as autograd has computed them.
 
     Args:
         before: the random states and module buffers from before the call.
@@ -78,9 +80,10 @@ class GradientsInGrad:
         self._known_ids = set(ignored_ids)
         self._refused_nodes: set[str] = set()
         self._needs_optimizer = self.window is None and processes() > 1
-        """Whether `reach` raises an error if it finds a module that several workers
-        train. This is an error because, without a wrapped optimizer, the gradients of
-        such a module would be reduced in each micro-batch.
+        """Whether the call must not train a module that other workers train too. This
+        is the case if several processes are running and no wrapped optimizer was
+        passed, because the gradients of such a module would then be reduced in each
+        micro-batch. `reach` raises an error if it finds such a module.
         """
         if self.window is None:
             self._refused_nodes.add(REENTRANT_NODE)
@@ -221,13 +224,14 @@ untraced(GradientsInGrad._move_into_sum)
 
 
 class GradientsInWindow(GradientsInGrad):
-    """Collects the gradients of one call in a window of a wrapped optimizer. The
-    optimizer's loss scale, overflow policy and clipping apply to this window, and the
-    optimizer's workers share the window.
+    """Collects the gradients of one call of a function such as
+    `gradaccum_torch.backward` in a window of a wrapped optimizer. The optimizer's loss
+    scale, overflow policy and clipping apply to this window, and the optimizer's
+    workers share the window.
 
-    The loss may also depend on leaf tensors outside the optimizer. For example, a
-    generator's loss depends on the critic's parameters. The gradients of such tensors
-    over the whole large batch are added to their ``.grad``.
+    The loss may also depend on leaf tensors that do not belong to the optimizer. For
+    example, a generator's loss depends on the critic's parameters. The gradient of the
+    large batch's loss with respect to such a tensor is added to the tensor's ``.grad``.
     """
 
     window: WholeWindow
@@ -266,8 +270,10 @@ class GradientsInWindow(GradientsInGrad):
     def add_outputs(
         self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> None:
-        """Backpropagate `gradients` through `outputs`. The loss was already counted,
-        and `gradients` are already multiplied by the loss scale.
+        """Backpropagate `gradients` through `outputs`. This adds no weight to the
+        window, because `add_loss` has already added the weight of the loss from which
+        `gradients` were computed. `add_loss` has also multiplied `gradients` by the
+        loss scale.
         """
         self.window.begin_weightless()
         super().add_outputs(outputs, gradients)

@@ -168,11 +168,12 @@ def units_among(modules: Iterable[nn.Module]) -> list[Unit]:
 
 
 def reduce(units: Sequence[Unit]) -> None:
-    """Reduce the unreduced gradients of `units` into ``.grad``, as FSDP2 does for a
-    module that a backward pass did not reach.
+    """Reduce the gradients of `units` that FSDP2 has not reduced yet, and add the
+    results to ``.grad``.
 
-    This function calls FSDP2's ``post_backward`` directly. Otherwise, FSDP2 would have
-    to know in advance which backward pass is the last one.
+    This function calls FSDP2's ``post_backward`` itself, because FSDP2 calls it only
+    during a backward pass. FSDP2 would therefore have to know in advance which backward
+    pass is the last one.
     """
     roots: dict[int, Private] = {}
     for unit in reversed(units):

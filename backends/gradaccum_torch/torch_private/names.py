@@ -79,20 +79,26 @@ _REDUCED_BY_SUM = 2
 
 
 class Division(NamedTuple):
-    """The division of a loss by a Python number."""
+    """A record of the division of a loss by a Python number. It describes the last
+    operation in the computation of the loss.
+    """
 
     divisor: float
     terms: int
-    """The number of terms in the sum that was divided."""
+    """The number of terms in the sum that was divided, or 1 if the dividend is not a
+    sum of terms.
+    """
     of_sums: bool
-    """Whether each term of the divided sum is itself a sum over items, such as a summed
-    loss. If so, the division may compute the mean over these items.
+    """Whether each of these terms is itself a sum over items, such as a summed loss. If
+    so, the division may compute the mean of the loss over the items.
     """
 
 
 def last_division(loss: Tensor) -> Division | None:
-    """If the last operation in the computation of `loss` was a division by a number,
-    return this division. Otherwise return None.
+    """Return a record of the last operation in the computation of `loss` if this
+    operation was a division by a number, or a multiplication by a number other than
+    1/2. The multiplication counts as a division by the reciprocal. Return None after
+    any other operation.
     """
     node: Node = loss.grad_fn
     divisor = None if node is None else _divisor_of(node)
@@ -175,8 +181,8 @@ def owns_memory(gradient: Tensor) -> bool:
 
 
 def keep_own(leaf: Tensor) -> None:
-    """Replace the ``.grad`` of `leaf` with a copy if other code may write to its
-    memory.
+    """Replace ``leaf.grad`` with a copy if other code may write to the memory of
+    ``leaf.grad``.
     """
     if leaf.grad is not None and not owns_memory(leaf.grad):
         leaf.grad = leaf.grad.clone()

@@ -77,10 +77,11 @@ gradient reduction of a module for the first time.
 
 
 def require_reduced(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Called before each step of `optimizer`. Raise if `optimizer` updates a parameter
-    whose gradient is not reduced over the workers. This is the case if a wrapper has
-    suppressed the gradient reduction of the parameter's module, and the parameter
-    belongs to no optimizer that was wrapped with ``module=``.
+    """Called before each step of `optimizer`. Raise if `optimizer` would update a
+    parameter with a gradient that is not reduced over the workers. A wrapper suppresses
+    the gradient reduction of its module, and reduces only the gradients of its own
+    optimizer. So the gradient of a parameter of this module stays unreduced if no
+    optimizer that was wrapped with ``module=`` contains the parameter.
     """
     if optimizer in CHECKED_OPTIMIZERS:
         return
@@ -107,9 +108,11 @@ names.untraced(require_reduced)
 
 
 def refuse_bare_steps(optimizer: torch.optim.Optimizer) -> None:
-    """From now on, call `require_reduced` before each step of any optimizer. This is
-    needed because the wrapper of `optimizer` has suppressed the gradient reduction of a
-    module, and another optimizer may also update this module's parameters.
+    """From now on, raise an error before any optimizer that was not wrapped with
+    ``module=`` updates a parameter whose gradients are not reduced (see
+    `require_reduced`). This is needed because the wrapper of `optimizer` has suppressed
+    the gradient reduction of a module, and another optimizer may update parameters of
+    the same module.
     """
     REDUCING_OPTIMIZERS.add(optimizer)
     CHECKED_OPTIMIZERS.clear()
@@ -204,8 +207,8 @@ def describe_parameters(
 
 
 def require_same_lines(lines: Sequence[str], *groups: dist.ProcessGroup) -> None:
-    """Raise on every worker unless all workers of `groups` pass the same `lines`, which
-    describe their options and parameters. This is a collective call.
+    """Raise an error on every worker if two workers of `groups` pass different `lines`.
+    The lines describe the worker's options and parameters. This is a collective call.
     """
     everyone = [(dist.get_rank(), lines)]
     for group in groups:

@@ -1,6 +1,6 @@
-"""Workers with different shards of the same parameters (FSDP2, tensor parallelism). The
-parallel module reduces the gradients. The code in this file reduces the windows'
-weights.
+"""Workers with different shards of the same parameters (FSDP2, tensor parallelism).
+torch itself reduces the gradients of the sharded model. The code in this file reduces
+the windows' weights.
 
 FSDP2 averages gradients over its workers, so the weight is averaged too. In tensor
 parallelism, all workers process the same items.

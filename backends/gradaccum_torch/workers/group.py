@@ -67,8 +67,9 @@ class WorkerGroup(Workers):
         """How many optimizers were wrapped for this process group before this one."""
         OPTIMIZERS[group] = self.number + 1
         self.reduction: BucketReduction | None = None
-        """The reduction of the open window's gradients, or None if the reduction has
-        not begun.
+        """The object that adds up the open window's gradients over the workers during
+        the window's last backward pass. It is None if no such backward pass has begun,
+        and also if the gradients cannot be reduced before the pass ends.
         """
         self.trainable_ids: set[int] = set()
         """The ids of the parameters that were trainable when the window began."""

@@ -18,8 +18,8 @@ from gradaccum_torch.torch_private.names import is_sharded, mesh_of
 
 Measure = Callable[[Gradients], tuple[float, bool]]
 """A function that takes gradient sums, and returns their norm and whether all of them
-are finite. All sums in one call must belong to the same workers. Each sum is either
-sharded over these workers, or each of these workers has a copy of the sum.
+are finite. All sums in one call must be stored by the same set of workers. Each sum is
+either sharded over this set, or every worker of the set has a full copy of the sum.
 """
 MakeGradientSum = Callable[
     [Callable[[], list[Tensor]], GradientWatch, Options], GradientSum
@@ -38,7 +38,7 @@ class ReducedWindow(NamedTuple):
     is_open: bool
     """Whether any worker has a micro-batch in the window."""
     numbers: Sequence[float]
-    """The numbers that the window's observers returned, added up or averaged over the
+    """The numbers that the window's extensions returned, added up or averaged over the
     workers in the same way as the gradients.
     """
 
@@ -73,8 +73,9 @@ class Workers:
     device: torch.device | str = "cpu"
     """The device on which workers add up numbers such as weights."""
     make_gradient_sum: MakeGradientSum | None = None
-    """A function that creates the gradient sum. It is None unless the parallel module
-    itself stores the sum.
+    """A function that creates the gradient sum, or None if
+    `gradient_sum.make_gradient_sum` creates it. A function is needed only if FSDP2
+    stores the sum, which it does with ``gradient_sync="window"``.
     """
 
     def all_reduce(
@@ -88,7 +89,8 @@ class Workers:
         """Add up the gradient sums, weights and `numbers` of all workers. This is a
         collective call.
 
-        - `guard`: its `is_broken` flag is set while the sums are being written.
+        - `guard`: the object whose flag `is_broken` is set before the sums are
+          modified. The caller clears the flag.
         - `parameters`: the parameters whose sums are added up. None means all
           parameters.
         """

@@ -27,7 +27,10 @@ from gradaccum_torch.torch_private import names
 Bucket = list[Tensor]
 """Parameters whose gradient sums are reduced together."""
 BUCKET_BYTES = 25 * 2**20
-"""The maximum size of a bucket, equal to the default of `DistributedDataParallel`."""
+"""The maximum total size of the gradient sums that share a bucket, and are therefore
+all-reduced together. It is equal to the default bucket size of
+`DistributedDataParallel`.
+"""
 LARGE_BYTES = 4 * 2**20
 """A tensor of at least this size is all-reduced on its own, because copying the tensor
 into a bucket and back would take longer (measured with gloo and two processes).
@@ -54,8 +57,9 @@ class BucketReduction:
         for number, bucket in enumerate(self.buckets):
             self.bucket_numbers.update(dict.fromkeys(map(id, bucket), number))
         self.missing = [set(map(id, bucket)) for bucket in self.buckets]
-        """For each bucket, the ids of the parameters whose last gradient has not been
-        added yet.
+        """For each bucket, the ids of the parameters whose gradient sums are not
+        complete yet. A sum is complete when the window's final gradient has been added
+        to it.
         """
         self.launch_count = 0
         self.works: list[dist.Work] = []

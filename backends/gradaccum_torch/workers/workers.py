@@ -1,5 +1,8 @@
-"""Finds the workers that share an optimizer's windows: the workers of its module, the
-workers that share its sharded parameters, or only this worker.
+"""Finds the workers that share an optimizer's windows. If a module or a process group
+was passed to `gradaccum.wrap`, these are the workers of this module or group. Without a
+module or group, these are the workers over which the optimizer's parameters are
+sharded. If the parameters are not sharded either, the optimizer shares its windows with
+no other worker.
 """
 
 from __future__ import annotations
