@@ -15,8 +15,9 @@ Vector: TypeAlias = Any
 and ``* float``.
 """
 PIVOT = 1e-6
-"""If no more than this fraction of a gradient is orthogonal to the earlier gradients,
-the gradients are too similar to distinguish.
+"""If one gradient is nearly a weighted sum of the earlier gradients, the gradients are
+too similar to distinguish. This is the case if the norm of the difference between the
+gradient and the nearest such sum is at most this fraction of the gradient's norm.
 """
 
 

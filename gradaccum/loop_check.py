@@ -48,11 +48,27 @@ class LoopProblem(NamedTuple):
     """One mistake in a training loop."""
 
     kind: str
-    """The kind of mistake: ``"lost"``, ``"only_last"``, ``"leaked"``,
-    ``"not_reduced"``, ``"not_divided"``, ``"short_window"``, ``"mean_of_means"``,
-    ``"scaled"``, ``"scaled_inside"``, ``"clipped_each"``, ``"not_clipped"``,
-    ``"counted_again"``, ``"boundary"``, ``"weights"``, ``"unexplained"``,
-    ``"empty"`` or ``"no_update"``.
+    """The kind of mistake:
+
+    - ``"lost"``: micro-batches contributed to no update.
+    - ``"only_last"``: micro-batches were lost, because each update contains only one.
+    - ``"leaked"``: micro-batches of the previous update contributed again.
+    - ``"not_reduced"``: the workers contributed different numbers of micro-batches.
+    - ``"not_divided"``: the update is a plain sum instead of a mean.
+    - ``"short_window"``: a short window was divided by the length of a full window.
+    - ``"mean_of_means"``: micro-batches of different weights count the same.
+    - ``"scaled"``: the whole update was multiplied by a wrong factor.
+    - ``"scaled_inside"``: the gradient sum was multiplied inside the window.
+    - ``"clipped_each"``: each micro-batch's gradient was clipped separately.
+    - ``"not_clipped"``: the window's gradient was not clipped.
+    - ``"counted_again"``: each micro-batch counts again with every later micro-batch.
+    - ``"boundary"``: the update was applied after the wrong micro-batch.
+    - ``"weights"``: the coefficients follow no known rule, or a micro-batch of weight 0
+      contributed.
+    - ``"unexplained"``: the update is not a weighted sum of the micro-batches'
+      gradients.
+    - ``"empty"``: the optimizer stepped with a gradient of zero.
+    - ``"no_update"``: the optimizer applied no update.
     """
     update: int
     """The number of the update, counted from 1; 0 if the problem is not specific to one
@@ -73,7 +89,9 @@ class LoopReader:
     the order in which the updates were applied.
     """
     weights: Sequence[float]
-    """One weight per micro-batch, in the order of the coefficients."""
+    """The weight of each micro-batch. With several workers, the micro-batches of worker
+    0 come first, as in `WeightedSum.coefficients`.
+    """
     reduction: Reduction = "mean"
     """How the loss function combines the losses of a micro-batch's items, as in
     `gradaccum.wrap`.
@@ -115,8 +133,10 @@ class LoopReader:
             self._right_coefficients(members - before or members)
             for before, members in pairwise([set(), *self.members])
         ]
-        """For each update, the coefficients that its micro-batches should have.
-        Micro-batches that leaked into the update from the previous update are left out.
+        """For each update, the coefficients that a correct loop would give: one
+        coefficient per micro-batch, 0 for a micro-batch that does not belong to the
+        update. A micro-batch that leaked into the update from the previous update does
+        not belong to it, unless all micro-batches of the update leaked.
         """
         self.problems: list[LoopProblem] = []
         self.notes: list[str] = []
@@ -218,10 +238,14 @@ class LoopReader:
         self._say(kind, 0, f"{places} never reached the optimizer{reason}.")
 
     def _find_misplaced(self) -> None:
-        """Report every update to which a micro-batch of the previous update contributed
-        again. Also report the first update whose micro-batches are not the `steps`
-        micro-batches of its window, and the first update to which one worker
-        contributed more micro-batches than another worker.
+        """Report three kinds of mistakes:
+
+        - ``"leaked"``: a micro-batch of the previous update contributed to this update
+          again. Every such update is reported.
+        - ``"boundary"``: the update does not consist of the `steps` micro-batches of
+          its window. At most one such update is reported.
+        - ``"not_reduced"``: one worker contributed more micro-batches to the update
+          than another worker. At most one such update is reported.
         """
         steps = self.steps or self._length
         unreached = set(range(len(self.weights))).difference(*self.members)
@@ -264,8 +288,10 @@ class LoopReader:
                 )
 
     def _read_weights(self, number: int, update: WeightedSum) -> None:
-        """Find the first rule that explains the coefficients of an update. Report this
-        rule, unless it is what a correct loop does.
+        """Compare the coefficients of an update with a list of patterns, such as the
+        pattern of a loss that was divided twice. If the first pattern that matches is a
+        mistake, report this mistake. Some patterns are not mistakes, for example the
+        right coefficients, or a window that was clipped as a whole.
         """
         expected = self.expected[number - 1]
         members = self.members[number - 1]
@@ -482,8 +508,8 @@ class LoopRecord(Protocol):
 
 
 def recording(optimizer: Any, model: Any = None) -> AbstractContextManager[LoopRecord]:
-    """Record the gradients that `optimizer` receives while a loop runs. The optimizer
-    need not be wrapped, and any trainer may run the loop.
+    """Record the gradients that `optimizer` receives while a loop runs. Any trainer may
+    run the loop, and the loop need not use gradaccum.
 
     The parameters are restored after each update, so that all gradients are computed at
     the same parameters. The optimizer's own state is not restored. Use a fresh model
@@ -494,9 +520,10 @@ def recording(optimizer: Any, model: Any = None) -> AbstractContextManager[LoopR
         print(record.report(loss_fn, micro_batches))
 
     Args:
-        optimizer: a torch optimizer, wrapped by any package or not; in MindSpore a
-            `gradaccum_mindspore.LoopRecorder`, wrapped or not. JAX has its own
-            `LoopRecorder`, whose ``report`` accepts the state that the loop returns.
+        optimizer: the optimizer that the loop steps. In torch, this is any optimizer,
+            whether or not gradaccum or another package has wrapped it. In MindSpore, it
+            is a `gradaccum_mindspore.LoopRecorder`, which gradaccum may have wrapped.
+            In JAX, use `gradaccum_jax.LoopRecorder` instead of this function.
         model: a module whose call returns an object with a ``loss``, as the models of
             Hugging Face transformers do. Its calls are recorded as the micro-batches,
             so that ``report`` needs no `micro_batches`.
@@ -564,11 +591,15 @@ def assert_accumulates(
 
 
 def items_of(*micro_batch: Any) -> float:
-    """Return the number of items in a micro-batch: the length of its first argument, or
-    of the arrays in this argument if it is a dictionary or another nested structure.
+    """Return the number of items in a micro-batch. `micro_batch` contains the arguments
+    of the loss function, and the first argument determines the number: the length of a
+    list or of an array. If the first argument is a dictionary or another nest (nested
+    structure of tuples, lists and dicts), the number is the length of the arrays in the
+    nest.
 
     Raises:
-        ArgumentValueError: these arrays have different lengths, or there are none.
+        ArgumentValueError: the arrays in the first argument have different lengths, or
+            the first argument contains no array.
     """
     first = micro_batch[0]
     shape: tuple[int, ...] = getattr(first, "shape", ())
@@ -587,14 +618,16 @@ def items_of(*micro_batch: Any) -> float:
 def rounding_of(
     gradients: Sequence[Vector], gradient_of: Callable[[int, float], Vector]
 ) -> float:
-    """Measure how much rounding changes the micro-batches' gradients. Each gradient is
-    computed again from the loss multiplied by 3, and divided by 3. Without rounding the
-    gradient would stay the same. Return the largest relative change of a gradient.
+    """Return the relative rounding error of the micro-batches' gradients. To measure
+    it, each gradient is computed again: the loss is multiplied by 3, and the gradient
+    is divided by 3. Without rounding, no gradient would change. So the result is the
+    largest relative change of a gradient.
 
-    Each gradient is also computed from the loss multiplied by 4, and divided by 4.
-    Rounding hardly changes this gradient, because 4 is a power of two. If a gradient
-    changes by more than a tenth of its change with the factor 3, return 0, because the
-    loss is random or its backward pass is not linear.
+    Return 0 if a gradient changes for another reason than rounding: the loss is random,
+    or its backward pass is not linear. To detect this, each gradient is also computed
+    with the factor 4 instead of 3. Rounding hardly changes this gradient, because 4 is
+    a power of two. So something other than rounding is the reason if the factor 4
+    causes more than a tenth of the change that the factor 3 causes.
 
     Args:
         gradients: the gradient of each micro-batch.
@@ -670,10 +703,15 @@ def are_equal(numbers: Sequence[float], rooms: Iterable[float]) -> bool:
 
 
 def are_clipped(sizes: Sequence[float], norms: Sequence[float], room: float) -> bool:
-    """True if each micro-batch's gradient seems to have been clipped separately,
-    because all gradients have the same norm after multiplication by their `sizes` (see
-    `are_multiplied`). The micro-batches with the largest size are ignored, because
-    their gradients may have been too small to be clipped.
+    """True if the loop seems to have clipped each micro-batch's gradient separately,
+    because the clipped gradients have the same norm.
+
+    `sizes` contains, for each micro-batch, the factor by which the loop multiplied its
+    gradient: the micro-batch's coefficient, or the ratio of this coefficient to the
+    right coefficient. `norms` contains the norms of the gradients before this
+    multiplication. The micro-batches with the largest size are ignored, because their
+    gradients may have been too small to be clipped. `room` is the relative difference
+    up to which two numbers count as equal.
     """
     largest = max(sizes)
     clipped_norms = [
@@ -686,14 +724,18 @@ def are_clipped(sizes: Sequence[float], norms: Sequence[float], room: float) -> 
 
 
 def are_multiplied(sizes: Sequence[float], room: float) -> bool:
-    """True if the gradient sum seems to have been multiplied inside the window. `sizes`
-    contains one number per micro-batch, in order: the micro-batch's coefficient, or the
-    ratio of this coefficient to the right coefficient.
+    """True if the gradient sum seems to have been multiplied inside the window, between
+    two micro-batches. `sizes` and `room` have the same meaning as for `are_clipped`.
 
-    Either of two patterns is a sign. If the sum was multiplied by the same number after
-    each micro-batch, the ratio of consecutive sizes is constant. If the sum was
-    multiplied by different numbers <= 1, as clipping does, the sizes never decrease.
-    With fewer than three micro-batches the result is False.
+    The result is True in two cases:
+
+    - The ratio of consecutive sizes is constant, because the sum was multiplied by the
+      same number after each micro-batch.
+    - The sizes never decrease, because the sum was multiplied by numbers <= 1, as
+      clipping does.
+
+    With fewer than three micro-batches the result is False, because any two sizes have
+    a constant ratio.
     """
     factors = [before / after for before, after in pairwise(sizes)]
     if len(factors) < 2:

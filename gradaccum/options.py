@@ -308,9 +308,10 @@ def make_options(
     master_weights: bool = False,
     driver: ScalerDriver | None = None,
 ) -> Options:
-    """Check the options of `gradaccum.wrap`, and return them. `driver` is the backend
-    if the backend accepts its framework's own loss scaler as ``loss_scale=``, otherwise
-    None.
+    """Check the options of `gradaccum.wrap`, and return them. `driver` is the
+    optimizer's backend, which handles a loss scaler of its framework, such as a
+    `torch.amp.GradScaler`, if the user passes one as ``loss_scale=``. None means that
+    no such scaler is accepted.
     """
     rule, scaler = scale_rule(loss_scale, driver)
     for name, norm in {"clip_norm": clip_norm, "skip_norm": skip_norm}.items():

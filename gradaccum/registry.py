@@ -49,7 +49,10 @@ COPIED: Mapping[str, Mapping[str, str]] = {
         "torch": "gradaccum_torch:backend",
     },
 }
-"""The entry points of this project's adapters, keyed by group and name."""
+"""The entry points of this project's own backends, keyed by group and name. They are
+used if a backend was copied next to this package, because a package that is not
+installed registers no entry points.
+"""
 
 
 class Backend(Protocol):
@@ -152,10 +155,10 @@ def available_backends() -> tuple[str, ...]:
 
 
 def backend_of(optimizer: object) -> Backend:
-    """Return the backend whose package defines the type of `optimizer` or one of its
-    base classes. If there is no such backend, look up the type of
-    ``optimizer.optimizer`` instead. This is how the backend of a timm scheduler is
-    found.
+    """Return the backend of the framework to which `optimizer` belongs. This is the
+    framework whose package defines the optimizer's class, or a base class of this
+    class. If there is no such framework, the object ``optimizer.optimizer`` is tried
+    instead, because a timm scheduler stores its optimizer there.
 
     Raises:
         ArgumentTypeError: no backend was found.

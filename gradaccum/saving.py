@@ -47,8 +47,9 @@ class Terms(NamedTuple):
 
 
 def terms_of(options: Options, optimizer_step: Scalar) -> Terms:
-    """Return the settings of the window that follows update number `optimizer_step`.
-    This number is an int or an integer scalar.
+    """Return the settings that the next window depends on: the reduction,
+    `on_overflow`, the kind of loss scale and the window's size. `optimizer_step` is the
+    number of updates applied before this window, as an int or an integer scalar.
     """
     steps = None
     if options.steps is not None:
@@ -108,9 +109,11 @@ def decode_terms(codes: Iterable[SupportsInt]) -> Terms:
 def resumed(fields: State, saved_terms: Terms, options: Options) -> State:
     """Return the state from which a saved run resumes with `options`.
 
-    An open window is resumed unchanged. A full window whose update was interrupted also
-    counts as open. If no window is open, the saved loss scale and growth tracker are
-    kept only if the saved run and the resuming run both use a dynamic scale.
+    If a window is open, the saved state is returned unchanged. A full window whose
+    update was interrupted also counts as open. If no window is open, the loss scale
+    starts again at the initial scale of `options`, unless both the saved run and the
+    resuming run use a dynamic scale. In this case, the saved loss scale and growth
+    tracker are kept.
 
     Args:
         fields: the saved state, as Python numbers.

@@ -239,8 +239,8 @@ class LargeBatch:
     micro-batches of consecutive items.
 
     Args:
-        arguments: nests of arrays that are sliced like NumPy's. JAX does not use this
-            class.
+        arguments: nests (nested structures of tuples, lists and dicts) of arrays. Each
+            array must support NumPy's slicing, such as ``array[2:4]``.
         axes: the batch axis of each array, as a prefix of `arguments`; None for an
             array that is passed whole.
         weight: a function of a micro-batch's arguments, a sequence or an array with one
@@ -291,8 +291,9 @@ class LargeBatch:
             yield MicroBatch(arguments, weight, factor)
 
     def weight_of(self, cut: Cut) -> float:
-        """Return the sum of the weights of the items in `cut`, or the number of these
-        items if the user passed no weights.
+        """Return the weight of the micro-batch that consists of the items in `cut`.
+        This is the sum of the items' weights if the user passed one number per item,
+        otherwise the number of items.
         """
         if isinstance(self._weight, list):
             return math.fsum(self._weight[cut.start : cut.stop])
@@ -372,17 +373,18 @@ def concatenated(
 def require_one_size(
     sizes: Iterable[tuple[str, int]], lists: Iterable[tuple[str, int]] = ()
 ) -> int:
-    """Return the number of items. Raise unless all leaves have the same number of
-    items. A list that is as long as the batch is rejected too, because its elements may
-    be the items.
+    """Return the number of items in a batch. Raise unless all arrays have the same
+    number of items. Also raise if a list of similar elements is as long as the batch,
+    because the user may have passed a list of items instead of an array.
 
     Args:
         sizes: the path of each leaf that is split, and its length along the batch axis.
-        lists: the result of `lists_of_one_kind`.
+        lists: the path and the length of each list of similar elements, as
+            `lists_of_one_kind` returns them.
 
     Raises:
-        ArgumentValueError: no leaf is split, a leaf differs in length from the first
-            leaf, or the elements of a list may be the items.
+        ArgumentValueError: no leaf is split, two leaves have different numbers of
+            items, or the elements of a list may be the items.
     """
     sizes = list(sizes)
     if not sizes:

@@ -138,8 +138,9 @@ class StepResult(NamedTuple):
     overflow, a norm above `skip_norm` or a total weight of 0.
     """
     overflow: Scalar
-    """bool: True if the last call closed a window that contained a non-finite gradient,
-    or if it dropped a micro-batch because the micro-batch's gradient was not finite.
+    """bool: True if the last call closed a window that contained a non-finite gradient.
+    Also True if the last call dropped its micro-batch, because the micro-batch's
+    gradient was not finite (``on_overflow="drop_micro_batch"``).
     """
     grad_norm: Scalar
     """float: the global 2-norm of the last closed window's gradient, without the loss
@@ -153,8 +154,9 @@ class StepResult(NamedTuple):
     optimizer_step: Scalar
     """int: the number of updates applied since the start of the run."""
     loss: Scalar = math.nan
-    """float: the unscaled loss that the last closed window would have as one large
-    batch, according to `reduction`. It is NaN unless all of the window's losses are
+    """float: the loss of the last closed window, without the loss scale. It is the loss
+    of the large batch that consists of all micro-batches of the window, computed
+    according to `reduction`. It is NaN unless the losses of all these micro-batches are
     known.
     """
 

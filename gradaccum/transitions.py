@@ -158,10 +158,12 @@ def ends(state: Fields, steps: Schedule | Scalar, where: Where) -> Scalar:
 
 
 def joined(state: Fields, weight: Scalar, overflow: Scalar) -> Fields:
-    """Return a worker's state, in which `weight` and `overflow` replace the worker's
-    own weight and overflow flag. `weight` is the sum of the weights of all workers that
-    share the window, and `overflow` is true if the flag of any of these workers is
-    true.
+    """Return the state at the end of a window that several workers share. The workers'
+    combined weight and overflow flag replace those of a single worker.
+
+    - `state`: the state of one worker.
+    - `weight`: the sum of the weights of all workers.
+    - `overflow`: bool, True if the overflow flag of any worker is True.
     """
     micro_step, optimizer_step, skipped_windows, _, _, loss_scale, growth_tracker = (
         state
@@ -197,13 +199,14 @@ def denominator(weight: Scalar, options: Options, where: Where) -> Scalar:
 def with_denominator(
     state: Fields, denominator: Scalar, options: Options, where: Where
 ) -> tuple[Fields, Options]:
-    """Return a state and options that cause the window's gradient sum to be divided by
-    `denominator` instead of the window's weight. Pass them to `divisor`, `decide` and
-    `gradaccum.kit.window_loss`. If the window's weight is 0, it stays 0.
+    """Return a state and options with which the window's gradient sum is divided by
+    `denominator` instead of the window's weight. Pass both to `divisor`, `decide` and
+    `gradaccum.kit.window_loss`. If the window's weight is 0, the weight in the returned
+    state is 0 too, so that `decide` still skips the window.
 
     - `state`: the state of all workers after the window's last micro-batch.
-    - `denominator`: a finite scalar > 0. With any other value, `decide` rejects the
-      update.
+    - `denominator`: a finite scalar > 0. With any other value, `decide` skips the
+      window.
     """
     (
         micro_step,

@@ -22,7 +22,9 @@ def installed_version(package: str) -> str | None:
 
 
 def report() -> str:
-    """Return the versions and the registered backends, one on each line."""
+    """Return the versions of gradaccum, Python, the operating system and the packages
+    in `PACKAGES`, and the names of the registered backends, one on each line.
+    """
     lines = [
         f"gradaccum {import_module('gradaccum').__version__}",
         f"Python {platform.python_version()} ({sys.executable})",

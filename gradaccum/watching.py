@@ -134,7 +134,11 @@ class Listeners:
         weight: float = math.nan,
         micro_batches: float = math.nan,
     ) -> ClosedWindow:
-        """Record a closed window. `result` must contain Python numbers."""
+        """Record a window that has just closed, so that `tell` can report the window to
+        the listeners. `result` is the result of the call that closed the window, and
+        must contain Python numbers. `weight` and `micro_batches` are explained at
+        `ClosedWindow`.
+        """
         now = time.perf_counter()
         seconds = now - self._last_end
         self._last_end = now
@@ -155,8 +159,10 @@ class Listeners:
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """At the end of the block, report the windows that closed inside it. If both
-        the block and a listener raise an error, the block's error is raised.
+        """Return a context manager for the code that closes windows. When its ``with``
+        block ends, the listeners are called with the windows that closed inside the
+        block. Then the first error that a listener raised is raised. If the block
+        itself raises an error, the block's error is raised instead.
         """
         try:
             yield

@@ -1,10 +1,12 @@
-"""Passes over a loader: count the updates in a pass, flush at the end of a pass, or
-read a pass window by window. With the last method, a window's totals, such as its
-number of tokens, are known before its first forward pass.
+"""Passes over a loader. `updates_in` counts the updates in a pass, `epoch` flushes at
+the end of a pass, and `windows` reads a pass window by window. `windows` reads all
+micro-batches of a window before the first forward pass of the window, so that the
+window's totals, such as its number of tokens, are known in advance.
 
-If a loss has a single denominator, no totals are needed: pass each micro-batch's
-weight. If a loss has several terms, divide each term by its own total over the window,
-and wrap the optimizer with ``reduction="sum"``.
+If a loss is divided by a single number, such as its number of tokens, no totals are
+needed: pass this number as the micro-batch's weight. If a loss is a sum of terms that
+are divided by different numbers, divide each term by its own total over the window, and
+wrap the optimizer with ``reduction="sum"``.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ from gradaccum.transitions import select, steps_at
 
 M = TypeVar("M")
 Count = Callable[[M], SupportsFloat]
-"""A function that counts something in a micro-batch. It returns a Python number or a
-framework's scalar.
+"""A function that returns a number for a micro-batch, such as its number of tokens. The
+result is a Python number or a framework's scalar.
 """
 Reduce = Callable[[list[float]], Iterable[SupportsFloat]]
 """A function that takes one worker's list of numbers and returns their sums over all
@@ -105,8 +107,8 @@ class Sizes:
         self, reduction: str, fix: str = "pass the number of items as weight="
     ) -> None:
         self.weighed = True
-        """bool: True if the last micro-batch had a weight, or if its number of items
-        has already been checked.
+        """bool: True if `see` need not check the last micro-batch, because the
+        micro-batch had a weight or has already been checked.
         """
         self._looks = reduction == "mean"
         self._first = 0
@@ -244,8 +246,9 @@ class Window(Generic[M]):
         self.number = number
         """int: the window's number, which is the number of windows before it."""
         self.totals = totals
-        """The sum of each count over the window and all workers, keyed by the name of
-        the count.
+        """The window's totals, with the same keys as the user's `count`, such as
+        ``"tokens"``. Each total is the sum of a count function's results over the
+        window's micro-batches on all workers.
         """
         self._micro_batches: list[M] | None = micro_batches
         self._length = len(micro_batches)
@@ -325,8 +328,9 @@ class Windows(Generic[M]):
             window.forget()
 
     def _values_of(self, micro_batches: list[M]) -> list[float]:
-        """Return the number of `micro_batches` (0 or 1), followed by the total of each
-        count over these micro-batches, in the order of `self.count`.
+        """Return the number of `micro_batches` (0 or 1), followed by one total for each
+        function in `self.count`, in the same order. A total is the sum of the
+        function's results over `micro_batches`.
         """
         values = [float(len(micro_batches))]
         for name, function in self.count.items():

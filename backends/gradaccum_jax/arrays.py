@@ -99,11 +99,12 @@ class GradientTypes(NamedTuple):
     them.
     """
     update_dtypes: list[DType]
-    """For each leaf, the gradient dtype that determines the dtype of the leaf's update:
-    the dtype that the inner optimizer returns for a gradient of this dtype. If the
-    micro-batch has a gradient for the leaf, this is the dtype in `dtypes`. If there is
-    no gradient, as in a flush, this is the dtype of the parameter, or the dtype in
-    `dtypes` if the caller passed no parameters.
+    """The gradient dtypes, one per leaf, that decide the dtypes of the updates: the
+    inner optimizer is traced with gradients of these dtypes, and the updates get the
+    dtypes that it returns. If the micro-batch has a gradient for the leaf, the entry is
+    the same as in `dtypes`. Otherwise, as in a flush, the entry is the parameter's
+    dtype. If the caller passed no parameters either, the entry is the same as in
+    `dtypes`.
     """
 
 

@@ -30,7 +30,7 @@ from gradaccum_jax.update import no_update
 
 T = TypeVar("T")
 QUESTION = "gradaccum_question"
-"""The name of the extra argument through which a `Question` is passed to ``update``."""
+"""The name of the extra argument of ``update`` that contains a `Question`."""
 Answer = Callable[[Any, AccumulationState, Params, Extra], tuple[Updates, Any]]
 """The type of a function ``answer(accumulation, state, params, extra)`` that returns
 the updates and the new state of a wrapped optimizer.
@@ -39,11 +39,15 @@ the updates and the new state of a wrapped optimizer.
 
 @jax.tree_util.register_static
 class Question:
-    """An extra argument for a combined transformation, such as an `optax.chain`. The
-    wrapped optimizer inside the transformation passes its own `Accumulation` and state
-    to `ask`, which passes them on to the function `answer`. Afterwards this object
-    contains the `Accumulation` and the updates that `answer` returned. The new state
-    that `answer` returned becomes part of the transformation's new state.
+    """An extra argument of ``update`` that makes a wrapped optimizer call the function
+    `answer` instead of adding a micro-batch. The argument also reaches a wrapped
+    optimizer inside a combined transformation, such as an `optax.chain`.
+
+    The wrapped optimizer calls `ask` with its own `Accumulation` (the inner optimizer
+    and the options) and its own state, and `ask` calls `answer` with the same
+    arguments. `answer` returns updates and a new state, which the wrapped optimizer
+    then returns. This object keeps the `Accumulation` and the updates, because the
+    caller cannot read them from the results of a combined transformation.
     """
 
     accumulation: Any = None
@@ -86,11 +90,12 @@ def close_part(
     """Close the window of the wrapped optimizer inside `tx` by calling `close`. Return
     the updates for all parameters, and the new state of `tx`.
 
-    The other transformations in `tx` receive gradients of zero instead of a
-    micro-batch's gradients. So their states do not change, and all parameters that the
-    wrapped optimizer does not update get an update of zero. In an `optax.chain`, the
-    transformations after the wrapped optimizer are applied to the updates. These
-    transformations must be stateless, because their new states are not kept.
+    Only the state of the wrapped optimizer changes. The other transformations in `tx`
+    are called with gradients of zero, because there is no micro-batch, and their new
+    states are not kept. All parameters that the wrapped optimizer does not update get
+    an update of zero. In an `optax.chain`, the transformations after the wrapped
+    optimizer are applied to its updates. These transformations must be stateless,
+    because their new states are not kept either.
     """
     question = Question(close)
     updates, new_state = _ask_part(tx, state, params, extra, question)

@@ -288,8 +288,9 @@ def fits(accumulator: Tree, divisor: Scalar, dtypes: list[DType]) -> Scalar:
 
 
 def _is_narrower(dtype: DType, total_dtype: DType) -> bool:
-    """True if a sum of dtype `total_dtype`, divided by a float32, may be outside the
-    range of `dtype`. The quotient is a float32 even if the sum is in half precision.
+    """True if `dtype` has a smaller range than the quotient of a sum of dtype
+    `total_dtype` and a float32 divisor. The quotient is in the wider of these two
+    dtypes, so it is a float32 even if the sum is in half precision.
     """
     if not jnp.issubdtype(total_dtype, jnp.inexact):
         return False

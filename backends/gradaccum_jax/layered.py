@@ -224,8 +224,10 @@ class LayeredValueAndUpdate(LargeBatchFunction):
         return value, params, state
 
     def first_layer(self, outer: Tree, _: Tree, *batch: Tree) -> Tree:
-        """Call `prelude`. This method has the signature of `layer`, but ignores the
-        activations.
+        """Return the inputs of the first layer, which `prelude` computes from a
+        micro-batch. The second argument is ignored. It exists so that this method can
+        be called like `layer`, whose second argument is the output of the previous
+        layer.
         """
         return self.prelude(outer, *batch)
 
@@ -302,10 +304,15 @@ class LayeredPasses:
         return activations, borders, numbers
 
     def head(self, activations: Stacks, numbers: Array) -> Any:
-        """Apply the loss function to the last layer's activations. Return five values:
-        the window's state, in which only the scalars are set, the sums of the outer
-        parameters' gradients, the gradients with respect to the activations, the
-        weights of the micro-batches, and the loss or the pair (loss, aux).
+        """Run the forward and backward pass of the loss function on the last layer's
+        activations. Return five values:
+
+        - the window's state, without `accumulator`, `inner_state` and `masters`,
+        - the sums of the loss function's gradients with respect to the outer
+          parameters,
+        - the gradients with respect to the last layer's activations,
+        - the weights of the micro-batches, where 0 replaces an invalid weight,
+        - the loss of the batch, or the pair (loss, aux).
         """
         spec = self.function.spec
         dtype = jnp.result_type(self.state.weight)
@@ -417,9 +424,14 @@ def with_entry(tree: Tree, entry: Tree, number: Scalar) -> Any:
 def require_separable(
     inner: optax.GradientTransformationExtraArgs, outer: Tree, layers: Tree
 ) -> None:
-    """Raise if the inner optimizer draws random numbers, or if its update of one layer
-    (or of the outer parameters) depends on another layer. This check traces two
-    successive updates.
+    """Raise unless the inner optimizer can update each layer separately. It cannot do
+    so if it draws random numbers, or if its update of one layer depends on another
+    layer. The outer parameters (all parameters outside the layers) count as one more
+    layer here.
+
+    The inner optimizer is not run, but two successive updates are traced. The second
+    update is needed because a layer may affect another layer through the optimizer's
+    state.
     """
 
     def second_updates(params: Tree, first: Tree, second: Tree) -> Tree:

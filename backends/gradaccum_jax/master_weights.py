@@ -95,14 +95,14 @@ def on_masters(
 
 
 def distance(p: Array, master: Array) -> Array:
-    """Return a float32 update u for a half-precision parameter p. If u is added to p as
-    in `optax.apply_updates`, that is, as ``(p + u).astype(p.dtype)``, the result is q,
-    the `master` rounded to half precision.
+    """Return the float32 update u that changes a half-precision parameter p to q, the
+    `master` rounded to half precision. The caller adds u to p as in
+    `optax.apply_updates`, that is, as ``(p + u).astype(p.dtype)``.
 
-    u is q - p, rounded to float32. This rounding, or the rounding of p + u to float32,
-    could make the result differ from q. The following cases are those in which it does
-    not. Let t be the number of bits in the half-precision significand (11 in float16, 8
-    in bfloat16). The result is q, bit for bit, if:
+    u is q - p. Both u and p + u are rounded to float32, so the result of the addition
+    could differ from q. Let t be the number of bits in the half-precision significand
+    (11 in float16, 8 in bfloat16). The result is q, bit for bit, in each of these
+    cases:
 
     - p/2 <= q <= 2p, because u is then exact (Sterbenz, "Floating-Point Computation",
       1974).

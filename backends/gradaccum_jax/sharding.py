@@ -128,17 +128,18 @@ def explicitly_sharded(leaf: Array) -> bool:
 
 
 class AxisShards(NamedTuple):
-    """What is known about the number of equal shards into which one axis of an array is
-    divided.
+    """The number of equal shards into which one axis of an array is divided, as far as
+    it is known. A traced array on an ordinary mesh does not show this number, so an
+    upper bound is stored too.
     """
 
     known: int
-    """The number of shards according to the array's sharding or its type; 1 if neither
-    shows that the axis is sharded.
+    """The number of shards that the array's sharding or type shows; 1 if neither shows
+    that the axis is sharded.
     """
     possible: int
-    """An upper bound on the number of shards: 1 if the axis is not sharded, otherwise
-    the number of devices. This bound is a multiple of `known`.
+    """An upper bound on the number of shards: the number of devices of the mesh, or 1
+    if the axis is certainly not sharded. The bound is a multiple of `known`.
     """
 
 

@@ -63,8 +63,9 @@ class AccumulationState(NamedTuple):
     last_skipped: Scalar
     """bool: True if the last call closed a window without an update."""
     last_overflow: Scalar
-    """bool: True if the last call closed a window that had overflowed, or if it dropped
-    the micro-batch that was passed to it.
+    """bool: True if the last call closed a window that had overflowed. Also True if the
+    last call dropped its micro-batch, because the micro-batch's gradient was not finite
+    (``on_overflow="drop_micro_batch"``).
     """
     last_grad_norm: Scalar
     """The global 2-norm of the last closed window's gradient before clipping, in the
@@ -77,9 +78,10 @@ class AccumulationState(NamedTuple):
     parameter.
     """
     terms: Array = None
-    """int32, shape (5,): the format of the state, and the open window's reduction,
-    on_overflow, kind of loss scale and steps, as encoded by
-    `gradaccum.kit.encode_terms`.
+    """int32, shape (5,): the version of the state's format, followed by four settings
+    of the open window: the reduction, `on_overflow`, whether the loss scale is unused,
+    static or dynamic, and the window's size. `gradaccum.kit.encode_terms` explains the
+    numbers.
     """
     loss: Scalar = None
     """The sum of the open window's losses (see `gradaccum.kit.add_loss`), in the dtype
@@ -111,8 +113,8 @@ def fresh(start: State, weight_dtype: DType, **trees: Tree) -> AccumulationState
 
 
 def first_terms(options: Options) -> Array:
-    """Return the encoded settings of the first window. If ``steps`` is a callable, it
-    is not called.
+    """Return the value of `AccumulationState.terms` for the first window. If ``steps``
+    is a callable, it is not called, and the array contains 0 as the window's size.
     """
     if not kit.is_known(options.steps):
         return current_terms(options, None)
@@ -120,8 +122,9 @@ def first_terms(options: Options) -> Array:
 
 
 def current_terms(options: Options, steps: Scalar) -> Array:
-    """Return the encoded settings of the open window, whose size is `steps`. The
-    settings are written to the state with every micro-batch.
+    """Return the value of `AccumulationState.terms` for the open window, whose size is
+    `steps`. The size may be traced. The array is written to the state with every
+    micro-batch.
     """
     codes = kit.encode_terms(kit.terms_of(options._replace(steps=None), 0))
     terms = jnp.asarray(codes, jnp.int32)

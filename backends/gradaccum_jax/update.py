@@ -1,10 +1,11 @@
 """Call the inner optimizer at the end of a window, without allocating a second buffer
 as large as the parameters.
 
-If the inner optimizer runs, its updates overwrite the sum of the gradients, and the
-first micro-batch of the next window overwrites the updates. The conditional reads the
-parameters from its closure and does not return them. So XLA works in place, and a
-micro-batch in the middle of a window costs only an addition and a select.
+The inner optimizer runs in a branch of a `jax.lax.cond`, which is taken only if a
+window ends with an update. The branch writes the updates over the gradient sum, and the
+first micro-batch of the next window overwrites the updates. XLA can do this in place,
+because the branch reads the parameters from its closure and does not return them. A
+micro-batch in the middle of a window then costs only an addition and a select.
 """
 
 from __future__ import annotations

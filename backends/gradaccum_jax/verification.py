@@ -112,8 +112,9 @@ class JaxSubject(Subject):
         return loss * jnp.asarray(scale, jnp.result_type(loss))
 
     def is_divided_by(self, steps: int, reduction: str) -> bool:
-        """True if the loss ends with a division by `steps`. A division of a sum does
-        not count, because it computes a mean.
+        """True if the loss ends with a division by `steps` that is most likely a
+        mistake. The division of a sum is correct, because it computes a mean. With the
+        reduction "sum", every division is correct.
         """
         operations = self._program.eqns[-3:-1]  # the operations before the scaling
         names = [operation.primitive.name for operation in operations]

@@ -137,8 +137,8 @@ def close(
     denominator: Scalar = None,
 ) -> tuple[Updates, AccumulationState]:
     """Close the window if `at_end` is true: apply or skip its update, and count the
-    window. Otherwise return all-zero updates, and a state that contains the flags of
-    `event`.
+    window. Otherwise, return all-zero updates and a state in which `event` is the
+    outcome of the call.
 
     The program has three conditionals: the first decides whether to apply the update,
     the second divides the sum in place, and the third runs the inner optimizer. The
@@ -238,8 +238,10 @@ def discard(state: AccumulationState) -> AccumulationState:
 def decide_on(
     fields: Fields, total: Tree, update: Update, divides: Options
 ) -> Decision:
-    """Decide whether the update at the end of a window is applied. `divides` contains
-    the options that determine the divisor of the gradient sum.
+    """Return the `Decision` about the end of a window: whether the update is applied,
+    and by which number the gradient sum `total` is divided. `divides` contains the
+    options of `gradaccum.wrap`, or the options from `kit.with_denominator` if the
+    caller passed a denominator.
     """
     dtype = jnp.result_type(fields[3])
     norm = jnp.full((), jnp.nan, dtype)

@@ -75,7 +75,9 @@ class Batch(LargeBatch):
         return tuple(arguments)
 
     def arrays(self, items: Items) -> list[tuple[str, Any]]:
-        """Return, for each array that is split, its path and its slices for `items`."""
+        """Return the arrays of the micro-batch that consists of `items`, each with its
+        path. Arrays that are passed whole are left out.
+        """
         return [
             (path, self._take(array, axis, items)) for path, array, axis in self._split
         ]

@@ -1,17 +1,22 @@
-"""Measure how much the gradient of a batch depends on how the batch is split, in units
-of the rounding error.
+"""Measure how much the gradient of a batch changes if the batch is split into
+micro-batches.
 
-Each parameter has its own unit. To measure the unit, all parameters are perturbed by
-one rounding error, and the change in the parameter's gradient is computed. The unit is
-the largest change in several such runs, both of the large batch and of the first
-partition.
+A *partition* is a way to split the batch. The accumulated gradient of each partition is
+compared with the gradient of the *large batch*, which is the whole batch as a single
+micro-batch. The differences are measured in units of the rounding error.
+
+Each parameter has its own unit: the amount by which rounding can change the parameter's
+gradient. To measure the unit, the parameters are perturbed by one rounding error. This
+is done several times, both with the large batch and with the first partition, which is
+the partition that training uses. The unit is the largest change of the parameter's
+gradient.
 
 The unit also has a lower bound, because a perturbation may leave a gradient unchanged.
 The bound is an estimate of the rounding error: one rounding error for each
-micro-batch's gradient, and log2(terms) rounding errors for adding up its terms
-(pairwise summation: Higham, "Accuracy and Stability of Numerical Algorithms", section
-4.2). If terms cancel, so that a gradient consists only of rounding errors, its terms
-are assumed to be as large as the largest gradient.
+micro-batch's gradient, and log2(n) rounding errors if each element of the gradient is a
+sum of n terms (pairwise summation: Higham, "Accuracy and Stability of Numerical
+Algorithms", section 4.2). If the terms cancel, so that a gradient consists only of
+rounding errors, the terms are assumed to be as large as the largest gradient.
 """
 
 from __future__ import annotations
@@ -34,19 +39,22 @@ from gradaccum.verification.batch import Items
 from gradaccum.verification.subject import Conditions, Subject
 
 PERTURBATIONS = 4
-"""The number of runs with perturbed parameters that measure the rounding error. The
-large batch is run this many times, and so is the first partition.
+"""The number of random perturbations of the parameters with which the rounding error is
+measured. With each perturbation, the gradient is computed twice: for the large batch
+(the whole batch as a single micro-batch), and for the partition into micro-batches that
+training uses.
 """
 ROUNDING_LIMIT = 4.0
-"""A difference of at most this many units counts as rounding. The limit is above 1,
-because two gradients may differ by twice the largest change that a perturbation caused.
-In thirty models for which accumulation is correct, the difference was at most 2 units.
+"""Two gradients count as equal if they differ by at most this many units of the
+rounding error (see `Comparison.units`). The limit is above 1, because rounding may
+change both gradients by one unit in opposite directions. In thirty models for which
+accumulation is correct, the difference was at most 2 units.
 """
 SUM_ROUNDOFF = 2.0**-23
 """The roundoff of float32, the coarsest dtype in which sums are computed."""
 FIT_ERROR = 0.02
-"""Coefficients are meaningful if their uncertainty, relative to the largest
-coefficient, is at most this number.
+"""The coefficients in `Coefficients.best` are meaningful if their `uncertainty` is at
+most this number.
 """
 
 TRAINING = Conditions()
@@ -56,8 +64,9 @@ Parts = tuple[tuple[int, ...], ...]
 
 
 def partitions(items: int, steps: int) -> tuple[Parts, ...]:
-    """Return the partitions to compare with the large batch. The first partition is the
-    same as in training.
+    """Return the partitions (ways to split the batch into micro-batches) whose
+    gradients are compared with the gradient of the whole batch. The first partition is
+    the partition that training uses.
 
     Micro-batches of one item are avoided unless `steps` requires them, because batch
     norm rejects a single item.
@@ -83,12 +92,17 @@ def cut(items: tuple[int, ...], size: int) -> Parts:
 
 
 class Coefficients(NamedTuple):
-    """The weighted sum of the micro-batches' gradients that comes nearest to the large
-    batch's gradient. The factors in this sum are the best coefficients.
+    """The best coefficients, which are the factors with which the sum of the
+    micro-batches' gradients comes nearest to the large batch's gradient, and how well
+    they fit.
     """
 
     best: tuple[float, ...]
-    """For each micro-batch, the best coefficient of its gradient."""
+    """For each micro-batch, the best coefficient of its gradient. The best coefficients
+    minimize the 2-norm of the difference between the large batch's gradient and the sum
+    of the micro-batches' gradients, each multiplied by its coefficient. In the norm,
+    each parameter is measured in units of its own rounding error.
+    """
     used: tuple[float, ...]
     """For each micro-batch, the factor by which accumulation multiplies its gradient.
     """
@@ -99,12 +113,14 @@ class Coefficients(NamedTuple):
     is about one rounding error.
     """
     uncertainty: float
-    """The rounding error of the best coefficients, relative to the largest coefficient.
+    """The estimated error of the coefficients in `best`, relative to the largest
+    coefficient. It is estimated from the part of the large batch's gradient that the
+    sum with these coefficients does not explain.
     """
     error: float
-    """The distance between the sum with the best coefficients and the large batch's
-    gradient. The distance is computed for each parameter separately, in units of the
-    parameter's rounding error. This field is the largest of these distances.
+    """How far the sum with the coefficients in `best` is from the large batch's
+    gradient. For each parameter, the 2-norm of the difference is measured in units of
+    the parameter's rounding error. This field is the largest of these numbers.
     """
     norms: tuple[float, ...]
     """For each micro-batch, the norm of its gradient in units of the rounding error; 0
@@ -150,8 +166,9 @@ class Weighting(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """Compares the gradient of a large batch with the gradients of its partitions,
-    under one set of conditions.
+    """Compares the gradient of the large batch (the whole batch as a single
+    micro-batch) with the accumulated gradient of each partition (way to split the
+    batch), under one set of conditions.
     """
 
     subject: Subject
@@ -187,8 +204,10 @@ class Comparison:
 
     @cached_property
     def errors(self) -> dict[str, float]:
-        """For each parameter, the largest distance between a partition's gradient and
-        the large batch's gradient, in units of the rounding error.
+        """For each parameter, how far the accumulated gradient of a partition is from
+        the large batch's gradient: the largest distance over all partitions. The
+        distance is the 2-norm of the difference, in units of the rounding error (see
+        `units`).
         """
         worst = dict.fromkeys(self.subject.places, 0.0)
         for parts in self.partitions:
@@ -237,8 +256,10 @@ class Comparison:
 
     @cached_property
     def units(self) -> dict[str, float]:
-        """For each parameter, the unit in which differences of its gradient are
-        measured (see the module's docstring).
+        """For each parameter, the 2-norm of the change that rounding can cause in the
+        parameter's gradient. This is the largest change that was measured when all
+        parameters were perturbed by one rounding error, but at least the parameter's
+        entry in `floors`.
         """
         units = dict(self.floors)
         for parts in ((self.items,), self.partitions[0]):
@@ -252,9 +273,10 @@ class Comparison:
 
     @cached_property
     def floors(self) -> dict[str, float]:
-        """For each parameter, a lower bound on its entry in `units`: the estimated
-        rounding error of computing the micro-batches' gradients and adding them up. The
-        bound is above 0 even if all gradients are 0.
+        """For each parameter, the smallest value that `units` may contain, because a
+        perturbation may leave a gradient unchanged. It is an estimate of the rounding
+        error that arises when the micro-batches' gradients are computed and added up.
+        It is above 0 even if all gradients are 0.
         """
         parts = self.partitions[0]
         sizes = dict.fromkeys(self.subject.places, 0.0)
@@ -316,8 +338,8 @@ def is_finite(gradient: Vector) -> bool:
 
 
 def moved_names(errors: Mapping[str, float]) -> tuple[str, ...]:
-    """Return the names of the parameters whose error is above `ROUNDING_LIMIT`, because
-    rounding does not cause such an error. `errors` contains each parameter's error in
-    units of the rounding error.
+    """Return the names of the parameters whose error is above `ROUNDING_LIMIT`, which
+    means that rounding alone did not cause the error. `errors` contains each
+    parameter's error in units of its rounding error.
     """
     return tuple(name for name, error in errors.items() if not error <= ROUNDING_LIMIT)

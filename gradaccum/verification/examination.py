@@ -1,10 +1,11 @@
 """The experiments with which `gradaccum.verify` finds out why accumulation is wrong for
 a loss. Each experiment changes one condition, such as the loss's scale, the random
-state, the model's state, the mode or the weights.
+state, the model's state, the mode (training or evaluation) or the weights.
 
-Some causes of a wrong gradient would also affect later experiments. These causes are
-looked for first, and the later experiments run without them, for example in evaluation
-mode. `gradaccum/VERIFY.md` has a section for each kind of cause.
+Some causes of a wrong gradient would also affect later experiments, so these causes are
+looked for first. If such a cause is found, the later experiments run under conditions
+in which the cause has no effect, for example in evaluation mode. `gradaccum/VERIFY.md`
+has a section for each kind of cause.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ scale is the initial scale of `torch.amp.GradScaler`.
 OTHER_SEED = 0x5EED1
 """A seed that users are unlikely to choose."""
 SAME = 1e-3
-"""Measured coefficients count as equal to the expected coefficients if they differ by
-at most this number.
+"""The tolerance of `are_weights`: a best coefficient counts as positive if it is at
+least this number, and the sum of the best coefficients may differ from 1 by this number
+in addition to its measuring error.
 """
 OF_A_PART = (
     "gradaccum: verify runs loss_fn on parts of the batch, which may contain any of its"
@@ -52,8 +54,10 @@ OF_A_PART = (
 def examine(
     subject: Subject, steps: object, reduction: object = "mean"
 ) -> VerificationReport:
-    """Compare the gradients of the partitions of the subject's batch. If the gradients
-    differ, look for the causes of the difference.
+    """Find out whether accumulation is correct for the subject's loss, and return a
+    report. The subject's batch is split into micro-batches in several ways, and each
+    accumulated gradient is compared with the gradient of the whole batch. If the
+    gradients differ, the causes of the difference are looked for.
     """
     items = subject.batch.items
     usual_steps = max(2, min(USUAL_STEPS, items))
@@ -83,16 +87,16 @@ def examine(
 
 
 class Examination:
-    """Runs the experiments on one loss, and collects the causes for which accumulation
-    is wrong.
+    """Runs the experiments on one loss, and collects the reasons why accumulation is
+    wrong for this loss.
     """
 
     def __init__(self, comparison: Comparison) -> None:
         self.comparison = comparison
-        """The comparison that the next experiment uses, at first under the conditions
-        of training. If the model's state or mode is a cause for which accumulation is
-        wrong, the conditions are changed so that this cause has no effect on later
-        experiments.
+        """The comparison that the next experiment uses. At first, it runs the model as
+        in training. If an experiment shows that the model's state or mode makes
+        accumulation wrong, it is replaced with a comparison in which this state or mode
+        has no effect.
         """
         self.causes: list[Cause] = []
         self.notes: list[str] = []
@@ -124,16 +128,20 @@ class Examination:
         )
 
     def add(self, finding: str, names: Iterable[str] = (), **facts: object) -> bool:
-        """Add the cause that explains a finding, and return True."""
+        """Add the cause that has the key `finding` in `CAUSES` to `self.causes`.
+        `names` and `facts` are filled into the texts of the cause. The result is always
+        True, so that a test that has found a cause can write ``return self.add(...)``.
+        """
         facts["names"] = joined_names(names)
         texts = (text.format(**facts) for text in CAUSES[finding])
         self.causes.append(Cause(*texts))
         return True
 
     def is_unsteady(self) -> bool:
-        """Test whether the large batch's gradient is not finite, differs between two
-        runs, or is not proportional to the loss's scale. Scales that overflow are left
-        out.
+        """Test whether the large batch's gradient is unsuitable for comparisons: it is
+        not finite, or it differs between two runs, or it is not proportional to the
+        loss's scale. A scale with which the gradient overflows is ignored. If the
+        result is True, the cause has been added to `self.causes`.
         """
         if self.is_infinite([self.comparison.items]):
             return True
@@ -155,9 +163,10 @@ class Examination:
         return False
 
     def changed_names(self, **conditions: object) -> list[str]:
-        """Return the names of the parameters for which the large batch's gradient is
-        different under the given conditions. Return no names if the gradient under
-        these conditions is not finite.
+        """Return the names of the parameters for which the large batch's gradient
+        changes, by more than rounding, if some conditions of the current comparison are
+        changed. `conditions` are fields of `Conditions`, such as ``seed=1``. If the
+        gradient under the new conditions is not finite, return no names.
         """
         comparison = self.comparison
         gradient = comparison.under(**conditions).large
@@ -189,15 +198,17 @@ class Examination:
             self.add("coupled", self.comparison.moved)
 
     def is_explained(self) -> bool:
-        """True if the gradients do not differ, or if other weights would remove the
-        difference.
+        """True if there is no need to look for further causes. This is the case if
+        every partition's gradient equals the large batch's gradient under the current
+        conditions, up to rounding. It is also the case if the only remaining cause is a
+        wrong reduction or wrong weights; this cause has then been added.
         """
         return not self.comparison.moved or self.has_other_weights()
 
     def depends_on_state(self) -> None:
         """Test whether a micro-batch changes model state that affects the gradient of
-        the next micro-batch. If so, restore the state before each micro-batch in later
-        experiments.
+        the next micro-batch. If so, add this cause, and run the later experiments with
+        the state restored before each micro-batch.
         """
         alone = self.comparison.under(carry_state=False)
         parts = self.comparison.partitions[0]
@@ -212,12 +223,13 @@ class Examination:
 
     def depends_on_places(self) -> bool:
         """Test whether an item's gradient depends on the item's position in the
-        micro-batch, but not on other items.
+        micro-batch, but not on other items. If so, add this cause, and return True.
 
-        The accumulated gradient of two micro-batches must stay the same if they swap
-        all of their items except the first, because each item keeps its position. The
-        gradient must change if the items of the first micro-batch are reversed, because
-        their positions change.
+        Two experiments with two micro-batches are needed. In the first experiment, the
+        micro-batches swap all items except the first item of each. Their accumulated
+        gradient must not change, because each item keeps its position. In the second
+        experiment, the items of the first micro-batch are reversed. The accumulated
+        gradient must change, because the positions change.
         """
         comparison = self.comparison
         half = len(comparison.items) // 2
@@ -237,7 +249,7 @@ class Examination:
 
     def has_other_weights(self) -> bool:
         """Test whether accumulation would be correct with another reduction or other
-        weights.
+        weights. If so, add this cause, and return True.
         """
         comparison = self.comparison
         weightings = {"sum": Weighting("sum", len), "mean": Weighting("mean", len)}
@@ -260,9 +272,9 @@ class Examination:
         return self.counts(part)[code]
 
     def counts(self, part: Items) -> dict[str, float]:
-        """Return numbers that a loss may divide by, such as a count of labels. Each
-        number is computed from a micro-batch's arrays, and its key is the expression
-        that computes it.
+        """Return a dictionary of numbers by which a loss may divide, such as a count of
+        labels. Each number is computed from the arrays of the micro-batch `part`. Its
+        key is the expression that computes the number, such as ``batch[1].sum()``.
         """
         counts = {}
         for path, array in self.comparison.subject.arrays(part):
@@ -276,8 +288,11 @@ class Examination:
         return counts
 
     def depends_on_mode(self) -> bool:
-        """Test whether the items are independent in evaluation mode, in which layers
-        use the stored statistics.
+        """Test whether training mode makes accumulation wrong, because layers such as
+        batch norm compute statistics over the micro-batch. This is the case if
+        accumulation is correct in evaluation mode, in which the layers use stored
+        statistics, or if any batch norm layer is in training mode. If so, add this
+        cause, run the later experiments in evaluation mode, and return True.
         """
         layers = self.comparison.subject.training_layers("BatchNorm")
         evaluation = self.comparison.under(training=False)

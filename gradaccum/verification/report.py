@@ -25,9 +25,10 @@ class VerificationReport:
     empty if `equivalent` is true.
     """
     errors: Mapping[str, float]
-    """For each parameter, the distance between the worst partition's gradient and the
-    large batch's gradient, divided by the parameter's entry in `units`; inf if a
-    gradient was not finite.
+    """For each parameter, the largest difference between the accumulated gradient of
+    one of the `partitions` and the gradient of the large batch (the whole batch as a
+    single micro-batch). The difference is a 2-norm, divided by the parameter's entry in
+    `units`. It is inf if a gradient was not finite.
     """
     units: Mapping[str, float]
     """For each parameter, the 2-norm of the rounding error in its gradient."""
@@ -38,11 +39,11 @@ class VerificationReport:
     notes: tuple[str, ...] = ()
     """Further remarks about the loss, which do not indicate a mistake."""
     coefficients: Coefficients | None = None
-    """The coefficients with which the sum of the micro-batches' gradients comes nearest
-    to the large batch's gradient, for the first of the `partitions`. If the model's
-    state or mode is one of the `causes`, the coefficients are measured under conditions
-    in which this cause has no effect. None if the micro-batches' gradients are too
-    similar to distinguish.
+    """The factors by which the micro-batches' gradients of the first of the
+    `partitions` should be multiplied, so that their sum comes nearest to the large
+    batch's gradient. If the model's state or mode is one of the `causes`, the factors
+    are measured with the state restored before each micro-batch, or in evaluation mode.
+    None if the micro-batches' gradients are too similar to distinguish.
     """
 
     @property

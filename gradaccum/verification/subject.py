@@ -21,8 +21,9 @@ from gradaccum.verification.batch import Batch, Items
 
 @dataclass(frozen=True)
 class Conditions:
-    """The conditions under which a window is run. The defaults are the same as in
-    training.
+    """How the micro-batches of an experiment are run: the model's mode, the handling of
+    its state, the random state, the loss's scale and the perturbation of the
+    parameters. The defaults are the same as in training.
     """
 
     training: bool = True
@@ -49,11 +50,13 @@ class ModelState:
     """
 
     def restore(self) -> None:
-        """Restore the parameters, buffers and attributes that have changed."""
+        """Restore the parameters, buffers and attributes that have changed since this
+        copy was made.
+        """
 
     def changed_names(self) -> tuple[str, ...]:
-        """Return the names of the parameters, buffers and attributes that have
-        changed.
+        """Return the names of the parameters, buffers and attributes that have changed
+        since this copy was made.
         """
         return ()
 
@@ -176,14 +179,16 @@ class Subject(ABC):
         """
 
     def unreached_parameters(self) -> Sequence[str]:
-        """Return the names of the parameters on which the loss does not depend, if the
-        framework distinguishes these parameters from parameters whose gradient is zero.
+        """Return the names of the parameters on which the loss does not depend. Return
+        no names if the framework cannot distinguish such a parameter from a parameter
+        whose gradient is zero.
         """
         return ()
 
     def is_divided_by(self, steps: int, reduction: Reduction) -> bool:
-        """True if the last operation of the loss is a division by `steps`, which is
-        most likely a mistake. False if this division only computes a mean.
+        """True if the last operation of the loss is a division by `steps` that is most
+        likely a mistake, because accumulation divides the gradient too. False if the
+        division is correct: it turns a sum into a mean, or the reduction is "sum".
         """
         return False
 

@@ -72,9 +72,9 @@ class SizeSearch:
         self.jitted = jitted
         self.programs: dict[Hashable, Callable[..., Any]] = {}
         self.identity = object()
-        """An object that identifies this function in the keys of an
-        `AutoMicroBatchSize`. The keys keep the object alive, so no later function can
-        get the same identity.
+        """An object that stands for the searched function in the keys of an
+        `AutoMicroBatchSize`, which may contain the sizes of several functions. The keys
+        keep the object alive, so no function that is created later gets an equal key.
         """
 
     def __call__(

@@ -83,11 +83,11 @@ def call_with(
 
 
 class EqualMicroBatches(NamedTuple):
-    """Consecutive micro-batches of equal size."""
+    """A group of consecutive micro-batches of equal size."""
 
     first: int
-    """The index of the first of these micro-batches among all micro-batches of the
-    batch.
+    """The index that the first micro-batch of this group has among all micro-batches of
+    the batch.
     """
     micro_batches: int
     items: int
@@ -108,8 +108,8 @@ class LargeBatch:
     arrays: list[Array]
     """The arrays among the leaves of the batch."""
     structure: Any
-    """The tree structure of a `MicroBatch`'s first three fields, whose leaves are the
-    leaves of the batch.
+    """The tree structure of the tuple (arguments, keywords, item_weights), as in a
+    `MicroBatch`. The leaves of this tuple are the leaves of the batch.
     """
     axes: tuple[Axis | Constant, ...]
     """For each leaf of the batch, its batch axis, or its value if the leaf is not an
@@ -163,8 +163,9 @@ class LargeBatch:
 def take_items(
     array: Array, axis: int, start: Scalar, length: int, blocks: int
 ) -> Array:
-    """Divide `axis` into blocks, and take `length` items from each block, beginning at
-    index `start` of the block. Return these items, block after block.
+    """Divide `axis` of `array` into `blocks` blocks of equal length. From each block,
+    take `length` items, beginning at index `start` of the block. Return these items in
+    one array, block after block.
     """
     array = jnp.asarray(array)
     if blocks == 1:
@@ -336,7 +337,9 @@ def for_each_micro_batch(
 
 
 def concatenate_micro_batches(stacks: Stacks) -> Tree:
-    """Return a tree of arrays whose leading axis has one entry per micro-batch."""
+    """Concatenate the trees in `stacks` into one tree. The leading axis of each array
+    in this tree has one entry per micro-batch.
+    """
     return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *stacks)
 
 
@@ -358,8 +361,11 @@ def concatenate_items(batch: LargeBatch, stacks: Stacks) -> Tree:
 
 
 def _rows_by_block(array: Array, blocks: int) -> Array:
-    """Reshape an array of shape (micro-batches, rows per micro-batch, ...) to (blocks,
-    rows per block, ...).
+    """Change the order of rows from "micro-batch after micro-batch" to "block after
+    block". The array has the shape (micro-batches, rows per micro-batch, ...), and the
+    result has the shape (blocks, rows per block, ...). A block contains consecutive
+    items of the large batch, and each micro-batch has rows from every block (see
+    `LargeBatch.blocks`).
     """
     by_block = jnp.swapaxes(divide_axis(array, 1, blocks), 0, 1)
     return merge_axis(by_block, 1)

@@ -170,11 +170,12 @@ def gradients_of(
     params: Params,
     axis_names: tuple[str, ...] = (),
 ) -> Tree:
-    """Divide the sums by `divisor`, and return the gradients of the large batch in the
-    dtypes of the parameters.
+    """Return the gradients of the large batch in the dtypes of the parameters. Each
+    gradient is a sum, added up over the devices and divided by `divisor`.
 
-    Each sum is reduced over `axis_names`. It is also reduced over the mesh axes along
-    which the sum differs between devices although its parameter does not.
+    The sums are added up over the mesh axes `axis_names`. If a sum differs between
+    devices along another mesh axis, but its parameter does not, the sum is added up
+    over this axis too, because the parameter's gradient must not differ either.
     """
     moving, put = moving_of(params)
     gradients = []

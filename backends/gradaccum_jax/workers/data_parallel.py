@@ -137,8 +137,9 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
 
 
 def _trace(check: Step, leaves: list[Array]) -> None:
-    """Trace `check`. It raises an error if, according to JAX's types, the parameters or
-    the state that the step returns may differ between devices.
+    """Trace `check`, and raise its error if this is a `GradAccumError`. Such an error
+    means, for example, that according to JAX's types the parameters or the state that
+    the step returns may differ between devices. All other errors are ignored.
     """
     try:
         jax.eval_shape(check, *leaves)
@@ -153,8 +154,10 @@ def _trace(check: Step, leaves: list[Array]) -> None:
 
 
 def start_on(init: Step, mesh: Mesh | None, axes: tuple[str, ...]) -> Step:
-    """Return a version of `init` that also works outside `jax.shard_map`. It uses
-    `mesh`, or the mesh of the surrounding context if `mesh` is None.
+    """Return a version of `init` that can also be called outside `jax.shard_map`.
+    There, `data_parallel` runs `init` on each device of `mesh`. If `mesh` is None, the
+    mesh of the surrounding context is used. If the mesh does not have all of `axes`,
+    `init` is called directly.
     """
 
     def start(params: Tree) -> Tree:

@@ -51,20 +51,22 @@ devices.
 
 
 class ParamsType(Enum):
-    """What JAX's types of the parameters say while `data_parallel` traces a step: that
-    the parameters are the same on all devices, or that each device has its own copy.
-    The step is traced with both types, because each type has a disadvantage.
+    """The type that the parameters have while `data_parallel` traces a step. Inside
+    `jax.shard_map`, the type of an array says whether the array is the same on all
+    devices or may differ between devices. The step is traced with both types of
+    parameters, because each type has a disadvantage.
     """
 
     SAME = "same on all devices"
-    """The types say that the parameters are the same on all devices. The types of the
+    """The type says that the parameters are the same on all devices. The types of the
     step's results then show which results depend on a device's own batch. The
     disadvantage is that `jax.grad` adds up the gradients over the devices.
     """
     COPY = "a copy for each device"
-    """The types say that the parameters are per-device copies. `jax.grad` then returns
-    each device's own gradient. The disadvantage is that every value that depends on the
-    parameters gets the type of a value that may differ between devices.
+    """The type says that the parameters may differ between devices, because each device
+    has its own copy. `jax.grad` then returns each device's own gradient. The
+    disadvantage is that every value that depends on the parameters gets this type too,
+    even if it is the same on all devices.
     """
 
 
@@ -106,10 +108,12 @@ def require_axes(axes: tuple[str, ...]) -> None:
 
 
 def same(name: str, tree: T, axes: tuple[str, ...]) -> T:
-    """Return `tree`, in which every array must be the same on all devices. Raise if the
-    type of an array says that the array may differ between devices. While
-    `data_parallel` traces the step with per-device copies of the parameters, do not
-    raise, but mark each array as the same on all devices.
+    """Return `tree` after a check: raise if the type of an array in `tree` says that
+    the array may differ between devices. `name` describes `tree` in the error message.
+
+    While `data_parallel` traces the step with per-device copies of the parameters,
+    there is no check, because the type of every value that depends on these copies says
+    that the value may differ. Instead, each array is marked as the same on all devices.
     """
     if _params_type.get() is ParamsType.COPY:
         return replicated(tree, axes)
