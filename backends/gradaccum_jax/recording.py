@@ -79,7 +79,8 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
                 this state. A wrapper may compute an update in every step but apply only
                 some of these updates. The state shows which updates were applied.
             loss_fn: ``loss_fn(params, *micro_batch)`` returns the loss as a scalar,
-                before it is divided or weighted.
+                before it is divided or weighted, or a tuple whose first element is the
+                loss.
             params: all parameters with which the loop ran, also those that do not go
                 through the recorder. They are still the same after the loop, because
                 the recorder's updates are zeros.
@@ -107,7 +108,10 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
 
         def gradient_of(number: int, factor: float = 1.0) -> Any:
             def scaled_loss(params: Any) -> Any:
-                return loss_fn(params, *batches[number]) * factor
+                loss = loss_fn(params, *batches[number])
+                if isinstance(loss, tuple):  # It is (loss, aux).
+                    loss = loss[0]
+                return loss * factor
 
             gradient = jax.grad(scaled_loss)(params)
             if is_partial:

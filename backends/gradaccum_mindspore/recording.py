@@ -69,7 +69,8 @@ class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
 
         Args:
             loss_fn: ``loss_fn(*micro_batch)`` returns the scalar loss of a micro-batch,
-                before it is divided or weighted.
+                before it is divided or weighted, or a tuple whose first element is the
+                loss.
             micro_batches: the micro-batches that the loop trained on, in the same
                 order.
             weight: ``weight(*micro_batch)`` returns the weight of a micro-batch; by
@@ -91,8 +92,7 @@ class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
                     loss = loss[0]
                 return loss * factor
 
-            function = loss_fn if factor == 1 else scaled_loss
-            differentiate = ms.value_and_grad(function, None, self.parameters)
+            differentiate = ms.value_and_grad(scaled_loss, None, self.parameters)
             return _vector(differentiate(*batches[number])[1])
 
         gradients = [gradient_of(number) for number in range(len(batches))]

@@ -34,6 +34,10 @@ def loss_fn(params: Any, x: Any, y: Any) -> Any:
     return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"] - y) ** 2)
 
 
+def loss_and_aux(*arguments: Any) -> Any:
+    return loss_fn(*arguments), "aux"
+
+
 def bfloat16_loss(params: Any, x: Any, y: Any) -> Any:
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), (params, x, y))
     return loss_fn(*half).astype(jnp.float32)
@@ -88,7 +92,7 @@ def test_problem_is_named(name: str) -> None:
     make, data, options, kinds = CASES[name]
     recorder = LoopRecorder()
     state = train(make(recorder), data)
-    report = recorder.report(state, loss_fn, PARAMS, data, **options)
+    report = recorder.report(state, loss_and_aux, PARAMS, data, **options)
     assert [problem.kind for problem in report.problems] == kinds, report
     assert ("Only some" in str(report)) == (make is partial)
 
