@@ -12,7 +12,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
-from gradaccum import kit
+from gradaccum import ArgumentValueError, kit
 from gradaccum_mindspore.gradient_sum import LIMITS
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer
 from gradaccum_mindspore.verification import wide
@@ -79,9 +79,15 @@ class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
                 `gradaccum.check_loop`.
 
         Raises:
-            IndexError: the loop applied more updates than the recorder can store.
+            ArgumentValueError: the loop applied more updates than the recorder keeps.
         """
         update_count = int(self.updates_made.asnumpy()[0])
+        if update_count > self.kept_updates:
+            raise ArgumentValueError(
+                f"updates: expected at least {update_count}, the number of updates that"
+                f" the loop applied; got {self.kept_updates}. Create the recorder with"
+                f" LoopRecorder(..., updates={update_count})."
+            )
         batches = [kit.as_arguments(each) for each in micro_batches]
         count = weight or kit.items_of
 

@@ -120,3 +120,8 @@ MISTAKES = {
 def test_mistake_is_named(kind):
     data = DATA if kind == "mean_of_means" else EVEN
     assert kinds(report_of("pynative", MISTAKES[kind], data)) == [kind]
+
+
+def test_more_updates_than_recorded_are_refused():
+    with pytest.raises(gradaccum.ArgumentValueError, match="updates=12"):
+        report_of("pynative", lambda inner: inner, EVEN * 3)
