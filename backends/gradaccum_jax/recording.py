@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradaccum import kit
+from gradaccum import ArgumentValueError, kit
 from gradaccum_jax.verification import wide
 
 
@@ -33,6 +33,10 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
         recorder = gradaccum_jax.LoopRecorder()
         state = train(optax.MultiSteps(recorder, 4))
         print(recorder.report(state, loss_fn, params, micro_batches))
+
+    Use it instead of a whole `optax.multi_transform` or `optax.masked`. If only some of
+    the parameters go through the recorder, the report is valid only if the other
+    parameters do not change and the loop does not clip all gradients together.
     """
 
     def __new__(cls) -> LoopRecorder:
@@ -48,12 +52,14 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
         def update(
             gradients: Any, state: RecorderState, params: Any = None
         ) -> tuple[Any, RecorderState]:
+            recorder._mask = jax.tree.map(_is_masked, gradients, is_leaf=_is_masked)
             jax.debug.callback(note, state.updates, *jax.tree.leaves(gradients))
             zeros = jax.tree.map(jnp.zeros_like, gradients)
             return zeros, RecorderState(state.updates + 1)
 
         recorder = super().__new__(cls, init, update)
         recorder._vectors = vectors
+        recorder._mask = False
         return cast(LoopRecorder, recorder)
 
     def report(
@@ -73,9 +79,11 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
                 this state. A wrapper may compute an update in every step but apply only
                 some of these updates. The state shows which updates were applied.
             loss_fn: ``loss_fn(params, *micro_batch)`` returns the loss as a scalar,
-                before it is divided or weighted.
-            params: the parameters with which the loop ran. They are still the same
-                after the loop, because the recorder's updates are zeros.
+                before it is divided or weighted, or a tuple whose first element is the
+                loss.
+            params: all parameters with which the loop ran, also those that do not go
+                through the recorder. They are still the same after the loop, because
+                the recorder's updates are zeros.
             micro_batches: the micro-batches that the loop trained on, in the same
                 order.
             weight: ``weight(*micro_batch)`` returns a micro-batch's weight. By default
@@ -85,34 +93,60 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
         """
         jax.effects_barrier()  # type: ignore[no-untyped-call]
         vectors: dict[int, np.ndarray[Any, Any]] = self._vectors
-        (recorder_state,) = filter(
-            _is_recorders, jax.tree.leaves(state, is_leaf=_is_recorders)
-        )
+        nodes = jax.tree.leaves(state, is_leaf=_is_recorders)
+        recorder_states = [node for node in nodes if _is_recorders(node)]
+        if len(recorder_states) != 1:
+            raise ArgumentValueError(
+                "state: expected an optimizer state that contains one RecorderState;"
+                f" got {len(recorder_states)} of them. Use the recorder instead of the"
+                " whole inner optimizer, and pass the state that the optimizer"
+                " returned."
+            )
         batches = [kit.as_arguments(each) for each in micro_batches]
         count = weight or kit.items_of
+        is_partial = any(jax.tree.leaves(self._mask))
 
         def gradient_of(number: int, factor: float = 1.0) -> Any:
-            batch = batches[number]
-            if factor == 1:
-                return _vector(jax.grad(loss_fn)(params, *batch))
-            loss, pull_back = jax.vjp(lambda params: loss_fn(params, *batch), params)
-            (gradient,) = pull_back(jnp.full_like(loss, factor))
+            def scaled_loss(params: Any) -> Any:
+                loss = loss_fn(params, *batches[number])
+                if isinstance(loss, tuple):  # It is (loss, aux).
+                    loss = loss[0]
+                return loss * factor
+
+            gradient = jax.grad(scaled_loss)(params)
+            if is_partial:
+                gradient = jax.tree.map(_unmasked, self._mask, gradient)
             return _vector(gradient)
 
         gradients = [gradient_of(number) for number in range(len(batches))]
         dtypes = [jnp.asarray(leaf).dtype for leaf in jax.tree.leaves(params)]
-        return kit.loop_report(
+        report = kit.loop_report(
             gradients,
-            [vectors[number] for number in range(int(recorder_state.updates))],
+            [vectors[number] for number in range(int(recorder_states[0].updates))],
             [float(count(*batch)) for batch in batches],
             max(float(jnp.finfo(dtype).eps) for dtype in dtypes),
             measure_rounding=lambda: kit.rounding_of(gradients, gradient_of),
             **options,
         )
+        if is_partial:
+            report.notes.append(
+                "Only some of the parameters go through the recorder. If the others"
+                " change, or the loop clips all gradients together, the report is not"
+                " valid: use the recorder instead of the whole optax.multi_transform."
+            )
+        return report
 
 
 def _is_recorders(node: Any) -> bool:
     return isinstance(node, RecorderState)
+
+
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
+
+
+def _unmasked(is_masked: bool, gradient: Any) -> Any:
+    return None if is_masked else gradient
 
 
 def _vector(gradients: Any) -> np.ndarray[Any, Any]:

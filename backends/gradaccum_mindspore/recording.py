@@ -12,7 +12,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
-from gradaccum import kit
+from gradaccum import ArgumentValueError, kit
 from gradaccum_mindspore.gradient_sum import LIMITS
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer
 from gradaccum_mindspore.verification import wide
@@ -69,7 +69,8 @@ class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
 
         Args:
             loss_fn: ``loss_fn(*micro_batch)`` returns the scalar loss of a micro-batch,
-                before it is divided or weighted.
+                before it is divided or weighted, or a tuple whose first element is the
+                loss.
             micro_batches: the micro-batches that the loop trained on, in the same
                 order.
             weight: ``weight(*micro_batch)`` returns the weight of a micro-batch; by
@@ -78,9 +79,15 @@ class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
                 `gradaccum.check_loop`.
 
         Raises:
-            IndexError: the loop applied more updates than the recorder can store.
+            ArgumentValueError: the loop applied more updates than the recorder keeps.
         """
         update_count = int(self.updates_made.asnumpy()[0])
+        if update_count > self.kept_updates:
+            raise ArgumentValueError(
+                f"updates: expected at least {update_count}, the number of updates that"
+                f" the loop applied; got {self.kept_updates}. Create the recorder with"
+                f" LoopRecorder(..., updates={update_count})."
+            )
         batches = [kit.as_arguments(each) for each in micro_batches]
         count = weight or kit.items_of
 
@@ -91,8 +98,7 @@ class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
                     loss = loss[0]
                 return loss * factor
 
-            function = loss_fn if factor == 1 else scaled_loss
-            differentiate = ms.value_and_grad(function, None, self.parameters)
+            differentiate = ms.value_and_grad(scaled_loss, None, self.parameters)
             return _vector(differentiate(*batches[number])[1])
 
         gradients = [gradient_of(number) for number in range(len(batches))]

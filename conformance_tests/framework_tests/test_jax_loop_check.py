@@ -34,6 +34,10 @@ def loss_fn(params: Any, x: Any, y: Any) -> Any:
     return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"] - y) ** 2)
 
 
+def loss_and_aux(*arguments: Any) -> Any:
+    return loss_fn(*arguments), "aux"
+
+
 def bfloat16_loss(params: Any, x: Any, y: Any) -> Any:
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), (params, x, y))
     return loss_fn(*half).astype(jnp.float32)
@@ -67,12 +71,18 @@ def clipped_each(recorder: Any) -> Any:
     )
 
 
+def partial(recorder: Any) -> Any:
+    parts = {"w": recorder, "v": optax.set_to_zero()}
+    return optax.MultiSteps(optax.multi_transform(parts, {"w": "w", "v": "v"}), 2)
+
+
 CASES: dict[str, tuple[Any, Any, dict[str, Any], list[str]]] = {
     "equal sizes": (multi_steps(2), EVEN, {"steps": 2}, []),
     "unequal sizes": (multi_steps(4), DATA, {}, ["mean_of_means"]),
     "a short window": (multi_steps(3), EVEN, {"steps": 3}, ["lost"]),
     "a sum": (multi_steps(4, use_grad_mean=False), EVEN, {}, ["not_divided"]),
     "a clip of each": (clipped_each, EVEN, {}, ["clipped_each"]),
+    "frozen parameters": (partial, EVEN, {}, []),
 }
 """The loop's optimizer, its data, the options of the report, and the problems."""
 
@@ -82,8 +92,9 @@ def test_problem_is_named(name: str) -> None:
     make, data, options, kinds = CASES[name]
     recorder = LoopRecorder()
     state = train(make(recorder), data)
-    report = recorder.report(state, loss_fn, PARAMS, data, **options)
+    report = recorder.report(state, loss_and_aux, PARAMS, data, **options)
     assert [problem.kind for problem in report.problems] == kinds, report
+    assert ("Only some" in str(report)) == (make is partial)
 
 
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 0.1}])
@@ -105,3 +116,10 @@ def test_bfloat16_loss_of_float32_parameters() -> None:
     )
     report = recorder.report(state, bfloat16_loss, PARAMS, DATA)
     assert {problem.kind for problem in report.problems} == {"scaled"}, report
+
+
+def test_two_recorders_are_refused() -> None:
+    recorder = LoopRecorder()
+    state = optax.chain(recorder, recorder).init(PARAMS)
+    with pytest.raises(gradaccum.ArgumentValueError, match="got 2 of them"):
+        recorder.report(state, loss_fn, PARAMS, DATA)

@@ -58,10 +58,12 @@ class Step(nn.Cell):
         self.net = net
         self.optimizer = optimizer
         self.weighs = weighs
-        self.grad = ms.value_and_grad(self.loss, None, net.trainable_params())
+        parameters = net.trainable_params()
+        self.grad = ms.value_and_grad(self.loss, None, parameters, has_aux=True)
 
     def loss(self, x, y):
-        return ops.square(self.net(x) - y).mean()
+        outputs = self.net(x)
+        return ops.square(outputs - y).mean(), outputs
 
     def construct(self, x, y):
         _, gradients = self.grad(x, y)
@@ -118,3 +120,8 @@ MISTAKES = {
 def test_mistake_is_named(kind):
     data = DATA if kind == "mean_of_means" else EVEN
     assert kinds(report_of("pynative", MISTAKES[kind], data)) == [kind]
+
+
+def test_more_updates_than_recorded_are_refused():
+    with pytest.raises(gradaccum.ArgumentValueError, match="updates=12"):
+        report_of("pynative", lambda inner: inner, EVEN * 3)
