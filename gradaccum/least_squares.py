@@ -5,6 +5,7 @@ micro-batches' gradients. The loop check and `verify` use these coefficients.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -41,6 +42,10 @@ class WeightedSum(NamedTuple):
     """The 2-norm of the gradient."""
     norms: tuple[float, ...] = ()
     """The 2-norm of each micro-batch's gradient."""
+    condition: float = 1.0
+    """How much an error of the gradients can grow in the coefficients: 1 if the
+    micro-batches' gradients are orthogonal, more if they are similar.
+    """
 
 
 def dot(a: Vector, b: Vector) -> float:
@@ -118,7 +123,8 @@ class GradientBasis:
         sizes = [abs(coefficient) for coefficient in coefficients]
         total = sum(size * norm for size, norm in zip(sizes, self.norms, strict=True))
         # The standard error of the coefficients for a residual of 1 in every element.
-        spread = max(math.hypot(*shares) for shares in zip(*self.recipes, strict=True))
+        spreads = [math.hypot(*shares) for shares in zip(*self.recipes, strict=True)]
+        spread = max(spreads)
         error = 4 * residual / math.sqrt(self.freedom) * spread
         return WeightedSum(
             tuple(coefficients),
@@ -126,4 +132,5 @@ class GradientBasis:
             residual / (total or 1.0),
             norm,
             self.norms,
+            max(map(operator.mul, spreads, self.norms)),
         )

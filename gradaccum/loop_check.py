@@ -148,7 +148,7 @@ class LoopReader:
 
     def _noise_of(self, update: WeightedSum) -> float:
         """Return the error of the update's coefficients, relative to the largest."""
-        return max(update.uncertainty, self.rounding)
+        return max(update.uncertainty, self.rounding * update.condition)
 
     def _members_of(self, update: WeightedSum) -> set[int]:
         noise = self._noise_of(update)
