@@ -216,8 +216,8 @@ class LoopRecord:
         )
 
     def _dense(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return each gradient as a dense tensor that is not sharded. A missing
-        gradient becomes zeros.
+        """Return each gradient as a dense tensor that is not sharded, in which a
+        complex number becomes two real numbers. A missing gradient becomes zeros.
         """
         dense = []
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
@@ -226,6 +226,8 @@ class LoopRecord:
                 full = full.to_dense()
             if hasattr(full, "full_tensor"):
                 full = full.full_tensor()
+            if full.is_complex():
+                full = torch.view_as_real(full.resolve_conj())
             dense.append(full.detach())
         return dense
 

@@ -245,6 +245,23 @@ def test_closure_that_runs_again_is_one_update() -> None:
     assert report.right, report
 
 
+@pytest.mark.parametrize("kept", [1, 0])
+def test_imaginary_part_counts(kept: int) -> None:
+    parameter: Any = nn.Parameter(torch.ones(6, dtype=torch.complex128))
+    optimizer = torch.optim.SGD([parameter])
+
+    def loss_fn(x: Tensor) -> Any:
+        return (x @ parameter.conj() + 1j).abs().mean()
+
+    def train() -> None:
+        loss_fn(data[0]).backward()
+        parameter.grad.imag.mul_(kept)
+        optimizer.step()
+
+    data = [X + 2j * X]
+    assert check_loop(train, optimizer, loss_fn, data).right == kept
+
+
 class WithLoss(nn.Module):
     """A model whose call returns its loss, as those of transformers do: a mean, or its
     part of the mean over a window, as a trainer asks for.
