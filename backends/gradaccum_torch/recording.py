@@ -20,6 +20,8 @@ from torch.optim.optimizer import (
 )
 
 from gradaccum import UsageError, kit
+from gradaccum_torch.large_batch.batch import require_scalar
+from gradaccum_torch.large_batch.gradients import REENTRANT_NODE, leaves_of_graph
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.torch_private.names import local, parameters_of, processes
 
@@ -164,7 +166,9 @@ class LoopRecord:
                 `gradaccum.check_loop`.
 
         Raises:
-            UsageError: workers have different numbers of micro-batches.
+            UsageError: workers have different numbers of micro-batches, or a loss
+                contains a reentrant checkpoint.
+            ArgumentValueError: a loss is not a scalar tensor.
         """
         calls = self._calls
         if micro_batches is not None:
@@ -206,9 +210,11 @@ class LoopRecord:
     def _gradient_of(self, loss: Callable[[], Tensor], factor: float = 1.0) -> Tensor:
         trained_parameters = [each for each in self._parameters if each.requires_grad]
         with torch.enable_grad():
-            value = loss()
+            value = require_scalar(loss())
             if factor != 1:
                 value = value * factor
+            # `torch.autograd.grad` would leave out a reentrant checkpoint.
+            leaves_of_graph([value], set(), {REENTRANT_NODE})
         gradients = torch.autograd.grad(value, trained_parameters, allow_unused=True)
         by_parameter = dict(zip(trained_parameters, gradients, strict=True))
         return self._vector(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import gradaccum
 from conformance_tests.framework_tests.torch_large_batch import (
@@ -260,6 +261,22 @@ def test_imaginary_part_counts(kept: int) -> None:
 
     data = [X + 2j * X]
     assert check_loop(train, optimizer, loss_fn, data).right == kept
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (lambda x: (x.sum(), x), "an object of type tuple"),
+        (
+            lambda x: checkpoint(torch.sum, x, use_reentrant=True),
+            "use_reentrant=False",
+        ),
+    ],
+)
+def test_loss_without_a_measurable_gradient(loss_fn: Any, message: str) -> None:
+    parameter = torch.ones(1, requires_grad=True)
+    with pytest.raises(gradaccum.GradAccumError, match=message):
+        check_loop(lambda: None, torch.optim.SGD([parameter]), loss_fn, [parameter])
 
 
 class WithLoss(nn.Module):
