@@ -263,6 +263,33 @@ def test_imaginary_part_counts(kept: int) -> None:
     assert check_loop(train, optimizer, loss_fn, data).right == kept
 
 
+def test_loop_that_ends_frozen_in_evaluation() -> None:
+    """The micro-batches are measured as they were in the loop."""
+    net = nn.Sequential(make_model(), nn.BatchNorm1d(3, dtype=torch.float64))
+    optimizer = torch.optim.SGD(net.parameters())
+    data = batches()[:3]
+
+    def train() -> None:
+        Loop(lambda items: items / 9, steps_at=(2,)).run(net, optimizer, data)
+        net.eval().requires_grad_(False)
+
+    assert_accumulates(train, optimizer, lambda x, y: cross_entropy(net(x), y), data)
+    assert not any(module.training for module in net.modules())
+    assert not any(parameter.requires_grad for parameter in net.parameters())
+
+
+def test_change_of_the_parameters_is_refused() -> None:
+    net = make_model()
+    optimizer = torch.optim.SGD(net.parameters())
+    for change in (
+        lambda _: net[0].requires_grad_(False),
+        lambda _: optimizer.add_param_group({"params": X.clone()}),
+    ):
+        loop = Loop(after=change, steps_at=(1, 3))
+        with recording(optimizer), pytest.raises(UsageError, match="added, frozen"):
+            loop.run(net, optimizer, batches())
+
+
 @pytest.mark.parametrize(
     ("loss_fn", "message"),
     [
