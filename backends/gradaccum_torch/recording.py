@@ -127,7 +127,12 @@ class LoopRecord:
         return arguments[:1], {**keywords, "closure": noted_closure}
 
     def _note_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """Record the gradients in ``.grad``. If there are none, the step changes
+        nothing, and is not recorded.
+        """
         received = [parameter.grad for parameter in parameters]
+        if all(gradient is None for gradient in received):
+            return
         # A loop may freeze its parameters between the backward pass and the step.
         are_trained = [
             parameter.requires_grad or gradient is not None

@@ -77,6 +77,7 @@ MISTAKES: dict[str, tuple[Any, int | None, set[str]]] = {
     ),
     "penalty": (with_a_penalty, None, {"unexplained"}),
     "never": (Loop(steps_at=()), None, {"no_update"}),
+    "without gradients": (Loop(after=nn.Module.zero_grad), None, {"no_update"}),
 }
 """The loop, its steps, and the kinds of its problems."""
 
