@@ -9,20 +9,28 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
 from gradaccum import UsageError, kit
+from gradaccum_torch.large_batch.batch import require_scalar
+from gradaccum_torch.large_batch.gradients import REENTRANT_NODE, leaves_of_graph
 from gradaccum_torch.optimizer import AccumulatingOptimizer
-from gradaccum_torch.torch_private.names import local, parameters_of, processes
+from gradaccum_torch.torch_private.names import (
+    local,
+    parameters_of,
+    processes,
+    untraced_within,
+)
 
+T = TypeVar("T")
 IGNORED_LABEL = -100
 """The label that `torch.nn.functional.cross_entropy` ignores by default."""
 ELEMENTS = 1 << 20
@@ -78,17 +86,24 @@ class LoopRecord:
         self._stride = max(1, elements // ELEMENTS)
         self._restoration = Restoration(optimizer)
         self.others = {
-            each: Restoration(each) for each in optimizers() if each is not optimizer
+            each: Restoration(each)
+            for each in instances_of(torch.optim.Optimizer)
+            if each is not optimizer
         }
         """All optimizers except the recorded one, each with the `Restoration` that
         undoes its steps. Their steps are undone too, because these optimizers may train
         the same model. The steps of an optimizer that is created later, for example by
         an adversarial attack in the loss, are not undone.
         """
+        self._are_trained = [True] * len(self._parameters)
+        """For each parameter, whether the recorded updates train it."""
+        self._modes: list[tuple[nn.Module, bool]] = []
+        """The modules, and whether each was in training mode in the first update."""
         self._updates: list[Tensor] = []
         self._norms: list[float] = []
         self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
+    @untraced_within
     def before_step(
         self, _: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -114,7 +129,28 @@ class LoopRecord:
         return arguments[:1], {**keywords, "closure": noted_closure}
 
     def _note_gradients(self, parameters: Sequence[Tensor]) -> None:
-        gradients = self._dense([parameter.grad for parameter in parameters])
+        """Record the gradients in ``.grad``. If there are none, the step changes
+        nothing, and is not recorded.
+        """
+        received = [parameter.grad for parameter in parameters]
+        if all(gradient is None for gradient in received):
+            return
+        # A loop may freeze its parameters between the backward pass and the step.
+        are_trained = [
+            parameter.requires_grad or gradient is not None
+            for parameter, gradient in zip(self._parameters, received, strict=False)
+        ]
+        if not self._updates:
+            self._are_trained = are_trained
+            self._modes = [
+                (module, module.training)
+                for module in instances_of(nn.Module)
+                if hasattr(module, "training")  # Not if its `__init__` has failed.
+            ]
+        is_changed = len(received) != len(self._parameters)
+        if is_changed or are_trained != self._are_trained:
+            raise changed_parameters_error(len(self._updates) + 1)
+        gradients = self._dense(received)
         # A fused optimizer may store a loss scale, by which it divides the gradients.
         scale = float(getattr(self._optimizer, "grad_scale", None) or 1.0)
         self._updates.append(self._vector(gradients) / scale)
@@ -166,7 +202,9 @@ class LoopRecord:
                 `gradaccum.check_loop`.
 
         Raises:
-            UsageError: workers have different numbers of micro-batches.
+            UsageError: workers have different numbers of micro-batches, or a loss
+                contains a reentrant checkpoint.
+            ArgumentValueError: a loss is not a scalar tensor.
         """
         calls = self._calls
         if micro_batches is not None:
@@ -206,20 +244,44 @@ class LoopRecord:
         return _loss_of(self._model(*arguments, **keywords))
 
     def _gradient_of(self, loss: Callable[[], Tensor], factor: float = 1.0) -> Tensor:
-        trained_parameters = [each for each in self._parameters if each.requires_grad]
-        with torch.enable_grad():
-            value = loss()
+        pairs = zip(self._parameters, self._are_trained, strict=True)
+        trained_parameters = [each for each, is_trained in pairs if is_trained]
+        with torch.enable_grad(), self._as_in_the_loop(trained_parameters):
+            value = require_scalar(loss())
             if factor != 1:
                 value = value * factor
-        gradients = torch.autograd.grad(value, trained_parameters, allow_unused=True)
+            # `torch.autograd.grad` would leave out a reentrant checkpoint.
+            leaves_of_graph([value], set(), {REENTRANT_NODE})
+            gradients = torch.autograd.grad(
+                value, trained_parameters, allow_unused=True
+            )
         by_parameter = dict(zip(trained_parameters, gradients, strict=True))
         return self._vector(
             self._dense([by_parameter.get(each) for each in self._parameters])
         )
 
+    @contextmanager
+    def _as_in_the_loop(self, trained_parameters: Sequence[Tensor]) -> Iterator[None]:
+        """Inside the block, the trained parameters require gradients, and each module
+        has the mode that it had in the first update.
+        """
+        frozen = [each for each in trained_parameters if not each.requires_grad]
+        switched = [(each, mode) for each, mode in self._modes if each.training != mode]
+        try:
+            for parameter in frozen:
+                parameter.requires_grad_()
+            for module, mode in switched:
+                module.training = mode
+            yield
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+            for module, mode in switched:
+                module.training = not mode
+
     def _dense(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return each gradient as a dense tensor that is not sharded. A missing
-        gradient becomes zeros.
+        """Return each gradient as a dense tensor that is not sharded, in which a
+        complex number becomes two real numbers. A missing gradient becomes zeros.
         """
         dense = []
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
@@ -228,6 +290,8 @@ class LoopRecord:
                 full = full.to_dense()
             if hasattr(full, "full_tensor"):
                 full = full.full_tensor()
+            if full.is_complex():
+                full = torch.view_as_real(full.resolve_conj())
             dense.append(full.detach())
         return dense
 
@@ -246,15 +310,20 @@ def _loss_of(output: Any) -> Any:
     return getattr(output, "loss", None)
 
 
-def optimizers() -> list[torch.optim.Optimizer]:
-    """Return all optimizers. Torch has no list of them, but the garbage collector
-    has.
+def instances_of(kind: type[T]) -> list[T]:
+    """Return all objects of a class. Torch has no list of its optimizers or modules,
+    but the garbage collector has.
     """
-    return [
-        each
-        for each in gc.get_objects()
-        if issubclass(type(each), torch.optim.Optimizer)
-    ]
+    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
+
+
+def changed_parameters_error(update: int) -> UsageError:
+    return UsageError(
+        "optimizer: expected an optimizer that trains the same parameters in every"
+        " recorded update; got one of whose parameters some were added, frozen or"
+        f" unfrozen before update {update}. Check the updates before and after this"
+        " change separately, each in its own recording."
+    )
 
 
 Calls = Sequence[tuple[tuple[Any, ...], dict[str, Any]]]

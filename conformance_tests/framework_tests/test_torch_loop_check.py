@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import gradaccum
 from conformance_tests.framework_tests.torch_large_batch import (
@@ -76,6 +77,7 @@ MISTAKES: dict[str, tuple[Any, int | None, set[str]]] = {
     ),
     "penalty": (with_a_penalty, None, {"unexplained"}),
     "never": (Loop(steps_at=()), None, {"no_update"}),
+    "without gradients": (Loop(after=nn.Module.zero_grad), None, {"no_update"}),
 }
 """The loop, its steps, and the kinds of its problems."""
 
@@ -243,6 +245,66 @@ def test_closure_that_runs_again_is_one_update() -> None:
     report = record.report(lambda x, y: cross_entropy(net(x), y), data)
     assert len(report.updates) == 1
     assert report.right, report
+
+
+@pytest.mark.parametrize("kept", [1, 0])
+def test_imaginary_part_counts(kept: int) -> None:
+    parameter: Any = nn.Parameter(torch.ones(6, dtype=torch.complex128))
+    optimizer = torch.optim.SGD([parameter])
+
+    def loss_fn(x: Tensor) -> Any:
+        return (x @ parameter.conj() + 1j).abs().mean()
+
+    def train() -> None:
+        loss_fn(data[0]).backward()
+        parameter.grad.imag.mul_(kept)
+        optimizer.step()
+
+    data = [X + 2j * X]
+    assert check_loop(train, optimizer, loss_fn, data).right == kept
+
+
+def test_loop_that_ends_frozen_in_evaluation() -> None:
+    """The micro-batches are measured as they were in the loop."""
+    net = nn.Sequential(make_model(), nn.BatchNorm1d(3, dtype=torch.float64))
+    optimizer = torch.optim.SGD(net.parameters())
+    data = batches()[:3]
+
+    def train() -> None:
+        Loop(lambda items: items / 9, steps_at=(2,)).run(net, optimizer, data)
+        net.eval().requires_grad_(False)
+
+    assert_accumulates(train, optimizer, lambda x, y: cross_entropy(net(x), y), data)
+    assert not any(module.training for module in net.modules())
+    assert not any(parameter.requires_grad for parameter in net.parameters())
+
+
+def test_change_of_the_parameters_is_refused() -> None:
+    net = make_model()
+    optimizer = torch.optim.SGD(net.parameters())
+    for change in (
+        lambda _: net[0].requires_grad_(False),
+        lambda _: optimizer.add_param_group({"params": X.clone()}),
+    ):
+        loop = Loop(after=change, steps_at=(1, 3))
+        with recording(optimizer), pytest.raises(UsageError, match="added, frozen"):
+            loop.run(net, optimizer, batches())
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (lambda x: (x.sum(), x), "an object of type tuple"),
+        (
+            lambda x: checkpoint(torch.sum, x, use_reentrant=True),
+            "use_reentrant=False",
+        ),
+    ],
+)
+def test_loss_without_a_measurable_gradient(loss_fn: Any, message: str) -> None:
+    parameter = torch.ones(1, requires_grad=True)
+    with pytest.raises(gradaccum.GradAccumError, match=message):
+        check_loop(lambda: None, torch.optim.SGD([parameter]), loss_fn, [parameter])
 
 
 class WithLoss(nn.Module):

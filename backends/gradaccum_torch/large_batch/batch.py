@@ -26,7 +26,9 @@ def tensors_of(nest: kit.Nest) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
-def require_scalar(loss: Tensor) -> Tensor:
+def require_scalar(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor):
+        raise kit.scalar_loss_error(f"an object of type {type(loss).__name__}")
     if loss.dim():
         raise kit.scalar_loss_error(f"a tensor of shape {tuple(loss.shape)}")
     return loss

@@ -384,7 +384,7 @@ def require_alone(modules: Iterable[nn.Module]) -> None:
 
 def hidden_error(node_name: str) -> UsageError:
     found = "a reentrant checkpoint, which hides parameters"
-    fix = "Write use_reentrant=False, or pass a wrapped optimizer as optimizer=."
+    fix = "Write use_reentrant=False."
     if node_name == COMPILED_NODE:
         found = "compiled code, which hides the buffers of modules"
         fix = "Write modules=(model,), so that the buffers of this model are restored."
