@@ -274,7 +274,7 @@ class Window:
         micro_batch.require_same_weight(weight)
         if is_weighed and micro_batch.is_weighed and micro_batch.has_loss:
             self.warn(WEIGHED_TWICE)
-        self.divided_loss_warning.loss_given(loss)
+        self.divided_loss_warning.loss_given(loss, micro_batch)
         if weight:
             self.current_state()
             factor = self.factor(weight)
@@ -339,7 +339,7 @@ class Window:
         micro_batch.set_weight(weight)
         micro_batch.is_scaled_by_hand = True
         micro_batch.has_loss = True
-        self.divided_loss_warning.loss_given(loss)
+        self.divided_loss_warning.loss_given(loss, micro_batch)
         micro_batch.losses.append(as_number(loss))
         self.current_state()
         factor = self.factor(weight)

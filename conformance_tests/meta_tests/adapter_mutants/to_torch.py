@@ -298,7 +298,7 @@ MUTANTS = (
     ),
     Mutant(
         "say_nothing_of_a_divided_loss",
-        "        if self._is_divided and len(micro_batch.losses) == 1:\n",
+        "        if losses == 1:\n",
         "        if False:\n",
         EVERYDAY + "test_division_by_the_steps_is_said_once",
     ),
