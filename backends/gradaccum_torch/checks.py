@@ -113,6 +113,14 @@ def not_scaled_error() -> UsageError:
     )
 
 
+def scaled_twice_error() -> UsageError:
+    return UsageError(
+        "loss: expected a loss without the loss scale, because gradaccum multiplies it"
+        " by the scale of the scaler that was passed as loss_scale=; got"
+        " scaler.scale(loss). Pass the loss itself: opt.backward(loss)."
+    )
+
+
 def other_weight_error(weight: float, earlier: float) -> UsageError:
     return UsageError(
         f"weight: expected {earlier:g}, the weight that this micro-batch already has;"

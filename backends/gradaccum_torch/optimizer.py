@@ -106,8 +106,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
         Raises:
             ArgumentTypeError, ArgumentValueError: `weight` is not a number >= 0.
-            UsageError: a different weight was already given for this micro-batch; or
-                the workers are already reducing the window's gradients.
+            UsageError: a different weight was already given for this micro-batch; the
+                loss was multiplied by ``scaler.scale``; or the workers are already
+                reducing the window's gradients.
         """
         if weight is not None:
             weight = require_weight(weight)
@@ -141,6 +142,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         Raises:
             ArgumentTypeError: with ``reduction="sum_per_item"``, no weight was passed
                 for the micro-batch.
+            UsageError: `loss` was multiplied by ``scaler.scale``.
         """
         return self._window.scale(loss)
 

@@ -52,6 +52,7 @@ from gradaccum_torch.gradient_sum import (
 )
 from gradaccum_torch.gradient_watch import FACTORS, PASSES, GradientWatch
 from gradaccum_torch.master_weights import MasterWeights
+from gradaccum_torch.torch_private.names import is_scaled_by
 from gradaccum_torch.update import Update
 from gradaccum_torch.workers.interface import Workers
 
@@ -274,7 +275,7 @@ class Window:
         micro_batch.require_same_weight(weight)
         if is_weighed and micro_batch.is_weighed and micro_batch.has_loss:
             self.warn(WEIGHED_TWICE)
-        self.divided_loss_warning.loss_given(loss, micro_batch)
+        self._loss_given(loss)
         if weight:
             self.current_state()
             factor = self.factor(weight)
@@ -291,6 +292,12 @@ class Window:
         micro_batch.weight = weight
         micro_batch.has_loss = True
         micro_batch.is_weighed = micro_batch.is_weighed or is_weighed
+
+    def _loss_given(self, loss: Tensor) -> None:
+        """Check a loss that the user has passed, before its backward pass."""
+        if self.scaler is not None and is_scaled_by(self.scaler.scaler, loss):
+            raise checks.scaled_twice_error()
+        self.divided_loss_warning.loss_given(loss, self.micro_batch)
 
     def _last_pass(self) -> AbstractContextManager[object]:
         """Return a context for a backward pass. If the current micro-batch is known to
@@ -336,10 +343,10 @@ class Window:
     def scale(self, loss: Tensor) -> Tensor:
         micro_batch = self.micro_batch
         weight = self.weight()
+        self._loss_given(loss)
         micro_batch.set_weight(weight)
         micro_batch.is_scaled_by_hand = True
         micro_batch.has_loss = True
-        self.divided_loss_warning.loss_given(loss, micro_batch)
         micro_batch.losses.append(as_number(loss))
         self.current_state()
         factor = self.factor(weight)
