@@ -159,9 +159,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
         Raises:
             UsageError: there was no backward pass since the last ``step``; other code
-                has changed ``.grad``; or a plain ``backward()`` was used although the
-                loss must be multiplied by a weight or a loss scale. The window is
-                unchanged.
+                has changed ``.grad``; or a plain ``backward()`` was used, or ``.grad``
+                was assigned, although the gradient must be multiplied by a weight or a
+                loss scale. The window is unchanged.
             ArgumentTypeError: with ``reduction="sum_per_item"``, no weight was passed
                 for the micro-batch.
         """
@@ -184,7 +184,6 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         assert scaler is not None
         scaler.stepping_optimizer = self
         try:
-            window.micro_batch.is_scaled_by_hand = True
             if window.add_micro_batch():
                 window.call_listeners_after(window.close)
             else:

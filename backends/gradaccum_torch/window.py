@@ -432,7 +432,6 @@ class Window:
         passes have accumulated, or if a loss was multiplied by the wrong factor.
         """
         watch = self.watch
-        micro_batch = self.micro_batch
         if watch.is_running:
             raise checks.interrupted_error()
         factors = watch.factors
@@ -442,21 +441,48 @@ class Window:
             factors = factors & {1.0}
         if not (factors or self._has_begun()):
             raise checks.no_backward_error()
-        factor = self.factor(weight)
-        if not micro_batch.is_scaled_by_hand:
-            is_unscaled = self.has_scale and not micro_batch.has_loss
-            if is_unscaled or factors - {factor}:
-                raise checks.not_scaled_error()
+        if not self.micro_batch.is_scaled_by_hand:
+            self._require_right_factors(factors, weight)
         if not (self.options.separate_sums or watch.is_intact()):
             # If the window has only one micro-batch, the user may modify ``.grad``, as
             # they could in a loop without gradaccum.
-            is_users = self.size == 1 and factor == 1 and not self.workers.is_reducing
+            is_unscaled = self.factor(weight) == 1
+            is_users = self.size == 1 and is_unscaled and not self.workers.is_reducing
             if not is_users:
                 raise checks.changed_gradients_error()
             # The changed values are now the window's sum. The user's loop changes .grad
             # after the backward pass, so the next window must not begin its reduction
             # during the backward pass.
             watch.reset()
+
+    def _require_right_factors(self, factors: set[float], weight: float) -> None:
+        """Raise if a gradient was not multiplied by `weight` and the loss scale.
+
+        - `factors`: the factors of the backward passes that certainly added to the
+          micro-batch's gradient.
+        """
+        has_loss = self.micro_batch.has_loss
+        right_factors = {self.factor(weight)}
+        if self.scaler is not None and self.scaler.stepping_optimizer is not None:
+            # The loss of a plain backward pass was multiplied by scaler.scale, but not
+            # by the weight.
+            if kit.contribution(weight, self.options) == 1:
+                right_factors.add(1.0)
+            elif 1.0 in factors - right_factors:
+                raise checks.not_weighed_error(weight)
+        elif self.has_scale and not has_loss:
+            raise checks.not_scaled_error()
+        if factors - right_factors:
+            raise checks.not_scaled_error()
+        if has_loss or factors or not self.options.separate_sums:
+            return
+        # The micro-batch has no backward pass of its own. Its gradients come from
+        # another wrapped optimizer's backward pass, or the user has computed them.
+        other_factors = self.watch.factors
+        if (other_factors or {1.0}) - right_factors and self._holds_users():
+            if other_factors:
+                raise checks.not_scaled_error()
+            raise checks.not_weighed_error(weight)
 
     def _has_begun(self) -> bool:
         """True if a micro-batch has begun, even if it has no gradient yet."""
