@@ -57,7 +57,11 @@ class TorchBackend:
             options: the checked options.
             separate_sums: if True, ``step`` moves the micro-batch's gradients from
                 ``.grad`` into separate buffers. Between two steps you may then clear,
-                assign, reduce or clip ``.grad`` yourself. This costs one buffer per
+                assign, reduce or clip ``.grad`` yourself. After ``opt.backward``,
+                ``.grad`` contains the gradient times the weight (with
+                ``reduction="mean"``) and the loss scale, so multiply the limit of a
+                clip by both. If you compute gradients without ``backward``, compute
+                those of ``opt.scale(loss)``. This option costs one buffer per
                 parameter, and one more pass over each micro-batch's gradients.
             module: the parallel module that several workers train together. It is
                 either a `torch.nn.parallel.DistributedDataParallel`, or a module to

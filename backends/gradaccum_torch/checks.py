@@ -114,6 +114,25 @@ def not_scaled_error() -> UsageError:
     )
 
 
+def not_weighed_error(weight: float) -> UsageError:
+    return UsageError(
+        f"weight: expected gradients that were multiplied by {weight:g}, the weight of"
+        " this micro-batch; got gradients of a loss that this optimizer did not"
+        " multiply, from scaler.scale(loss).backward() or from code that writes to"
+        " .grad. Call opt.discard(), and write opt.backward(loss, weight=n). To compute"
+        " gradients without backward(), compute those of opt.scale(loss). If the losses"
+        ' are sums over items, you may wrap with reduction="sum_per_item" instead.'
+    )
+
+
+def scaled_twice_error() -> UsageError:
+    return UsageError(
+        "loss: expected a loss without the loss scale, because gradaccum multiplies it"
+        " by the scale of the scaler that was passed as loss_scale=; got"
+        " scaler.scale(loss). Pass the loss itself: opt.backward(loss)."
+    )
+
+
 def other_weight_error(weight: float, earlier: float) -> UsageError:
     return UsageError(
         f"weight: expected {earlier:g}, the weight that this micro-batch already has;"

@@ -57,6 +57,8 @@ class MicroBatch:
     """Whether the loss was already scaled when the user called ``backward()`` on it, as
     in ``opt.scale(loss).backward()``.
     """
+    divided_losses = 0
+    """The number of losses that the user has divided by the size of the first window."""
     is_first = False
     """Whether this micro-batch is the first of its window."""
     passes = 0
@@ -315,7 +317,8 @@ class LeftoverLoopWarning(Extension):
     calls.
 
     No warning is issued if n is 2, because a GAN's discriminator normally has two
-    losses, and therefore two backward passes per ``step``.
+    losses, and therefore two backward passes per ``step``. `DividedLossWarning` issues
+    it if both losses were divided by 2.
     """
 
     def __init__(self, warn: Warnings) -> None:
@@ -373,7 +376,8 @@ def is_divided_by(division: Division | None, steps: int, reduction: str) -> bool
 class DividedLossWarning(Extension):
     """Warns if the user has divided a loss of the first window by the number of
     micro-batches in the window. The gradient would be too small, because gradaccum
-    divides by this number too.
+    divides by this number too. If a micro-batch has as many divided losses as the
+    window has micro-batches, the warning is that of `LeftoverLoopWarning`.
     """
 
     def __init__(self, options: Options, warn: Warnings) -> None:
@@ -382,9 +386,8 @@ class DividedLossWarning(Extension):
         self._reduction = options.reduction
         self._warn = warn
         self.is_finished = self._steps == 1
-        self._is_divided = False
 
-    def loss_given(self, loss: Tensor) -> None:
+    def loss_given(self, loss: Tensor, micro_batch: MicroBatch) -> None:
         """Called before the backward pass of a loss that the user has passed. Record
         whether the user has most likely divided this loss by the number of
         micro-batches, so that `micro_batch_added` can issue the warning.
@@ -392,12 +395,17 @@ class DividedLossWarning(Extension):
         if self.is_finished:
             return
         division = last_division(loss)
-        self._is_divided = is_divided_by(division, self._steps, self._reduction)
+        if is_divided_by(division, self._steps, self._reduction):
+            micro_batch.divided_losses += 1
 
     def micro_batch_added(self, micro_batch: MicroBatch, weight: float) -> None:
-        if self._is_divided and len(micro_batch.losses) == 1:
+        losses = len(micro_batch.losses)
+        if micro_batch.divided_losses != losses:
+            return
+        if losses == 1:
             self._warn(f"gradaccum: {kit.DIVIDED_LOSS.format(steps=self._steps)}")
-        self._is_divided = False
+        elif losses == self._steps:
+            self._warn(LEFTOVER_LOOP.format(passes=losses))
 
     def window_closed(self, state: Fields, options: Options) -> None:
         self.is_finished = True

@@ -106,8 +106,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
         Raises:
             ArgumentTypeError, ArgumentValueError: `weight` is not a number >= 0.
-            UsageError: a different weight was already given for this micro-batch; or
-                the workers are already reducing the window's gradients.
+            UsageError: a different weight was already given for this micro-batch; the
+                loss was multiplied by ``scaler.scale``; or the workers are already
+                reducing the window's gradients.
         """
         if weight is not None:
             weight = require_weight(weight)
@@ -116,6 +117,11 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     def weigh(self, weight: float) -> None:
         """Set the weight of the current micro-batch, which the next ``step()`` will
         count. You can call this without calling this optimizer's ``backward``.
+
+        With ``reduction="mean"``, the gradient has to be multiplied by the weight.
+        ``backward`` and ``scale`` multiply the loss, so ``.grad`` then contains the
+        gradient times the weight and the loss scale. If you clip ``.grad`` yourself,
+        multiply the limit by both.
 
         For example, several optimizers with ``reduction="sum_per_item"`` can share a
         single ``loss.backward()`` of a summed loss. If you call ``weigh`` on each
@@ -141,6 +147,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         Raises:
             ArgumentTypeError: with ``reduction="sum_per_item"``, no weight was passed
                 for the micro-batch.
+            UsageError: `loss` was multiplied by ``scaler.scale``.
         """
         return self._window.scale(loss)
 
@@ -157,9 +164,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
         Raises:
             UsageError: there was no backward pass since the last ``step``; other code
-                has changed ``.grad``; or a plain ``backward()`` was used although the
-                loss must be multiplied by a weight or a loss scale. The window is
-                unchanged.
+                has changed ``.grad``; or a plain ``backward()`` was used, or ``.grad``
+                was assigned, although the gradient must be multiplied by a weight or a
+                loss scale. The window is unchanged.
             ArgumentTypeError: with ``reduction="sum_per_item"``, no weight was passed
                 for the micro-batch.
         """
@@ -182,7 +189,6 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         assert scaler is not None
         scaler.stepping_optimizer = self
         try:
-            window.micro_batch.is_scaled_by_hand = True
             if window.add_micro_batch():
                 window.call_listeners_after(window.close)
             else:

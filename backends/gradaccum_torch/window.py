@@ -52,6 +52,7 @@ from gradaccum_torch.gradient_sum import (
 )
 from gradaccum_torch.gradient_watch import FACTORS, PASSES, GradientWatch
 from gradaccum_torch.master_weights import MasterWeights
+from gradaccum_torch.torch_private.names import is_scaled_by
 from gradaccum_torch.update import Update
 from gradaccum_torch.workers.interface import Workers
 
@@ -280,7 +281,7 @@ class Window:
         micro_batch.require_same_weight(weight)
         if is_weighed and micro_batch.is_weighed and micro_batch.has_loss:
             self.warn(WEIGHED_TWICE)
-        self.divided_loss_warning.loss_given(loss)
+        self._loss_given(loss)
         if weight:
             self.current_state()
             factor = self.factor(weight)
@@ -297,6 +298,12 @@ class Window:
         micro_batch.weight = weight
         micro_batch.has_loss = True
         micro_batch.is_weighed = micro_batch.is_weighed or is_weighed
+
+    def _loss_given(self, loss: Tensor) -> None:
+        """Check a loss that the user has passed, before its backward pass."""
+        if self.scaler is not None and is_scaled_by(self.scaler.scaler, loss):
+            raise checks.scaled_twice_error()
+        self.divided_loss_warning.loss_given(loss, self.micro_batch)
 
     def _last_pass(self) -> AbstractContextManager[object]:
         """Return a context for a backward pass. If the current micro-batch is known to
@@ -342,10 +349,10 @@ class Window:
     def scale(self, loss: Tensor) -> Tensor:
         micro_batch = self.micro_batch
         weight = self.weight()
+        self._loss_given(loss)
         micro_batch.set_weight(weight)
         micro_batch.is_scaled_by_hand = True
         micro_batch.has_loss = True
-        self.divided_loss_warning.loss_given(loss)
         micro_batch.losses.append(as_number(loss))
         self.current_state()
         factor = self.factor(weight)
@@ -431,7 +438,6 @@ class Window:
         passes have accumulated, or if a loss was multiplied by the wrong factor.
         """
         watch = self.watch
-        micro_batch = self.micro_batch
         if watch.is_running:
             raise checks.interrupted_error()
         factors = watch.factors
@@ -441,21 +447,48 @@ class Window:
             factors = factors & {1.0}
         if not (factors or self._has_begun()):
             raise checks.no_backward_error()
-        factor = self.factor(weight)
-        if not micro_batch.is_scaled_by_hand:
-            is_unscaled = self.has_scale and not micro_batch.has_loss
-            if is_unscaled or factors - {factor}:
-                raise checks.not_scaled_error()
+        if not self.micro_batch.is_scaled_by_hand:
+            self._require_right_factors(factors, weight)
         if not (self.options.separate_sums or watch.is_intact()):
             # If the window has only one micro-batch, the user may modify ``.grad``, as
             # they could in a loop without gradaccum.
-            is_users = self.size == 1 and factor == 1 and not self.workers.is_reducing
+            is_unscaled = self.factor(weight) == 1
+            is_users = self.size == 1 and is_unscaled and not self.workers.is_reducing
             if not is_users:
                 raise checks.changed_gradients_error()
             # The changed values are now the window's sum. The user's loop changes .grad
             # after the backward pass, so the next window must not begin its reduction
             # during the backward pass.
             watch.reset()
+
+    def _require_right_factors(self, factors: set[float], weight: float) -> None:
+        """Raise if a gradient was not multiplied by `weight` and the loss scale.
+
+        - `factors`: the factors of the backward passes that certainly added to the
+          micro-batch's gradient.
+        """
+        has_loss = self.micro_batch.has_loss
+        right_factors = {self.factor(weight)}
+        if self.scaler is not None and self.scaler.stepping_optimizer is not None:
+            # The loss of a plain backward pass was multiplied by scaler.scale, but not
+            # by the weight.
+            if kit.contribution(weight, self.options) == 1:
+                right_factors.add(1.0)
+            elif 1.0 in factors - right_factors:
+                raise checks.not_weighed_error(weight)
+        elif self.has_scale and not has_loss:
+            raise checks.not_scaled_error()
+        if factors - right_factors:
+            raise checks.not_scaled_error()
+        if has_loss or factors or not self.options.separate_sums:
+            return
+        # The micro-batch has no backward pass of its own. Its gradients come from
+        # another wrapped optimizer's backward pass, or the user has computed them.
+        other_factors = self.watch.factors
+        if (other_factors or {1.0}) - right_factors and self._holds_users():
+            if other_factors:
+                raise checks.not_scaled_error()
+            raise checks.not_weighed_error(weight)
 
     def _has_begun(self) -> bool:
         """True if a micro-batch has begun, even if it has no gradient yet."""

@@ -186,6 +186,14 @@ def test_leftovers_are_said_once(place: str, said: Said) -> None:
     assert "`loss / 4`" in text
 
 
+def test_two_divided_losses_are_leftovers(said: Said) -> None:
+    model, opt = make(steps=2)
+    for _ in range(2):
+        opt.backward(loss_of(model) / 2)
+    opt.step()
+    assert "`loss / 2`" in said()[0]
+
+
 def losses(count: int, weighs: bool = False) -> Loop:
     """So many losses before each step, weighed before all of them."""
 

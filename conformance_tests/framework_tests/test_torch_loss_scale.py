@@ -125,6 +125,16 @@ def test_two_wrappers_share_a_scaler() -> None:
     assert scales == [4, 2, 2, 4]
 
 
+def test_scaled_losses_have_no_weight() -> None:
+    """Those of ``scaler.scale``: not beside their backward pass, nor in ours."""
+    loop = Loop("scaler.step")
+    with pytest.raises(gradaccum.UsageError, match=r"got scaler\.scale"):
+        loop.opt.backward(loop.scaler.scale(loop.parameter.sum()), 3)
+    loop.opt.weigh(3)
+    with pytest.raises(gradaccum.UsageError, match="multiplied by 3"):
+        loop.micro_batch(1.0)
+
+
 def test_flush_moves_the_scale() -> None:
     """`flush` needs no `update()` of the scaler."""
     loop = Loop("scaler.step", growth_interval=1)

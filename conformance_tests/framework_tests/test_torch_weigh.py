@@ -50,13 +50,17 @@ def test_weigh_is_the_weight_of_a_loss_too() -> None:
     )
 
 
-@pytest.mark.parametrize("separate", [False, True])
-def test_weigh_beside_a_plain_mean_is_refused(separate: bool) -> None:
+@pytest.mark.parametrize("kind", ["in .grad", "separate", "written"])
+def test_weigh_beside_a_plain_mean_is_refused(kind: str) -> None:
     """A plain backward pass does not multiply the loss by its weight, as the mean over
-    items needs.
+    items needs; nor does a loop that writes the gradients.
     """
-    model, opt = make(separate_sums=separate)
+    model, opt = make(separate_sums=kind != "in .grad")
     loss_of(model).backward()
+    if kind == "written":
+        gradient = model[0].weight.grad
+        opt.zero_grad()
+        model[0].weight.grad = gradient
     opt.weigh(3)
     with pytest.raises(gradaccum.UsageError, match='reduction="sum_per_item"'):
         opt.step()

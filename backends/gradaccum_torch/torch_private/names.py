@@ -130,6 +130,15 @@ def _divisor_of(node: Node) -> float | None:
     return 1 / number if number not in (0.0, 0.5) else None
 
 
+def is_scaled_by(scaler: torch.amp.GradScaler, loss: Tensor) -> bool:
+    """True if the last operation on `loss` was ``scaler.scale``."""
+    try:
+        other = loss.grad_fn._saved_other  # type: ignore[union-attr]
+    except (AttributeError, RuntimeError):  # See `_divisor_of`.
+        return False
+    return other is not None and other is scaler._scale
+
+
 def _terms_of(node: Node) -> list[Node]:
     """If `node` computed a sum, return the nodes that computed its terms. Otherwise
     return only `node`. The search stops after about 100 terms.

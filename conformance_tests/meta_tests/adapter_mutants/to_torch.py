@@ -236,8 +236,8 @@ MUTANTS = (
     ),
     Mutant(
         "take_an_unscaled_loss",
-        "            if is_unscaled or factors - {factor}:\n",
-        "            if is_unscaled:\n",
+        "        if factors - right_factors:\n",
+        "        if False:\n",
         "test_torch_misuse.py::test_gradients_that_another_optimizer_multiplied_are_refused",
     ),
     Mutant(
@@ -298,7 +298,7 @@ MUTANTS = (
     ),
     Mutant(
         "say_nothing_of_a_divided_loss",
-        "        if self._is_divided and len(micro_batch.losses) == 1:\n",
+        "        if losses == 1:\n",
         "        if False:\n",
         EVERYDAY + "test_division_by_the_steps_is_said_once",
     ),
@@ -352,8 +352,8 @@ MUTANTS = (
     ),
     Mutant(
         "add_a_mean_unweighed",
-        "            if is_unscaled or factors - {factor}:\n",
-        "            if is_unscaled or factors - {1.0, factor}:\n",
+        "        if factors - right_factors:\n",
+        "        if factors - right_factors - {1.0}:\n",
         "test_torch_weigh.py::test_weigh_beside_a_plain_mean_is_refused",
     ),
     Mutant(
