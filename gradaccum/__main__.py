@@ -57,7 +57,11 @@ def check(arguments: list[str]) -> int | str:
     if not name:
         return "gradaccum: name the function to call: gradaccum check module:function"
     sys.path.insert(0, "")
-    report = getattr(import_module(module), name)()
+    try:
+        function = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        return f"gradaccum: {module}:{name} cannot be imported: {error}"
+    report = function()
     if not isinstance(report, LoopReport):
         kind = type(report).__name__
         return (

@@ -20,7 +20,13 @@ classes, is in `gradaccum` itself.
 """
 
 from gradaccum.errors import require_bool, require_choice, require_weight
-from gradaccum.loop_check import LoopReport, items_of, loop_report, rounding_of
+from gradaccum.loop_check import (
+    LoopReport,
+    items_of,
+    loop_report,
+    recorded_batches,
+    rounding_of,
+)
 from gradaccum.nests import (
     PLAIN,
     Leaf,
@@ -135,7 +141,6 @@ from gradaccum.verification.subject import (
     HostRandom,
     ModelState,
     Subject,
-    as_arguments,
     places_of,
 )
 from gradaccum.watching import Handle, Listener, Listeners
@@ -180,7 +185,6 @@ __all__ = [
     "accumulate",
     "accumulate_dtype_error",
     "add_loss",
-    "as_arguments",
     "at_rest",
     "batch_axis",
     "children_of",
@@ -221,6 +225,7 @@ __all__ = [
     "optimizer_error",
     "places_of",
     "rate_bits",
+    "recorded_batches",
     "redistributed",
     "require_bool",
     "require_choice",

@@ -23,8 +23,10 @@ from gradaccum.least_squares import (
     norm_of,
     right_factors,
 )
+from gradaccum.nests import Nest, leaves_of
 from gradaccum.options import Reduction, require_reduction
 from gradaccum.registry import backend_of
+from gradaccum.verification.subject import as_arguments
 from gradaccum.window_loop import number_of_items
 
 ROOM = 0.004
@@ -553,7 +555,7 @@ def check_loop(
         loss_fn: ``loss_fn(*micro_batch)`` returns the loss of one micro-batch, not yet
             divided or weighted.
         micro_batches: the micro-batches that the loop trains on: tuples of arguments,
-            or single arguments.
+            or single arguments. A data loader must not shuffle.
         weight: ``weight(*micro_batch)`` returns the weight of a micro-batch. Default:
             the number of items, which is the length of the first argument, or of its
             arrays if it is a dictionary.
@@ -588,6 +590,43 @@ def assert_accumulates(
     report = check_loop(train, optimizer, loss_fn, micro_batches, **options)
     if not report.right:
         raise AssertionError(str(report))
+
+
+def recorded_batches(micro_batches: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Return the arguments of each micro-batch.
+
+    Raises:
+        ArgumentValueError: there are no micro-batches, or `micro_batches` is an
+            iterable that yields other micro-batches when it is iterated again, as a
+            shuffling data loader does.
+    """
+    batches = [as_arguments(each) for each in micro_batches]
+    is_repeatable = isinstance(micro_batches, list | tuple) or are_same(
+        batches, [as_arguments(each) for each in micro_batches]
+    )
+    if not batches or not is_repeatable:
+        raise ArgumentValueError(
+            "micro_batches: expected the micro-batches on which the loop trains; got"
+            f" an object of type {type(micro_batches).__name__} that is empty, or that"
+            " yields other micro-batches when it is iterated again. Write"
+            " micro_batches = list(loader), and train on this list."
+        )
+    return batches
+
+
+def are_same(batches: Nest, other_batches: Nest) -> bool:
+    """True if two nested structures of arrays contain the same values."""
+    values = [leaf.value for leaf in leaves_of(batches)]
+    other_values = [leaf.value for leaf in leaves_of(other_batches)]
+    if len(values) != len(other_values):
+        return False
+    for value, other_value in zip(values, other_values, strict=True):
+        if getattr(value, "shape", ()) != getattr(other_value, "shape", ()):
+            return False
+        is_equal: Any = value == other_value
+        if not (is_equal.all() if hasattr(is_equal, "all") else is_equal):
+            return False
+    return True
 
 
 def items_of(*micro_batch: Any) -> float:

@@ -102,7 +102,7 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
                 " whole inner optimizer, and pass the state that the optimizer"
                 " returned."
             )
-        batches = [kit.as_arguments(each) for each in micro_batches]
+        batches = kit.recorded_batches(micro_batches)
         count = weight or kit.items_of
         is_partial = any(jax.tree.leaves(self._mask))
 

@@ -88,7 +88,7 @@ class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
                 f" the loop applied; got {self.kept_updates}. Create the recorder with"
                 f" LoopRecorder(..., updates={update_count})."
             )
-        batches = [kit.as_arguments(each) for each in micro_batches]
+        batches = kit.recorded_batches(micro_batches)
         count = weight or kit.items_of
 
         def gradient_of(number: int, factor: float = 1.0) -> Any:

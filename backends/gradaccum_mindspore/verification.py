@@ -124,7 +124,7 @@ class MindSporeSubject(Subject):
         return [(path, wide(array)) for path, array in self.batch.arrays(part)]
 
     def random_layers(self) -> list[str]:
-        return self.training_layers("Dropout")
+        return self.layers_in_mode("Dropout", training=True)
 
     @cached_property
     def precision(self) -> tuple[float, float]:

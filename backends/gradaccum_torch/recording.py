@@ -208,7 +208,7 @@ class LoopRecord:
         """
         calls = self._calls
         if micro_batches is not None:
-            calls = [(kit.as_arguments(each), {}) for each in micro_batches]
+            calls = [(batch, {}) for batch in kit.recorded_batches(micro_batches)]
         loss_fn = loss_fn or self._loss_of_model
         losses = [partial(loss_fn, *batch, **keywords) for batch, keywords in calls]
         if weight is None:

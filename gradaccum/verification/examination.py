@@ -104,6 +104,11 @@ class Examination:
         subject.quiet_layers = subject.random_layers()
         for names, remark in (
             (
+                subject.layers_in_mode("BatchNorm", training=False),
+                "compared in evaluation mode, as you passed it. If you train it in"
+                " training mode, call model.train() first.",
+            ),
+            (
                 subject.quiet_layers,
                 "compared in evaluation mode, because an item gets different random"
                 " numbers in a different micro-batch.",
@@ -145,6 +150,10 @@ class Examination:
         """
         if self.is_infinite([self.comparison.items]):
             return True
+        # Run the large batch and then other micro-batches. If the loss remembers its
+        # previous batch, the next run of the large batch gives another gradient.
+        _ = self.comparison.large
+        self.comparison.gradients(self.comparison.partitions[0])
         for scale in (1.0, *SCALES):
             names = self.changed_names(scale=scale)
             if names:
@@ -294,7 +303,7 @@ class Examination:
         statistics, or if any batch norm layer is in training mode. If so, add this
         cause, run the later experiments in evaluation mode, and return True.
         """
-        layers = self.comparison.subject.training_layers("BatchNorm")
+        layers = self.comparison.subject.layers_in_mode("BatchNorm", training=True)
         evaluation = self.comparison.under(training=False)
         if evaluation.moved and not layers:
             return False

@@ -162,14 +162,14 @@ class Subject(ABC):
         """Return the layers of the model, each with its name."""
         return ()
 
-    def training_layers(self, word: str) -> list[str]:
-        """Return the names of the layers in training mode whose class name contains
-        `word`.
+    def layers_in_mode(self, word: str, *, training: bool) -> list[str]:
+        """Return the names of the layers whose class name contains `word` and that are
+        in training mode, or in evaluation mode if `training` is False.
         """
         return [
             name
             for name, layer in self.named_layers()
-            if layer.training and word in type(layer).__name__
+            if layer.training == training and word in type(layer).__name__
         ]
 
     @abstractmethod
