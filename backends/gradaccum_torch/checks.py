@@ -158,6 +158,16 @@ def bypassed_error(name: str) -> UsageError:
     )
 
 
+def ignored_masters_error(name: str) -> UsageError:
+    return UsageError(
+        "master_weights: expected an inner optimizer that updates the tensors in its"
+        f" own param_groups; got {name}, which left the master weights in its"
+        " param_groups unchanged. Most likely it updates the parameters through other"
+        " references, such as the param_groups of other optimizers. Wrap it without"
+        " master_weights=True, and keep the model's parameters in float32."
+    )
+
+
 def new_parameters_error() -> UsageError:
     """Return the error for parameters that are added to a wrapped optimizer while their
     ``.grad`` contains gradients.

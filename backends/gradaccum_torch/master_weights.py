@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradaccum_torch.arithmetic import HALF
-from gradaccum_torch.torch_private.names import parameters_of
+from gradaccum_torch import checks
+from gradaccum_torch.arithmetic import HALF, is_zero
+from gradaccum_torch.torch_private.names import Versions, local, parameters_of
 
 Group = dict[str, Any]
 """A parameter group in torch's format."""
@@ -36,6 +37,8 @@ class MasterWeights:
         self.is_wanted = is_wanted
         self.masters: dict[Tensor, Tensor] = {}
         """The float32 master weight of each half-precision parameter."""
+        self.are_known_to_move = False
+        """Whether the inner optimizer has already updated a master weight."""
         parameters = self.parameters()
         for index, master in (masters or {}).items():
             self.masters[parameters[index]] = master
@@ -158,6 +161,36 @@ class MasterWeights:
                 yield
         finally:
             self.round()
+
+    @contextmanager
+    def required_to_move(self, sums: Mapping[Tensor, Tensor]) -> Iterator[None]:
+        """Raise at the end of the block if the inner optimizer has ignored the master
+        weights, although they have gradients.
+
+        Only the first update is checked, unless the gradients or the learning rates
+        are 0. An optimizer has not ignored the master weights if it has modified one of
+        them or has state for one of them.
+
+        - `sums`: the gradients.
+        """
+        masters = {self.masters[each]: each for each in sums if each in self.masters}
+        if self.are_known_to_move or not masters:
+            yield
+            return
+        # Compare values too, because the versions do not count writes through ``.data``.
+        smallest = min(masters, key=Tensor.numel)
+        value = local(smallest).detach().clone()
+        versions = Versions(masters)
+        yield
+        self.are_known_to_move = (
+            versions.moved()
+            or any(master in self.inner.state for master in masters)
+            or not torch.equal(local(smallest), value)
+        )
+        if self.are_known_to_move or is_zero(sums[masters[smallest]]):
+            return
+        if any(group.get("lr") != 0 for group in self.inner.param_groups):
+            raise checks.ignored_masters_error(type(self.inner).__name__)
 
     @contextmanager
     def only(self, parameters: Iterable[Tensor]) -> Iterator[None]:

@@ -252,7 +252,13 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
                 or timed out; or `denominator` was passed although ``steps`` is not None
                 or several workers share the window.
         """
-        self._window.call_listeners_after(partial(self._window.flush, denominator))
+        window = self._window
+        # The next micro-batch may close a window too. The scheduler would then step
+        # only once for two updates.
+        schedulers = [each for each in window.schedulers if each.is_called_each_time()]
+        window.call_listeners_after(partial(window.flush, denominator))
+        for scheduler in schedulers:
+            scheduler.follow()
 
     def discard(self) -> None:
         """Discard the open window and the current micro-batch. No update is applied, no

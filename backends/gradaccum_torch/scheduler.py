@@ -2,9 +2,11 @@
 micro-batch, and the scheduler steps once per update.
 
 If a ``flush()`` closes several windows, the wrapper also steps the scheduler between
-these windows. For a timm scheduler, the wrapper passes the number of updates to the
-scheduler's ``step_update`` method. The scheduler's ``step`` method, whose argument is
-an epoch, works as before.
+these windows. A scheduler that is called after every micro-batch also steps at the end
+of ``flush()``, because the next micro-batch may already close another window. For a
+timm scheduler, the wrapper passes the number of updates to the scheduler's
+``step_update`` method. The scheduler's ``step`` method, whose argument is an epoch,
+works as before.
 """
 
 from __future__ import annotations
@@ -23,7 +25,15 @@ Scheduler = Any
 ``step_update``, and with an ``optimizer`` attribute.
 """
 
-_GATE_NAMES = frozenset({"_scheduler", "_updates", "_has_loaded"})
+_GATE_NAMES = frozenset(
+    {
+        "_scheduler",
+        "_updates",
+        "_has_loaded",
+        "_called_at",
+        "_is_called_each_time",
+    }
+)
 _ANY = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
 _STEPPED_AT = "gradaccum_optimizer_step"
 _REPLAYED = (
@@ -71,6 +81,12 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
     """Whether the scheduler has loaded a state and has not stepped since then. If the
     optimizer now loads a state too, the two states belong together.
     """
+    _called_at: tuple[int, int]
+    """The number of updates, and the number of micro-batches in the open window, when
+    the scheduler was last called.
+    """
+    _is_called_each_time: bool
+    """Whether there was only one micro-batch between the last two calls."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         optimizer = getattr(scheduler, "optimizer", None)
@@ -85,6 +101,8 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         self._scheduler = scheduler
         self._updates = optimizer._window.updates
         self._has_loaded = False
+        self._called_at = self._position()
+        self._is_called_each_time = True
         optimizer._window.schedulers.add(self)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -94,6 +112,8 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         """
         updates = self._optimizer_updates()
         window = self._scheduler.optimizer._window
+        if not hasattr(self._scheduler, "step_update"):
+            self._note_call()
         if hasattr(self._scheduler, "step_update") or updates > self._updates:
             # torch warns if a scheduler steps before its optimizer. Prevent this
             # warning, because the optimizer may have made its steps in another process,
@@ -105,6 +125,15 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
             window.warn(_REPLAYED)
         self._updates = updates
         self._has_loaded = False
+
+    def is_called_each_time(self) -> bool:
+        """True if the scheduler was called after the last micro-batch and after the
+        micro-batch before it.
+
+        This is false for a scheduler that is called once per epoch, so a ``flush`` does
+        not step it.
+        """
+        return self._is_called_each_time and self._called_at == self._position()
 
     def follow(self) -> None:
         """Step the scheduler, unless its ``step`` method needs an argument, such as a
@@ -125,6 +154,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         loaded a state, change nothing, because the scheduler's state already says for
         which updates the scheduler has stepped.
         """
+        self._called_at = self._position()
         if not self._has_loaded:
             self._updates = self._optimizer_updates()
 
@@ -135,6 +165,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         with the number of updates.
         """
         updates = self._optimizer_updates()
+        self._note_call()
         self._scheduler.optimizer._window.changed_rate_warning.allow_change()
         if updates:
             return self._scheduler.step_update(updates, *args, **kwargs)
@@ -179,6 +210,23 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
     def _is_at_beginning(self) -> bool:
         last_epoch = getattr(self._scheduler, "last_epoch", None)
         return last_epoch == 0 and not self._has_loaded
+
+    def _note_call(self) -> None:
+        position = self._position()
+        if position != self._called_at:
+            updates, micro_step = self._called_at
+            # The micro-batch has left the window open, or the window was skipped, or
+            # its update was applied.
+            self._is_called_each_time = position in (
+                (updates, micro_step + 1),
+                (updates, 0),
+                (updates + 1, 0),
+            )
+        self._called_at = position
+
+    def _position(self) -> tuple[int, int]:
+        state = self._scheduler.optimizer._window.state
+        return int(state.optimizer_step), int(state.micro_step)
 
     def _optimizer_updates(self) -> int:
         return int(self._scheduler.optimizer._window.updates)

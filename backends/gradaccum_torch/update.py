@@ -62,7 +62,8 @@ class Update:
                     args, kwargs = new_arguments
             self.is_running = True
             try:
-                inner.step(*args[1:], **kwargs)
+                with self.masters.required_to_move(sums):
+                    inner.step(*args[1:], **kwargs)
             finally:
                 self.is_running = False
         through(self.masters.round)

@@ -60,6 +60,11 @@ from gradaccum_torch.workers.interface import Workers
 class Scheduler(Protocol):
     """A learning-rate scheduler that steps once per update."""
 
+    def is_called_each_time(self) -> bool:
+        """True if the scheduler was called after the last micro-batch and after the
+        micro-batch before it.
+        """
+
     def follow(self) -> None:
         """Step if the optimizer has applied an update since the scheduler's last
         step.

@@ -96,6 +96,30 @@ def test_write_through_data_reaches_the_masters() -> None:
     assert opt.master_weights[0].tolist() == [3 - 2 * STEP, 1 - 3 * STEP, 1 - 3 * STEP]
 
 
+class ThroughData(torch.optim.SGD):
+    parameters: list[Tensor]
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.data -= parameter.grad
+
+
+def test_optimizer_that_ignores_the_masters_is_refused() -> None:
+    parameter = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
+    inner = ThroughData([parameter])
+    opt: Any = gradaccum.wrap(inner, steps=1, master_weights=True)
+    inner.parameters = [parameter]
+    opt.backward(parameter.sum())
+    with pytest.raises(gradaccum.UsageError, match="got ThroughData"):
+        opt.step()
+    opt.discard()
+    inner.parameters = inner.param_groups[0]["params"]
+    opt.backward(parameter.sum())
+    opt.step()
+    assert parameter == 0
+
+
 class Averaging(torch.optim.SGD):
     """Switches between its weights and their average, as schedulefree's optimizers
     do.

@@ -17,7 +17,7 @@ def bare() -> torch.optim.Optimizer:
     return torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0, momentum=0.9)
 
 
-def make(steps: int | None = 2) -> Any:
+def make(steps: Any = 2) -> Any:
     return gradaccum.wrap(bare(), steps=steps)
 
 
@@ -90,6 +90,21 @@ def test_gated_plateau_reads_metrics_at_updates() -> None:
     feed(opt)
     gated.step(metrics=2.0)
     assert rate(opt) == 0.5
+
+
+@pytest.mark.parametrize(("places", "count"), [("012", 5), ("2", 2), ("3", 2)])
+def test_flush_steps_only_a_scheduler_of_updates(places: str, count: int) -> None:
+    """Not one that is called once per epoch."""
+    opt = make([(0, 2), (2, 1)])
+    gated = halving(opt)
+    for _ in range(2):
+        for index in opt.epoch("012"):
+            feed(opt)
+            if index in places:
+                gated.step()
+        if "3" in places:
+            gated.step()
+    assert rate(opt) == 0.5**count
 
 
 class Positioned:

@@ -73,7 +73,11 @@ def coupled_backward(
         micro_batch_size: as for `gradaccum_torch.backward`.
         axes: as for `gradaccum_torch.backward`.
         optimizer: as for `gradaccum_torch.backward`. A loss scale multiplies the
-            gradients of the outputs and of the loss's own parameters.
+            gradients of the outputs and of the loss's own parameters. With several
+            workers, each loss couples the items of one worker. The update follows the
+            mean of the workers' losses, weighted by their numbers of items if the
+            optimizer's reduction is ``"mean"``, and unweighted if it is
+            ``"sum_per_item"``. With ``"sum"``, it follows the sum of these losses.
         modules: the modules whose buffers are restored. Default: the modules that are
             called. Pass this argument if the functions run compiled code, because
             compiled code may hide the modules that it calls.
@@ -107,7 +111,10 @@ def coupled_backward(
             ' on_overflow="skip_window".'
         )
     # There is only one loss, which covers all items, so its gradient is not divided.
-    undivided = make_options(None, reduction="sum")
+    # The losses of several workers, however, are averaged.
+    group = None if optimizer is None else optimizer.whole_window().process_group
+    if group is None or options.reduction != "mean":
+        options = make_options(None, reduction="sum")
 
     def run(micro_batches: list[MicroBatch], destination: GradientsInGrad) -> Tensor:
         return run_twice(outputs_fn, loss_fn, micro_batches, destination)
@@ -117,7 +124,7 @@ def coupled_backward(
         outputs_fn,
         LargeBatch(batch, axes),
         division,
-        undivided,
+        options,
         optimizer,
         modules,
         notes_calls=not modules,
@@ -148,7 +155,9 @@ def run_twice(
     random_state_after = before.random_state()
     buffers_after = Buffers(before.buffers.modules.values())
     destination.ignore(map(id, outputs.tensors))
-    destination.add_loss(loss, 1.0, 1.0)
+    # The divisor is the number of items if the losses of several workers are averaged,
+    # and 1 otherwise.
+    destination.add_loss(loss, destination.divisor, destination.divisor)
     value = loss.detach().clone()
     del loss  # This also frees the graph of all items.
     before.buffers.put_back()

@@ -194,7 +194,8 @@ def update(optimizer: torch.optim.Optimizer, loss: Any) -> None:
 @check
 def large_batch_of_all_workers(rank: int) -> None:
     """The last way has more steps than one worker has items. A coupled loss is coupled
-    within a worker, and the update is by the mean over the workers that have items.
+    within a worker, and the update is by the mean over the workers, which their items
+    weigh.
     """
     model, parallel, opt = make_shared(steps=None)
     reference = build()
@@ -214,12 +215,11 @@ def large_batch_of_all_workers(rank: int) -> None:
         assert called.call_count == 2
         coupled_backward(parallel, Tensor.std, x, **way, optimizer=opt)
         if holders:
-            batches = map(batch_of, holders)
-            update(
-                inner, loss_of(reference, *map(torch.cat, zip(*batches, strict=True)))
-            )
-            losses = [reference(batch_of(each)[0]).std() for each in holders]
-            update(inner, sum(losses) / len(holders))
+            batches = [batch_of(each) for each in holders]
+            x, y = map(torch.cat, zip(*batches, strict=True))
+            update(inner, loss_of(reference, x, y))
+            losses = [reference(part).std() * len(part) for part, _ in batches]
+            update(inner, sum(losses) / len(x))
     assert opt.result.optimizer_step == 6
     require_equal(model, reference)
 
