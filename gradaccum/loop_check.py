@@ -390,6 +390,12 @@ class LoopReader:
             # Do not report a small factor if another problem most likely caused it.
             (is_smaller and bool(self.problems), "", ""),
             (
+                is_smaller and update.norm < limit < math.inf,
+                "scaled",
+                f"{scaled}, and its norm is {update.norm:.3g}. If the loop clips the"
+                " gradients of several optimizers together, this may be right.",
+            ),
+            (
                 is_smaller,
                 "scaled",
                 f"{scaled}. If the loop clips each window, pass clip_norm=.",

@@ -35,7 +35,12 @@ class GatedScheduler:
         self._storage.schedulers.add(self)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Call ``scheduler.step(...)`` if an update was applied since the last call."""
+        """Call ``scheduler.step(...)`` if an update was applied since the last call.
+
+        If several updates were applied, the scheduler steps only once. After
+        ``flush()``, call this method before the next micro-batch, which may close
+        another window.
+        """
         before = self._stepped_at
         updates = self._storage.optimizer_step.item()
         self._stepped_at = updates

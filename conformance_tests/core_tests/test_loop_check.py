@@ -12,7 +12,12 @@ import pytest
 import gradaccum
 from gradaccum import loop_check
 from gradaccum.least_squares import GradientBasis, WeightedSum
-from gradaccum.loop_check import LoopReport, items_of, rounding_of
+from gradaccum.loop_check import (
+    LoopReport,
+    items_of,
+    recorded_batches,
+    rounding_of,
+)
 
 WEIGHTS = (5.0, 3.0, 4.0, 2.0)
 RIGHT = tuple(weight / 14 for weight in WEIGHTS)
@@ -193,6 +198,20 @@ def test_gradients_that_tell_nothing(gradients) -> None:
 )
 def test_items_are_counted(micro_batch, items) -> None:
     assert items_of(*micro_batch) == items
+
+
+def test_micro_batches_are_the_same_in_each_iteration() -> None:
+    class Shuffled(dict):
+        def __iter__(self):
+            self["order"].reverse()
+            return iter(self["order"])
+
+    x = np.arange(3.0)
+    assert recorded_batches([x]) == [(x,)]
+    assert recorded_batches({0: x}.values()) == [(x,)]
+    for unsteady in ([], iter([x]), Shuffled(order=[x, -x])):
+        with pytest.raises(gradaccum.ArgumentValueError, match="train on this list"):
+            recorded_batches(unsteady)
 
 
 @pytest.mark.parametrize("first", [{"x": np.zeros(3), "y": np.zeros(2)}, 1.0])

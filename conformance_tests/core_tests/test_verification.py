@@ -195,6 +195,16 @@ def test_what_is_not_repeatable_is_found(has_layers: bool) -> None:
     assert ("cannot be compared" in str(report)) is not has_layers
 
 
+def test_memory_of_the_previous_micro_batch_is_found() -> None:
+    memory = [0.0]
+
+    def slopes(x, counts, world):
+        memory.append(mean(x))
+        return {"w": memory[-2], "v": 1.0}
+
+    assert kinds(examine(PlainSubject(slopes), 4)) == ["not_repeatable"]
+
+
 @pytest.mark.parametrize(
     ("off", "passes"), [(ROUNDING_LIMIT / 4, True), (ROUNDING_LIMIT * 8, False)]
 )

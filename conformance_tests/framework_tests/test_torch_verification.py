@@ -103,6 +103,12 @@ def test_reentrant_checkpoint_is_refused() -> None:
         gradaccum.verify(net(nn.BatchNorm1d(4)), loss, (X, LABELS))
 
 
+def test_batch_norm_in_evaluation_mode_is_noted() -> None:
+    report = gradaccum.verify(net(nn.BatchNorm1d(4)).eval(), of_model, (X, LABELS))
+    assert report.equivalent
+    assert "call model.train() first" in report.notes[0]
+
+
 def test_notes() -> None:
     """Parameters that the loss does not reach, and a division by the steps: the window
     divides too, so that each update would be four times too small.

@@ -202,6 +202,7 @@ def nothing():
             1,
             "of type NoneType. Return the report of gradaccum.check_loop",
         ),
+        ("loops:absent", 1, "loops:absent cannot be imported"),
     ],
 )
 def test_check_prints_the_report(
