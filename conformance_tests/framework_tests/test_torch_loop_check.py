@@ -174,7 +174,7 @@ def test_right_loop_is_right(name: str, fused: bool) -> None:
             optimizer,
             lambda x, y: cross_entropy(net(x), y),
             data,
-            clip_norm=0.1,
+            clip_norm=(options or {}).get("clip_norm"),
         )
     assert all(map(torch.equal, net.parameters(), before)), "they are put back"
 
