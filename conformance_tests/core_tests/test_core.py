@@ -13,12 +13,7 @@ import numpy as np
 import pytest
 
 import gradaccum
-from gradaccum import (
-    ArgumentTypeError,
-    CheckpointError,
-    DynamicLossScale,
-    kit,
-)
+from gradaccum import ArgumentTypeError, CheckpointError, DynamicLossScale, kit
 from gradaccum.kit import ScaleRule
 
 FLOAT32, FLOAT64 = 3.4028234663852886e38, sys.float_info.max

@@ -14,13 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradaccum import (
-    ArgumentValueError,
-    AutoMicroBatchSize,
-    UsageError,
-    kit,
-    splitting,
-)
+from gradaccum import ArgumentValueError, AutoMicroBatchSize, UsageError, kit, splitting
 
 
 class Pair(NamedTuple):

@@ -8,9 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 import gradaccum
-from gradaccum import (
-    StepResult,
-)
+from gradaccum import StepResult
 from gradaccum.kit import Listeners, State, described, make_options, status
 from gradaccum.watching import ClosedWindow
 

@@ -18,13 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradaccum
-from gradaccum import (
-    UsageError,
-    kit,
-    until_weight,
-    updates_in,
-    windows,
-)
+from gradaccum import UsageError, kit, until_weight, updates_in, windows
 from gradaccum.kit import Sizes, epoch
 
 

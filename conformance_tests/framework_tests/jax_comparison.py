@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from conformance_tests.framework_tests.jax_large_batch import float64
+from .jax_large_batch import float64
 
 
 @contextmanager

@@ -7,7 +7,8 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import set_mode
+
+from .mindspore_common import set_mode
 
 
 def driver(mode, steps, loss_scale=None, dtype=None, **options):

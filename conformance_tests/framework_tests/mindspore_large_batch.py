@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
-from conformance_tests.framework_tests.mindspore_common import set_mode
+from .mindspore_common import set_mode
 
 MODES = ("pynative", "jit", "graph", "cell")
 """From Python in PyNative and in graph mode; and inside compiled code: in

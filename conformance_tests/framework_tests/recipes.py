@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from conformance_tests.framework_tests.preloaded import Preloaded
+from .preloaded import Preloaded
 
 PAGES = ("RECIPES.md", "DISTRIBUTED.md")
 SECONDS = 300

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance_tests.framework_tests.recipes import Recipe, run_recipe
+from .recipes import Recipe, run_recipe
 
 BACKENDS = Path(__file__).parents[2] / "backends"
 ELIMINATED = "side effect nodes were eliminated by mistake"

@@ -16,8 +16,9 @@ import pytest
 
 import gradaccum
 import gradaccum_jax
-from conformance_tests.framework_tests.jax_large_batch import assert_same_bits
 from gradaccum_jax.large_batch import auto
+
+from .jax_large_batch import assert_same_bits
 
 ITEMS, WIDTH = 16, 64
 EXHAUSTED = "RESOURCE_EXHAUSTED: Out of memory allocating 4 bytes."

@@ -14,8 +14,9 @@ import pytest
 
 import gradaccum
 import gradaccum_jax
-from conformance_tests.framework_tests import jax_versions
-from conformance_tests.framework_tests.jax_large_batch import assert_same_bits
+
+from . import jax_versions
+from .jax_large_batch import assert_same_bits
 
 PARAMS = {"a": jnp.asarray([1.0, -2.0]), "z": {"u": jnp.ones(3), "v": jnp.ones(1)}}
 GRADS = [

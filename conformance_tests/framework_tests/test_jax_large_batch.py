@@ -15,7 +15,8 @@ import pytest
 
 import gradaccum
 import gradaccum_jax
-from conformance_tests.framework_tests.jax_large_batch import (
+
+from .jax_large_batch import (
     ITEMS,
     close,
     data,

@@ -14,7 +14,8 @@ import pytest
 
 import gradaccum
 import gradaccum_jax
-from conformance_tests.framework_tests.jax_large_batch import in_float64  # noqa: F401
+
+from .jax_large_batch import in_float64  # noqa: F401
 
 LAYERS, WIDTH = 4, 8
 RNG = np.random.default_rng(0)

@@ -14,7 +14,8 @@ import optax
 import pytest
 
 import gradaccum_jax
-from conformance_tests.framework_tests.jax_comparison import assert_close
+
+from .jax_comparison import assert_close
 
 PARAMS = {"a": jnp.asarray([1.0, -2.0, 0.5]), "b": jnp.asarray([[3.0, 0.25]])}
 LARGE = functools.partial(optax.skip_large_updates, max_squared_norm=30.0)

@@ -12,7 +12,8 @@ import pytest
 
 import gradaccum
 import gradaccum_jax
-from conformance_tests.framework_tests.jax_large_batch import assert_same_bits
+
+from .jax_large_batch import assert_same_bits
 
 nnx = pytest.importorskip("flax.nnx", reason="flax is not installed")
 pure_of = getattr(nnx, "as_pure", nnx.pure)

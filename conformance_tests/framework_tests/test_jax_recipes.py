@@ -10,12 +10,8 @@ import jax
 import pytest
 
 import gradaccum_jax
-from conformance_tests.framework_tests.recipes import (
-    Recipe,
-    cases,
-    recipes_of,
-    run_recipe,
-)
+
+from .recipes import Recipe, cases, recipes_of, run_recipe
 
 RECIPES = [
     recipe

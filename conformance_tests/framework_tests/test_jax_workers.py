@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from conformance_tests.framework_tests.jax_versions import needs_shard_map
-from conformance_tests.framework_tests.jax_workers import NAMES, check_of
+from .jax_versions import needs_shard_map
+from .jax_workers import NAMES, check_of
 
 SECONDS = 900
 """A deadlock would last for ever."""

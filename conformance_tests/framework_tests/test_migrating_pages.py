@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from conformance_tests.framework_tests.migrating import Program, programs_of
-from conformance_tests.framework_tests.recipes import Recipe, run_recipe
+from .migrating import Program, programs_of
+from .recipes import Recipe, run_recipe
 
 IN_PROCESS = [
     (framework, program)

@@ -8,7 +8,8 @@ import pytest
 from mindspore import Parameter, Tensor, nn
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import (
+
+from .mindspore_common import (
     Descent,
     pynative_after,  # noqa: F401
     two_gradients,

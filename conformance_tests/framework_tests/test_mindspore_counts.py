@@ -11,7 +11,8 @@ import pytest
 from mindspore import Parameter, Tensor, nn
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_graphs import saved_graphs
+
+from .mindspore_graphs import saved_graphs
 
 SHAPES = ((24, 24), (24,), (40, 24))
 

@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
-from conformance_tests.framework_tests.mindspore_common import pynative_after, set_mode  # noqa: F401
-from conformance_tests.framework_tests.mindspore_large_batch import (
+from gradaccum import ArgumentValueError, UsageError
+from gradaccum_mindspore.large_batch.coupled import coupled_value_and_grad
+
+from .mindspore_common import pynative_after, set_mode  # noqa: F401
+from .mindspore_large_batch import (
     FROM_PYTHON,
     Net,
     X,
@@ -18,8 +21,6 @@ from conformance_tests.framework_tests.mindspore_large_batch import (
     tensors,
     trained,
 )
-from gradaccum import ArgumentValueError, UsageError
-from gradaccum_mindspore.large_batch.coupled import coupled_value_and_grad
 
 
 def squared_sum(outputs):

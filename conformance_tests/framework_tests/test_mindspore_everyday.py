@@ -12,12 +12,13 @@ from mindspore.train import Model
 
 import gradaccum
 import gradaccum_mindspore
-from conformance_tests.framework_tests.mindspore_common import (
+from gradaccum_mindspore import FlushAtEpochEnd, TrainOneStepCell
+
+from .mindspore_common import (
     pynative_after,  # noqa: F401
     set_mode,
     warned,
 )
-from gradaccum_mindspore import FlushAtEpochEnd, TrainOneStepCell
 
 INNER = {
     "nn": lambda p: nn.SGD([p], 1.0),

@@ -10,13 +10,9 @@ import pytest
 from mindspore import nn, ops
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import (
-    entries_of,
-    two_gradients,
-    two_parameters,
-    values,
-)
 from gradaccum_mindspore import gradient_sum, load_checkpoint_into
+
+from .mindspore_common import entries_of, two_gradients, two_parameters, values
 
 
 class Stop(BaseException):

@@ -8,24 +8,16 @@ import pytest
 from mindspore import Parameter, Tensor, nn
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import (
-    pynative_after,  # noqa: F401
-    set_mode,
-)
-from conformance_tests.framework_tests.mindspore_large_batch import (
-    MODES,
-    Net,
-    X,
-    Y,
-    distance,
-    in_mode,
-    tensors,
-    trained,
-)
 from gradaccum_mindspore.large_batch.value_and_grad import (
     value_and_grad,
     value_and_update,
 )
+
+from .mindspore_common import (
+    pynative_after,  # noqa: F401
+    set_mode,
+)
+from .mindspore_large_batch import MODES, Net, X, Y, distance, in_mode, tensors, trained
 
 TOLERANCE = 1e-13
 

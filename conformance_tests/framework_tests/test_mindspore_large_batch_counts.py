@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, ops
 
-from conformance_tests.framework_tests.mindspore_common import (
+from gradaccum_mindspore.large_batch.value_and_grad import value_and_grad
+
+from .mindspore_common import (
     pynative_after,  # noqa: F401
     set_mode,
 )
-from conformance_tests.framework_tests.mindspore_graphs import saved_graphs
-from conformance_tests.framework_tests.mindspore_large_batch import in_mode
-from gradaccum_mindspore.large_batch.value_and_grad import value_and_grad
+from .mindspore_graphs import saved_graphs
+from .mindspore_large_batch import in_mode
 
 SHAPE = (37, 41)
 

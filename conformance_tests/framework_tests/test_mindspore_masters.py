@@ -11,13 +11,14 @@ from mindspore import Parameter, Tensor, nn
 from mindspore.experimental import optim
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import (
+from gradaccum_conformance.deep import deep_but
+
+from .mindspore_common import (
     MODES,
     needs_mindspore,
     pynative_after,  # noqa: F401
     set_mode,
 )
-from gradaccum_conformance.deep import deep_but
 
 HALF = {"float16": ms.float16, "bfloat16": ms.bfloat16}
 RNG = np.random.default_rng(0)

@@ -12,13 +12,6 @@ from mindspore import Parameter, Tensor, amp, nn
 from mindspore.communication import GlobalComm
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import (
-    entries_of,
-    pynative_after,  # noqa: F401
-    two_gradients,
-    two_parameters,
-    values,
-)
 from gradaccum import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -28,6 +21,14 @@ from gradaccum import (
 )
 from gradaccum_mindspore import load_checkpoint_into
 from gradaccum_mindspore.workers import agreement
+
+from .mindspore_common import (
+    entries_of,
+    pynative_after,  # noqa: F401
+    two_gradients,
+    two_parameters,
+    values,
+)
 
 
 def bare(**options):

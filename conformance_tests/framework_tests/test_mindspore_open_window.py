@@ -11,12 +11,13 @@ import pytest
 from mindspore import Parameter, Tensor, nn
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import (
+from gradaccum_mindspore import load_checkpoint_into
+
+from .mindspore_common import (
     entries_of,
     pynative_after,  # noqa: F401
     warned,
 )
-from gradaccum_mindspore import load_checkpoint_into
 
 LOADER = [Tensor([1.0, 1.0], ms.float32)] * 6
 

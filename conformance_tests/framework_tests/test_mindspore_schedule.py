@@ -10,7 +10,9 @@ from mindspore.experimental import optim
 from mindspore.experimental.optim import lr_scheduler
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import (
+from gradaccum_mindspore import load_checkpoint_into
+
+from .mindspore_common import (
     MODES,
     entries_of,
     needs_mindspore,
@@ -18,8 +20,7 @@ from conformance_tests.framework_tests.mindspore_common import (
     set_mode,
     warned,
 )
-from conformance_tests.framework_tests.mindspore_driver import driver
-from gradaccum_mindspore import load_checkpoint_into
+from .mindspore_driver import driver
 
 
 def shrinking(optimizer_step):

@@ -10,19 +10,14 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
-from conformance_tests.framework_tests.mindspore_common import (
+from gradaccum_mindspore import gradient_sum
+from gradaccum_mindspore.gradient_sum import CHUNK, LIMITS, ROW, compiled_norm, norm_of
+
+from .mindspore_common import (
     pynative_after,  # noqa: F401
     set_mode,
 )
-from conformance_tests.framework_tests.mindspore_graphs import saved_graphs
-from gradaccum_mindspore import gradient_sum
-from gradaccum_mindspore.gradient_sum import (
-    CHUNK,
-    LIMITS,
-    ROW,
-    compiled_norm,
-    norm_of,
-)
+from .mindspore_graphs import saved_graphs
 
 SHAPES = {
     "within a row": [(3,), (5, 7), ()],

@@ -10,14 +10,15 @@ from mindspore.dataset import NumpySlicesDataset
 from mindspore.train import CheckpointConfig, LambdaCallback, Model, ModelCheckpoint
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import (
+from gradaccum_mindspore import FlushAtEpochEnd, TrainOneStepCell, load_checkpoint_into
+
+from .mindspore_common import (
     X,
     Y,
     make_net,
     pynative_after,  # noqa: F401
     set_mode,
 )
-from gradaccum_mindspore import FlushAtEpochEnd, TrainOneStepCell, load_checkpoint_into
 
 MODES = ("pynative", "graph")
 

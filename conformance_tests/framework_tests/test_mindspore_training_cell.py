@@ -10,7 +10,9 @@ import pytest
 from mindspore import Tensor, nn, ops
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import (
+from gradaccum_mindspore import TrainOneStepCell
+
+from .mindspore_common import (
     MODES,
     WEIGHT,
     X,
@@ -19,7 +21,6 @@ from conformance_tests.framework_tests.mindspore_common import (
     pynative_after,  # noqa: F401
     set_mode,
 )
-from gradaccum_mindspore import TrainOneStepCell
 
 SCALE = gradaccum.DynamicLossScale(1024.0, growth_interval=1)
 

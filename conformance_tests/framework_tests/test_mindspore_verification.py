@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
-from conformance_tests.framework_tests.mindspore_common import pynative_after  # noqa: F401
 from gradaccum import verify
 from gradaccum_conformance.deep import deep_but
+
+from .mindspore_common import pynative_after  # noqa: F401
 
 ITEMS = 8
 RNG = np.random.default_rng(0)

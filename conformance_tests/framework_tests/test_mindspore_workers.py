@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from conformance_tests.framework_tests import mindspore_workers
-from conformance_tests.framework_tests.mindspore_workers.common import WORLD
-from conformance_tests.framework_tests.recipes import Recipe, run_recipe
+from . import mindspore_workers
+from .mindspore_workers.common import WORLD
+from .recipes import Recipe, run_recipe
 
 pytestmark = [pytest.mark.xdist_group("mindspore_workers"), pytest.mark.slow]
 PROGRAM = Path(mindspore_workers.__file__).with_name("__main__.py").read_text()

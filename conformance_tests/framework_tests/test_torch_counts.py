@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import gradaccum
-from conformance_tests.framework_tests.torch_operations import Operations
+
+from .torch_operations import Operations
 
 STEPS = 4
 SIZE = 64

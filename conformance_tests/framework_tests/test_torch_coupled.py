@@ -14,14 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import gradaccum
-from conformance_tests.framework_tests.torch_large_batch import (
-    ITEMS,
-    X,
-    assert_close,
-    gradients,
-    truth,
-)
 from gradaccum_torch.large_batch import coupled_backward
+
+from .torch_large_batch import ITEMS, X, assert_close, gradients, truth
 
 
 class Scored(nn.Sequential):

@@ -17,16 +17,8 @@ from torch.optim.lr_scheduler import LinearLR, StepLR
 from torch.utils.checkpoint import checkpoint
 
 import gradaccum
-from conformance_tests.framework_tests.torch_model import (
-    X,
-    by_place,
-    loss_of,
-    make,
-    rows_of,
-    same,
-    train,
-    values,
-)
+
+from .torch_model import X, by_place, loss_of, make, rows_of, same, train, values
 
 Said = Callable[[], list[str]]
 Loop = Callable[[Any, Any], object]

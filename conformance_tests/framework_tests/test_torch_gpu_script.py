@@ -12,12 +12,7 @@ import pytest
 
 from benchmarks.gpu import stages
 from benchmarks.gpu.page import PAGE, RESULTS, page_of
-from benchmarks.gpu.records import (
-    FIGURE,
-    NEEDS_GPU,
-    PASS,
-    read,
-)
+from benchmarks.gpu.records import FIGURE, NEEDS_GPU, PASS, read
 from benchmarks.gpu.stages import STAGES
 from benchmarks.gpu.table import counted
 

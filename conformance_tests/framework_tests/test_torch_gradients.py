@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import gradaccum
-from conformance_tests.framework_tests.torch_model import PLACES, by_float_place
+
+from .torch_model import PLACES, by_float_place
 
 SPARSE = {"sgd": torch.optim.SGD, "sparse_adam": torch.optim.SparseAdam}
 

@@ -12,13 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import gradaccum
-from conformance_tests.framework_tests.torch_model import (
-    PLACES,
-    loss_of,
-    make,
-)
-from conformance_tests.framework_tests.torch_operations import Operations, Peak
 from gradaccum_torch import window
+
+from .torch_model import PLACES, loss_of, make
+from .torch_operations import Operations, Peak
 
 LAYERS, SIZE = 6, 32
 ONE, ALL = SIZE * SIZE, LAYERS * SIZE * SIZE

@@ -15,14 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import gradaccum
-from conformance_tests.framework_tests.torch_model import (
-    by_float_place,
-    loss_of,
-    make,
-    make_model,
-    rows_of,
-    values,
-)
+
+from .torch_model import by_float_place, loss_of, make, make_model, rows_of, values
 
 Scenario = Callable[[nn.Module, int], None]
 """One backward pass of a micro-batch, whatever happens in it."""

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradaccum
-from conformance_tests.framework_tests.torch_large_batch import (
+from gradaccum_torch.large_batch import backward, coupled_backward
+
+from .torch_large_batch import (
     ITEMS,
     X,
     Y,
@@ -24,7 +26,6 @@ from conformance_tests.framework_tests.torch_large_batch import (
     make_model,
     truth,
 )
-from gradaccum_torch.large_batch import backward, coupled_backward
 
 
 @pytest.mark.parametrize("coupled", [False, True])

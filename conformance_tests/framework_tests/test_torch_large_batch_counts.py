@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import gradaccum
-from conformance_tests.framework_tests.torch_large_batch import gradients
-from conformance_tests.framework_tests.torch_operations import Operations, Peak
 from gradaccum_torch.large_batch import backward, coupled_backward
+
+from .torch_large_batch import gradients
+from .torch_operations import Operations, Peak
 
 ITEMS = 64
 X = torch.randn(ITEMS, 16, generator=torch.Generator().manual_seed(1))

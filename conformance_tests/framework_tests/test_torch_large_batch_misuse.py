@@ -11,15 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import gradaccum
-from conformance_tests.framework_tests.torch_large_batch import (
-    Drifting,
-    X,
-    Y,
-    cross_entropy,
-    gradients,
-    make_model,
-)
 from gradaccum_torch.large_batch import backward, coupled_backward
+
+from .torch_large_batch import Drifting, X, Y, cross_entropy, gradients, make_model
 
 MODEL = make_model()
 

@@ -13,11 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import gradaccum
-from conformance_tests.framework_tests.torch_large_batch import (
-    Drifting,
-    cross_entropy,
-)
 from gradaccum_torch import backward, layered_backward
+
+from .torch_large_batch import Drifting, cross_entropy
 
 X, Y = (
     torch.randn(11, 6, generator=torch.Generator().manual_seed(0)),

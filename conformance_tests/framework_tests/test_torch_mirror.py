@@ -32,9 +32,10 @@ from torch.distributed.tensor.parallel import (
 
 import gradaccum
 from benchmarks.cost_law import ONCE, WAYS, Sent, Window
-from conformance_tests.framework_tests.torch_fsdp import NEEDS_FSDP2_ON_CPU
-from conformance_tests.framework_tests.torch_mirror import Call, mirror
-from conformance_tests.framework_tests.torch_workers.common import whole
+
+from .torch_fsdp import NEEDS_FSDP2_ON_CPU
+from .torch_mirror import Call, mirror
+from .torch_workers.common import whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")
 """Of an older torch, about random numbers on a CPU, which no program here asks for."""

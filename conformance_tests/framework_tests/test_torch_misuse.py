@@ -12,13 +12,9 @@ import torch
 from torch import nn
 
 import gradaccum
-from conformance_tests.framework_tests.torch_model import (
-    MAKERS,
-    loss_of,
-    make,
-    make_model,
-)
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
+
+from .torch_model import MAKERS, loss_of, make, make_model
 
 
 def wrap(kind: type[Any] = torch.optim.SGD, **options: Any) -> Any:

@@ -10,15 +10,9 @@ from pathlib import Path
 import pytest
 
 import gradaccum_torch
-from conformance_tests.framework_tests.preloaded import Preloaded
-from conformance_tests.framework_tests.recipes import (
-    PORT,
-    Recipe,
-    cases,
-    recipes_of,
-    run_preloaded,
-    run_recipe,
-)
+
+from .preloaded import Preloaded
+from .recipes import PORT, Recipe, cases, recipes_of, run_preloaded, run_recipe
 
 RECIPES = recipes_of(gradaccum_torch)
 pytestmark = pytest.mark.xdist_group("torch recipes")

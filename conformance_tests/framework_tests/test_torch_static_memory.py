@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import gradaccum
-from conformance_tests.framework_tests.torch_model import X, Y, make_model
-from conformance_tests.framework_tests.torch_versions import has_torch
 from gradaccum_torch import backward, coupled_backward
 from gradaccum_torch.torch_private.names import keep_own
+
+from .torch_model import X, Y, make_model
+from .torch_versions import has_torch
 
 STEPS = 4
 

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import gradaccum
-from conformance_tests.framework_tests.torch_model import (
+from gradaccum import UsageError
+
+from .torch_model import (
     MAKERS,
     PLACES,
     assign,
@@ -25,7 +27,6 @@ from conformance_tests.framework_tests.torch_model import (
     values,
     zero,
 )
-from gradaccum import UsageError
 
 X = torch.arange(6, dtype=torch.float32).reshape(2, 3)
 LIMIT = 1.0

@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from conformance_tests.framework_tests import torch_model
-from conformance_tests.framework_tests.torch_model import loss_of
 from gradaccum_torch import window as window_module
+
+from . import torch_model
+from .torch_model import loss_of
 
 make = partial(torch_model.make, dtype=torch.float64)
 

@@ -12,11 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from conformance_tests.framework_tests.torch_invented_losses import (
-    ARRAYS,
-    CLASSES,
-    WIDTH,
-)
+from .torch_invented_losses import ARRAYS, CLASSES, WIDTH
 
 X = ARRAYS["x"]
 LABELS = ARRAYS["labels"]

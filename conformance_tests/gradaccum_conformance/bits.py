@@ -60,9 +60,7 @@ Held = dict[str, list[str]]
 def micro_batches() -> list[Batch]:
     """Of the digits' training items, those that come first."""
     # scikit-learn takes a second, in each process that collects the suite.
-    from gradaccum_conformance.demo.data import (
-        load,
-    )
+    from gradaccum_conformance.demo.data import load
 
     return list(cut(load().train.rows(0, ITEMS), MICRO_BATCH))
 

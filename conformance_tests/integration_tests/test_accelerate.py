@@ -22,12 +22,13 @@ from torch.utils.data import DataLoader
 
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
-from conformance_tests.integration_tests.regression import Items, Regressor, distance
 from conformance_tests.meta_tests.test_benchmarks import (
     require_as_measured,
     rows_measured,
     rows_of_page,
 )
+
+from .regression import Items, Regressor, distance
 
 
 @pytest.fixture(autouse=True)

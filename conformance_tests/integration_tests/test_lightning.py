@@ -24,7 +24,9 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
 import gradaccum
-from conformance_tests.integration_tests.lightning_model import (
+from gradaccum_torch.integrations.lightning import AccumulationCallback
+
+from .lightning_model import (
     WARNINGS,
     Automatic,
     Manual,
@@ -34,14 +36,7 @@ from conformance_tests.integration_tests.lightning_model import (
     loader,
     trainer,
 )
-from conformance_tests.integration_tests.regression import (
-    X,
-    Y,
-    distance,
-    make_net,
-    mean_square,
-)
-from gradaccum_torch.integrations.lightning import AccumulationCallback
+from .regression import X, Y, distance, make_net, mean_square
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in WARNINGS]
 by_sum = pytest.mark.parametrize("options", [{}, {"separate_sums": True}], ids=str)

@@ -21,14 +21,15 @@ from mindspore import nn  # noqa: E402
 from mindspore.experimental import optim as experimental  # noqa: E402
 from mindspore.mint import optim as mint_optim  # noqa: E402
 
-from conformance_tests.integration_tests.mindspore_runs import (  # noqa: E402
+from gradaccum import UsageError  # noqa: E402
+from gradaccum_conformance.deep import deep_but  # noqa: E402
+
+from .mindspore_runs import (  # noqa: E402
     START,
     Make,
     make_net,
     trained,
 )
-from gradaccum import UsageError  # noqa: E402
-from gradaccum_conformance.deep import deep_but  # noqa: E402
 
 PLACES: dict[str, ModuleType] = {
     "nn": nn,

@@ -23,7 +23,9 @@ from conformance_tests.framework_tests.mindspore_common import (  # noqa: E402
     pynative_after,  # noqa: F401
     set_mode,
 )
-from conformance_tests.integration_tests.mindspore_runs import (  # noqa: E402
+from gradaccum_mindspore import FlushAtEpochEnd, TrainOneStepCell  # noqa: E402
+
+from .mindspore_runs import (  # noqa: E402
     PART,
     START,
     STEPS,
@@ -32,7 +34,6 @@ from conformance_tests.integration_tests.mindspore_runs import (  # noqa: E402
     make_net,
     values,
 )
-from gradaccum_mindspore import FlushAtEpochEnd, TrainOneStepCell  # noqa: E402
 
 
 class Run:

@@ -22,13 +22,8 @@ import torch
 from torch import Tensor, nn
 
 import gradaccum
-from conformance_tests.integration_tests.regression import (
-    X,
-    Y,
-    distance,
-    make_net,
-    mean_square,
-)
+
+from .regression import X, Y, distance, make_net, mean_square
 
 pytestmark = [
     pytest.mark.filterwarnings(line)

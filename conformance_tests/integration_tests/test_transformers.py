@@ -24,9 +24,10 @@ from benchmarks.scoreboard.transformers_rows import bert, gpt2, labelled, sequen
 from conformance_tests.framework_tests.migrating import programs_of
 from conformance_tests.framework_tests.recipes import Recipe, run_recipe
 from conformance_tests.framework_tests.refusing import refused
-from conformance_tests.integration_tests.regression import Items, Regressor, distance
 from gradaccum import UsageError
 from gradaccum_torch.integrations.transformers import AccumulationCallback
+
+from .regression import Items, Regressor, distance
 
 COUNT = 21
 """An epoch of 21 items: windows of four micro-batches of two, the same again, and one

@@ -18,21 +18,15 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 from torch.optim.lr_scheduler import ConstantLR
-from trl import (
-    DPOConfig,
-    DPOTrainer,
-    GRPOConfig,
-    GRPOTrainer,
-    SFTConfig,
-    SFTTrainer,
-)
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 import gradaccum
 from benchmarks.scoreboard.transformers_rows import tokenizer, words
 from benchmarks.scoreboard.trl_rows import gpt2, pairs
 from conformance_tests.framework_tests.refusing import refused
-from conformance_tests.integration_tests.regression import distance
 from gradaccum_torch.integrations.transformers import AccumulationCallback
+
+from .regression import distance
 
 STEPS, RATE = 4, 0.1
 

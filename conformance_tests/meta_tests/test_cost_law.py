@@ -12,16 +12,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("rich", reason="the command prints a table")
 
-from benchmarks.cost_law import (
-    BUCKET,
-    EACH,
-    NETWORKS,
-    ONCE,
-    WAYS,
-    Window,
-    app,
-    seconds,
-)
+from benchmarks.cost_law import BUCKET, EACH, NETWORKS, ONCE, WAYS, Window, app, seconds
 
 BILLIONS = Window(32 * 10**9, 64, 8, tensors=300, units=32)
 SMALL = Window(12 * 1024, 1024, 4, tensors=6, units=2)

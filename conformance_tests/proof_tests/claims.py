@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import z3
 
-from conformance_tests.proof_tests.terms import FLOAT32, INT32, Term, make
 from gradaccum.kit import ScaleRule, State
+
+from .terms import FLOAT32, INT32, Term, make
 
 SECONDS = 30
 """For one claim; the longest takes some three."""

@@ -16,20 +16,21 @@ import pytest
 z3 = pytest.importorskip("z3", reason="needs the extra `proof`")
 
 # They register their properties.
-from conformance_tests.proof_tests import (  # noqa: E402
+from gradaccum import transitions  # noqa: E402
+
+from . import (  # noqa: E402
     decisions,  # noqa: F401
     windows,  # noqa: F401
 )
-from conformance_tests.proof_tests.claims import PROPERTIES, Claim, refutation  # noqa: E402
-from conformance_tests.proof_tests.faults import FAULTS, faulty  # noqa: E402
-from conformance_tests.proof_tests.terms import (  # noqa: E402
+from .claims import PROPERTIES, Claim, refutation  # noqa: E402
+from .faults import FAULTS, faulty  # noqa: E402
+from .terms import (  # noqa: E402
     FLOAT32,
     Bool,
     make,
     product_is_known,
     where,
 )
-from gradaccum import transitions  # noqa: E402
 
 
 @pytest.mark.parametrize("name", PROPERTIES)

@@ -14,8 +14,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 import gradaccum_jax
-from conformance_tests.framework_tests.jax_versions import on_mesh
-from conformance_tests.framework_tests.jax_workers.common import COLLECTIVE, P
+
+from ..jax_versions import on_mesh
+from .common import COLLECTIVE, P
 
 ITEMS, WIDTH = 1024, 32
 RNG = np.random.default_rng(0)

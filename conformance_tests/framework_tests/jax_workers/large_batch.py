@@ -11,20 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import gradaccum_jax
-from conformance_tests.framework_tests.jax_large_batch import (
-    close,
-    data,
-    errors,
-    mean_loss,
-    model,
-    numbers,
-)
-from conformance_tests.framework_tests.jax_workers.common import (
-    COLLECTIVE,
-    DEVICES,
-    P,
-    inside,
-)
+
+from ..jax_large_batch import close, data, errors, mean_loss, model, numbers
+from .common import COLLECTIVE, DEVICES, P, inside
 
 ITEMS = 24
 X, Y = data(ITEMS)

@@ -11,13 +11,10 @@ import jax.numpy as jnp
 import optax
 
 import gradaccum
-from conformance_tests.framework_tests.jax_workers.common import (
-    P,
-    inside,
-    over,
-)
-from conformance_tests.framework_tests.refusing import refused
 from gradaccum_jax.sharding import vary
+
+from ..refusing import refused
+from .common import P, inside, over
 
 lax, DATA, SGD = jax.lax, frozenset(["data"]), optax.sgd(1.0)
 

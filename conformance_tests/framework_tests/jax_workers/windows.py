@@ -15,8 +15,10 @@ import optax
 import gradaccum
 import gradaccum_jax
 from benchmarks.questions import jax_workers as question
-from conformance_tests.framework_tests.jax_versions import partition
-from conformance_tests.framework_tests.jax_workers.common import (
+
+from ..jax_versions import partition
+from ..refusing import refused
+from .common import (
     COLLECTIVE,
     DEVICES,
     P,
@@ -27,7 +29,6 @@ from conformance_tests.framework_tests.jax_workers.common import (
     parameters,
     placed,
 )
-from conformance_tests.framework_tests.refusing import refused
 
 
 def scan() -> None:

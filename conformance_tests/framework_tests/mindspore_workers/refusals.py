@@ -11,8 +11,11 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_workers.checks import check
-from conformance_tests.framework_tests.mindspore_workers.common import (
+from gradaccum_mindspore import load_checkpoint_into, redistributed
+
+from ..refusing import refused
+from .checks import check
+from .common import (
     WORLD,
     Worker,
     micro_batches,
@@ -20,11 +23,6 @@ from conformance_tests.framework_tests.mindspore_workers.common import (
     reference,
     require_equal,
     require_same_everywhere,
-)
-from conformance_tests.framework_tests.refusing import refused
-from gradaccum_mindspore import (
-    load_checkpoint_into,
-    redistributed,
 )
 
 

@@ -13,9 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradaccum
-from conformance_tests.framework_tests.refusing import refused
 from gradaccum_torch import backward, layered_backward
 
+from ..refusing import refused
 from .common import check, mesh_of, require_equal
 
 ITEMS, STEPS, LAYERS = (5, 7), 3, 4

@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import gradaccum
-from conformance_tests.framework_tests.refusing import refused
 from gradaccum import ArgumentValueError, UsageError
 
+from ..refusing import refused
 from .common import (
     FLAT,
     WAYS,

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 import gradaccum
-from conformance_tests.framework_tests.refusing import refused
 from gradaccum_torch.large_batch import backward, coupled_backward
 
+from ..refusing import refused
 from .common import (
     FLAT,
     alone,

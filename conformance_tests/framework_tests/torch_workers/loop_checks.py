@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradaccum
-from conformance_tests.framework_tests.refusing import refused
 
+from ..refusing import refused
 from .jobs import check
 
 SIZES = ((5, 3, 4), (2, 6, 1))

@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gradaccum
-from conformance_tests.framework_tests.refusing import refused
 from gradaccum_torch.workers import overlap
 
+from ..refusing import refused
 from .common import (
     WORLD,
     Batch,

@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradaccum
-from conformance_tests.framework_tests.refusing import refused
 
+from ..refusing import refused
 from .common import (
     WORLD,
     all_windows,

@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
 
 import gradaccum
-from conformance_tests.framework_tests.refusing import refused
 from gradaccum_torch.large_batch import backward, coupled_backward
 from gradaccum_torch.workers.overlap import BucketReduction
 
+from ..refusing import refused
 from .common import (
     WORLD,
     all_windows,

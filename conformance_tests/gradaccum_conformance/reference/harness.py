@@ -16,12 +16,7 @@ import numpy as np
 
 import gradaccum
 from gradaccum import GradientError, StepResult
-from gradaccum.kit import (
-    State,
-    require_weight,
-    resumed,
-    terms_of,
-)
+from gradaccum.kit import State, require_weight, resumed, terms_of
 from gradaccum_conformance import oracle
 from gradaccum_conformance.coupled_loss import TEMPERATURE, contrast, mirrored
 from gradaccum_conformance.harness import (

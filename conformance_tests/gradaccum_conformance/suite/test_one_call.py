@@ -33,14 +33,7 @@ from gradaccum_conformance.scenarios import (
     standard_batch,
     window_gradient,
 )
-from gradaccum_conformance.specs import (
-    LINEAR,
-    MLP,
-    MODELS,
-    Batch,
-    Model,
-    make_weights,
-)
+from gradaccum_conformance.specs import LINEAR, MLP, MODELS, Batch, Model, make_weights
 
 WAYS: dict[str, tuple[dict[str, int], int]] = {
     "one step": ({"steps": 1}, 1),

@@ -12,11 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from gradaccum.watching import ClosedWindow
-from gradaccum_conformance.harness import (
-    Session,
-    Setup,
-    WorkersHarness,
-)
+from gradaccum_conformance.harness import Session, Setup, WorkersHarness
 from gradaccum_conformance.loading import load_harness
 from gradaccum_conformance.workers.messages import Answered, Raised, Request
 

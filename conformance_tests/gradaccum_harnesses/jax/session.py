@@ -12,15 +12,7 @@ import numpy as np
 
 from gradaccum import StepResult
 from gradaccum.kit import FIELD_DTYPES, State
-from gradaccum_conformance import (
-    Captured,
-    Dtype,
-    Harness,
-    Loss,
-    Model,
-    Session,
-    Setup,
-)
+from gradaccum_conformance import Captured, Dtype, Harness, Loss, Model, Session, Setup
 from gradaccum_conformance.harness import GradientTree
 from gradaccum_conformance.specs import Array, Arrays, Batch
 from gradaccum_harnesses.jax.files import read, write

@@ -15,13 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from gradaccum_conformance import (
-    Loss,
-    Model,
-    Optimizer,
-    Setup,
-    WorkersHarness,
-)
+from gradaccum_conformance import Loss, Model, Optimizer, Setup, WorkersHarness
 from gradaccum_conformance.harness import GradientTree
 from gradaccum_conformance.specs import Arrays, Batch
 from gradaccum_harnesses.jax.files import read

@@ -33,11 +33,7 @@ from gradaccum_harnesses.mindspore.session import (
     MindSporeSession,
     context_mode,
 )
-from gradaccum_harnesses.mindspore.trainer import (
-    build_network,
-    ms_dtype,
-    plain,
-)
+from gradaccum_harnesses.mindspore.trainer import build_network, ms_dtype, plain
 from gradaccum_harnesses.mindspore.workers import MindSporeWorkers
 from gradaccum_mindspore.gradient_sum import write
 from gradaccum_mindspore.large_batch.coupled import coupled_value_and_grad

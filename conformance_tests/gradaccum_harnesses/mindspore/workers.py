@@ -14,10 +14,7 @@ from mindspore import nn
 from mindspore.communication import init
 
 from gradaccum_conformance import Setup, WorkersHarness
-from gradaccum_harnesses.mindspore.session import (
-    MindSporeHarness,
-    MindSporeSession,
-)
+from gradaccum_harnesses.mindspore.session import MindSporeHarness, MindSporeSession
 
 HOST = "127.0.0.1"
 SECONDS = "120"

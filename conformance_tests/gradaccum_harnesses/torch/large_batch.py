@@ -28,11 +28,7 @@ from gradaccum_conformance import (
     VerifyingHarness,
     mirrored,
 )
-from gradaccum_harnesses.torch.session import (
-    SpecModel,
-    TorchSession,
-    to_numpy,
-)
+from gradaccum_harnesses.torch.session import SpecModel, TorchSession, to_numpy
 from gradaccum_harnesses.torch.workers import TorchWorkers
 from gradaccum_torch.large_batch import backward, coupled_backward
 

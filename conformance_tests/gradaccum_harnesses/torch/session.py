@@ -31,14 +31,7 @@ from gradaccum_conformance import (
     Setup,
 )
 from gradaccum_conformance import Harness as BaseHarness
-from gradaccum_conformance.specs import (
-    AvgPool,
-    Conv,
-    Dense,
-    Flatten,
-    Layer,
-    Tanh,
-)
+from gradaccum_conformance.specs import AvgPool, Conv, Dense, Flatten, Layer, Tanh
 
 _DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,

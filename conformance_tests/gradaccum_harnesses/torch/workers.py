@@ -13,11 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import gradaccum
-from gradaccum_conformance import (
-    Session,
-    Setup,
-    WorkersHarness,
-)
+from gradaccum_conformance import Session, Setup, WorkersHarness
 from gradaccum_harnesses.torch.session import (
     SpecModel,
     TorchHarness,
