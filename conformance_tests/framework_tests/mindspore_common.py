@@ -55,9 +55,9 @@ def make_net():
     return net
 
 
-def two_parameters(dtype=ms.float32):
+def two_parameters():
     return [
-        Parameter(Tensor(np.ones(shape), dtype), name=name)
+        Parameter(Tensor(np.ones(shape), ms.float32), name=name)
         for name, shape in (("a", 3), ("b", 2))
     ]
 

@@ -58,8 +58,8 @@ def in_mode(mode, made):
     return compiled
 
 
-def tensors(*arrays, dtype=ms.float64):
-    return tuple(Tensor(array, dtype) for array in arrays)
+def tensors(*arrays):
+    return tuple(Tensor(array, ms.float64) for array in arrays)
 
 
 def arrays(nest):

@@ -29,7 +29,7 @@ GRADS = [
 LABELS = {"a": "trained", "z": "frozen"}
 TRAINED = {"a": True, "z": False}
 FROZEN = {"a": False, "z": True}
-SGD, ADAM = optax.sgd(1.0), optax.scale_by_adam()
+SGD = optax.sgd(1.0)
 FREEZE = optax.masked(optax.set_to_zero(), FROZEN)
 
 

@@ -178,7 +178,6 @@ INSEPARABLE = {
         optax.add_noise(1.0, 0.5, 0), optax.sgd(0.1)
     ),
 }
-PARAMS = autoencoder(3, 8, np.float32)
 BATCH = np.ones((8, 3), np.float32), np.ones(8, np.float32), jax.random.key(0)
 
 

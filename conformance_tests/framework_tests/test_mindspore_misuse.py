@@ -39,11 +39,6 @@ def wrapped(steps=2, **options):
     return gradaccum.wrap(bare(), steps=steps, **options)
 
 
-def of_one(parameter, **options):
-    inner = nn.SGD([Parameter(Tensor([1.0]), name=parameter)], 1.0)
-    return gradaccum.wrap(inner, steps=2, **options)
-
-
 def of_two_equal_names():
     optimizer = wrapped()
     cell = nn.CellList([optimizer], auto_prefix=False)

@@ -23,18 +23,14 @@ from .mindspore_common import (
 MODES = ("pynative", "graph")
 
 
-def cell_of(net, loss, kind=TrainOneStepCell, rate=1.0, **options):
-    optimizer = gradaccum.wrap(
-        nn.SGD(net.trainable_params(), rate), **{"steps": 2, **options}
-    )
-    return kind(nn.WithLossCell(net, loss), optimizer)
+def cell_of(net, loss, **options):
+    inner = nn.SGD(net.trainable_params(), 1.0)
+    optimizer = gradaccum.wrap(inner, steps=2, **options)
+    return TrainOneStepCell(nn.WithLossCell(net, loss), optimizer)
 
 
 def line():
     return nn.Dense(3, 1, weight_init="ones", has_bias=False)
-
-
-ROWS = np.random.RandomState(0).randn(8, 3).astype(np.float32) + 5
 
 
 @pytest.mark.parametrize("mode", MODES)

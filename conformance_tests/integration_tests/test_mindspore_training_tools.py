@@ -11,21 +11,21 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("GLOG_v", "4")
-ms = pytest.importorskip("mindspore", reason="needs MindSpore")
+pytest.importorskip("mindspore", reason="needs MindSpore")
 
-import numpy as np  # noqa: E402
-from mindspore import boost, nn, train  # noqa: E402
-from mindspore.dataset import NumpySlicesDataset  # noqa: E402
-from mindspore.train import Model  # noqa: E402
+import numpy as np
+from mindspore import boost, nn, train
+from mindspore.dataset import NumpySlicesDataset
+from mindspore.train import Model
 
-import gradaccum  # noqa: E402
-from conformance_tests.framework_tests.mindspore_common import (  # noqa: E402
+import gradaccum
+from conformance_tests.framework_tests.mindspore_common import (
     pynative_after,  # noqa: F401
     set_mode,
 )
-from gradaccum_mindspore import FlushAtEpochEnd, TrainOneStepCell  # noqa: E402
+from gradaccum_mindspore import FlushAtEpochEnd, TrainOneStepCell
 
-from .mindspore_runs import (  # noqa: E402
+from .mindspore_runs import (
     PART,
     START,
     STEPS,
