@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 
 import gradaccum
-from gradaccum import ArgumentTypeError, CheckpointError, DynamicLossScale, kit
+from gradaccum import (
+    ArgumentTypeError,
+    CheckpointError,
+    DynamicLossScale,
+    GradAccumError,
+    UsageError,
+    kit,
+)
 from gradaccum.kit import ScaleRule
 
 FLOAT32, FLOAT64 = 3.4028234663852886e38, sys.float_info.max
@@ -43,7 +50,7 @@ def decided(
     ],
 )
 def test_bad_loss_scales_raise(name: str, value: float) -> None:
-    with pytest.raises(gradaccum.GradAccumError, match="expected"):
+    with pytest.raises(GradAccumError, match="expected"):
         DynamicLossScale(**{name: value})
 
 
@@ -116,9 +123,7 @@ def test_bad_denominator_in_compiled_code_makes_no_update(denominator: float) ->
 def test_denominator_is_for_windows_that_one_worker_closes() -> None:
     kit.require_denominator_allowed(kit.make_options(None))
     assert kit.require_denominator(0.5, kit.make_options(None)) == 0.5
-    with pytest.raises(
-        gradaccum.UsageError, match=r"^denominator: .* steps= determines"
-    ):
+    with pytest.raises(UsageError, match=r"^denominator: .* steps= determines"):
         kit.require_denominator(3.0, kit.make_options(None), several=True)
 
 
@@ -222,7 +227,7 @@ def test_other_learning_rates_on_one_worker_are_named() -> None:
             dtype=np.float32,
         )
         with pytest.raises(
-            gradaccum.UsageError,
+            UsageError,
             match=(
                 r"learning rates on rank 3: expected the same .*; got \[0.1, 1e-09\]"
                 r" on this worker"

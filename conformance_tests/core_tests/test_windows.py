@@ -17,8 +17,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import gradaccum
-from gradaccum import UsageError, kit, until_weight, updates_in, windows
+from gradaccum import (
+    GradAccumError,
+    GradAccumWarning,
+    UsageError,
+    kit,
+    until_weight,
+    updates_in,
+    windows,
+)
 from gradaccum.kit import Sizes, epoch
 
 
@@ -116,14 +123,14 @@ def test_window_can_be_run_through_again_while_it_is_the_current_one() -> None:
 @pytest.mark.parametrize("value", [-1, math.nan, math.inf, "3"])
 def test_bad_counts_raise(value: Any) -> None:
     made = windows([1], 1, {"tokens": lambda _: value})
-    with pytest.raises(gradaccum.GradAccumError, match="finite number >= 0"):
+    with pytest.raises(GradAccumError, match="finite number >= 0"):
         next(iter(made))
 
 
 @pytest.mark.parametrize("steps", [lambda _: 0, until_weight(lambda _: 0)])
 def test_bad_sizes_of_a_callable_raise(steps: Any) -> None:
     weight = "tokens" if isinstance(steps, kit.UntilWeight) else None
-    with pytest.raises(gradaccum.GradAccumError, match="an int >= 1"):
+    with pytest.raises(GradAccumError, match="an int >= 1"):
         next(iter(windows([[1]], steps, {"tokens": sum}, weight)))
 
 
@@ -260,7 +267,7 @@ def test_unequal_micro_batches_without_a_weight_are_said_once(name: str) -> None
             sizes.weighed = micro_batch is None
             sizes.see(micro_batch or rows(3))
             sizes.see(rows(8))  # The micro-batch was seen already.
-    assert all(each.category is gradaccum.GradAccumWarning for each in caught)
+    assert all(each.category is GradAccumWarning for each in caught)
     texts = [str(warning.message) for warning in caught]
     assert [
         [*map(int, re.findall(r"\d+(?= and| items)", text))] for text in texts
@@ -277,7 +284,7 @@ def test_unequal_micro_batches_without_a_weight_are_said_once(name: str) -> None
 def test_bad_reductions_raise(answer: Any) -> None:
     made = iter(windows([4, 5], 2, {"tokens": float}, reduce=lambda _: answer))
     words = "reduce: expected a function that returns 2"
-    with pytest.raises(gradaccum.GradAccumError, match=words):
+    with pytest.raises(GradAccumError, match=words):
         next(made)
 
 

@@ -8,6 +8,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
+from numpy.testing import assert_allclose
 
 import gradaccum
 from gradaccum_mindspore import TrainOneStepCell
@@ -55,7 +56,7 @@ def called(mode, cell):
 
 def require_large_batches(net):
     expected = large_batches()
-    np.testing.assert_allclose(net.weight.asnumpy(), expected, rtol=0, atol=3e-6)
+    assert_allclose(net.weight.asnumpy(), expected, rtol=0, atol=3e-6)
     assert np.abs(expected - WEIGHT).max() > 1e-3
 
 
@@ -75,7 +76,7 @@ def test_weights_of_the_users(mode, weight, expected):
     step = called(mode, TrainOneStepCell(with_loss, optimizer, weight))
     for first in (0, 2):
         step(*rows(first, 2))
-    np.testing.assert_allclose(optimizer.storage.weight.asnumpy(), expected, rtol=1e-6)
+    assert_allclose(optimizer.storage.weight.asnumpy(), expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("mode", MODES)

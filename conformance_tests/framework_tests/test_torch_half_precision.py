@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
 
 import gradaccum
 from gradaccum_torch import window
@@ -28,7 +29,7 @@ def test_peak_is_sum_and_one_gradient(master_weights: bool) -> None:
     """
     layers = [nn.Linear(SIZE, SIZE, bias=False) for _ in range(LAYERS)]
     model = nn.Sequential(*layers).bfloat16()
-    inner = torch.optim.SGD(model.parameters())
+    inner = SGD(model.parameters())
     opt = gradaccum.wrap(inner, steps=2, master_weights=master_weights)
     x = torch.ones(2, SIZE, dtype=torch.bfloat16)
     with Peak() as memory:
@@ -109,7 +110,7 @@ def test_gradients_in_a_dtype_that_the_user_has_set_are_summed_in_float32(
     weight = torch.zeros(2, dtype=dtype, requires_grad=True)
     weight.grad_dtype = grad_dtype
     dtypes = []
-    inner = torch.optim.SGD([weight], lr=1.0)
+    inner = SGD([weight], lr=1.0)
     inner.register_step_pre_hook(lambda *_: dtypes.append(weight.grad.dtype))
     opt = gradaccum.wrap(inner, steps=5, reduction="sum")
     for factor in [1.0, *[2.0**-9] * 4]:
@@ -121,7 +122,7 @@ def test_gradients_in_a_dtype_that_the_user_has_set_are_summed_in_float32(
 
 def test_norm_of_faint_float16_sums_is_right() -> None:
     weight = torch.zeros(2, dtype=torch.float16, requires_grad=True)
-    inner = torch.optim.SGD([weight])
+    inner = SGD([weight])
     opt = gradaccum.wrap(inner, steps=1, accumulate_dtype="float16")
     opt.backward((weight * 2.0**-14).sum())
     opt.step()
@@ -131,7 +132,7 @@ def test_norm_of_faint_float16_sums_is_right() -> None:
 def test_quotient_that_float16_does_not_hold_is_an_overflow() -> None:
     """Although the sum, which was multiplied by the weight, fits."""
     weight = torch.zeros(2, dtype=torch.float16, requires_grad=True)
-    opt = gradaccum.wrap(torch.optim.SGD([weight]), steps=1)
+    opt = gradaccum.wrap(SGD([weight]), steps=1)
     gradient = torch.tensor(4.0, dtype=torch.float16)
     opt.backward((weight * 2.0**15).sum(), weight=2.0**-10, gradient=gradient)
     opt.step()
@@ -142,7 +143,7 @@ def test_empty_parameter_fits_into_any_dtype() -> None:
     """The window's norm is larger than any float16."""
     wide = torch.zeros(2, requires_grad=True)
     empty = torch.zeros(0, dtype=torch.float16, requires_grad=True)
-    opt = gradaccum.wrap(torch.optim.SGD([wide, empty], lr=1.0), steps=1)
+    opt = gradaccum.wrap(SGD([wide, empty], lr=1.0), steps=1)
     opt.backward(wide.sum() * 1e6 + empty.sum())
     opt.step()
     assert opt.result.applied

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 import gradaccum
@@ -87,7 +88,7 @@ def test_leaves_beside_the_optimizer(scale: str, coupled: bool) -> None:
     large = copy.deepcopy(nn.Sequential(generator, critic))
     large[1].weight.grad = torch.ones_like(held)
     scales = {"static": 1024.0, "scaler": torch.amp.GradScaler("cpu", init_scale=64.0)}
-    inner = torch.optim.SGD(generator.parameters(), lr=1.0)
+    inner = SGD(generator.parameters(), lr=1.0)
     opt = gradaccum.wrap(inner, steps=None, loss_scale=scales.get(scale))
     loss_of: Any = Tensor.std if coupled else lambda outputs: outputs.square().mean()
 
@@ -99,7 +100,7 @@ def test_leaves_beside_the_optimizer(scale: str, coupled: bool) -> None:
     else:
         backward(lambda x: loss_of(outputs_of(x)), X, steps=3, optimizer=opt)
     loss_of(large(X)).backward()
-    torch.optim.SGD(large[0].parameters(), lr=1.0).step()
+    SGD(large[0].parameters(), lr=1.0).step()
     assert critic.weight.grad is held
     torch.testing.assert_close(
         [*gradients(critic), *generator.parameters()],
@@ -123,7 +124,7 @@ def test_reentrant_checkpoint() -> None:
     with pytest.raises(gradaccum.UsageError, match="use_reentrant=False"):
         backward(loss_fn, X, Y, steps=3)
     assert all(gradient is None for gradient in gradients(model))
-    opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=1.0), steps=None)
+    opt = gradaccum.wrap(SGD(model.parameters(), lr=1.0), steps=None)
     backward(loss_fn, X, Y, steps=3, optimizer=opt)
     moved = [p - q for p, q in zip(other.parameters(), model.parameters(), strict=True)]
     torch.testing.assert_close(moved, expected, rtol=1e-12, atol=1e-15)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 import gradaccum
 from gradaccum_torch.large_batch import backward, coupled_backward
@@ -111,8 +112,8 @@ def test_compiled(what: str) -> None:
     loss = call(X)
     expected = loss_of(other, X * 2)
     expected.backward()
-    torch.testing.assert_close(loss, expected.detach())
-    torch.testing.assert_close(gradients(model), gradients(other), rtol=1e-4, atol=1e-6)
+    assert_close(loss, expected.detach())
+    assert_close(gradients(model), gradients(other), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
@@ -136,4 +137,4 @@ def test_compiled_statistics_move_once_or_are_refused(named: bool) -> None:
     coupled_backward(compiled, torch.std, X, steps=4, modules=[model])
     for part in X.chunk(4):
         other(part)
-    torch.testing.assert_close([*model.buffers()], [*other.buffers()])
+    assert_close([*model.buffers()], [*other.buffers()])

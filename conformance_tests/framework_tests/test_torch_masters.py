@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
 
 import gradaccum
 
@@ -18,8 +19,8 @@ from .torch_model import make as make_in
 
 STEP = 2.0**-13
 INNER: dict[str, Callable[[Any], Any]] = {
-    "sgd": lambda ps: torch.optim.SGD(ps, lr=STEP),
-    "momentum": lambda ps: torch.optim.SGD(ps, lr=STEP, momentum=0.9),
+    "sgd": lambda ps: SGD(ps, lr=STEP),
+    "momentum": lambda ps: SGD(ps, lr=STEP, momentum=0.9),
     "adamw_fused": lambda ps: torch.optim.AdamW(ps, lr=STEP, fused=True),
 }
 
@@ -96,7 +97,7 @@ def test_write_through_data_reaches_the_masters() -> None:
     assert opt.master_weights[0].tolist() == [3 - 2 * STEP, 1 - 3 * STEP, 1 - 3 * STEP]
 
 
-class Averaging(torch.optim.SGD):
+class Averaging(SGD):
     """Switches between its weights and their average, as schedulefree's optimizers
     do.
     """

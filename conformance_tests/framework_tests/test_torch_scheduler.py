@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim import lr_scheduler
+from torch.optim import SGD, lr_scheduler
 
 import gradaccum
 
 
 def bare() -> torch.optim.Optimizer:
-    return torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0, momentum=0.9)
+    return SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0, momentum=0.9)
 
 
 def make(steps: int | None = 2) -> Any:

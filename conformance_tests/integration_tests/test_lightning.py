@@ -23,7 +23,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
-import gradaccum
+from gradaccum import UsageError
 from gradaccum_torch.integrations.lightning import AccumulationCallback
 
 from .lightning_model import (
@@ -81,7 +81,7 @@ def test_scaler_of_float16_is_the_windows() -> None:
     assert run.optimizers[0].result.optimizer_step == 3
     assert scaler.state_dict()["_growth_tracker"] == 3
     assert distance(model.net.double(), large(1, rows=24)) < 2**-8
-    with pytest.raises(gradaccum.UsageError, match="loss_scale=scaler"):
+    with pytest.raises(UsageError, match="loss_scale=scaler"):
         trainer(plugins=plugins).fit(without_scaler, data)
 
 
@@ -107,7 +107,7 @@ def test_validation_in_mid_window() -> None:
     is in ``.grad``.
     """
     options: dict[str, Any] = {"val_check_interval": 3, "num_sanity_val_steps": 0}
-    with pytest.raises(gradaccum.UsageError, match="separate_sums=True"):
+    with pytest.raises(UsageError, match="separate_sums=True"):
         trainer(**options).fit(Validating({}), loader(), loader())
     model = Validating({"separate_sums": True})
     trainer(**options).fit(model, loader(), loader(size=26))
@@ -203,13 +203,13 @@ REFUSED: list[tuple[type[Automatic], dict[str, Any], str]] = [
 def test_refused_by_name(
     module: type[Automatic], options: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(gradaccum.UsageError, match=f"^{words}"):
+    with pytest.raises(UsageError, match=f"^{words}"):
         trainer(**options).fit(module({}), loader(8))
 
 
 def test_refused_optimizer() -> None:
     words = r"^configure_optimizers: .*gradaccum\.wrap\(optimizer, steps=4\)"
-    with pytest.raises(gradaccum.UsageError, match=words):
+    with pytest.raises(UsageError, match=words):
         trainer().fit(Automatic(None), loader(8))
 
 
@@ -265,5 +265,5 @@ def test_resumed_in_mid_window(
         assert run.optimizers[0].result.optimizer_step == 8
     if not options:
         run = trainer(pl.Callback())
-        with pytest.raises(gradaccum.UsageError, match="separate_sums=True"):
+        with pytest.raises(UsageError, match="separate_sums=True"):
             run.fit(module(options), Resumable(), ckpt_path=path)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor
+from torch.optim import SGD
 from torch.optim.lr_scheduler import ConstantLR
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
@@ -71,7 +72,7 @@ def made(
     folder: Path, loss_type: str, steps_per_generation: int
 ) -> tuple[Any, AccumulationCallback]:
     model = gpt2()
-    inner = torch.optim.SGD(model.parameters(), lr=RATE)
+    inner = SGD(model.parameters(), lr=RATE)
     arguments = GRPOConfig(
         str(folder),
         per_device_train_batch_size=2,
@@ -156,7 +157,7 @@ def test_unequal_micro_batches_equal_large_batch(tmp_path: Path, name: str) -> N
     models = []
     for size in (2, 8):
         model = gpt2()
-        inner = torch.optim.SGD(model.parameters(), lr=RATE)
+        inner = SGD(model.parameters(), lr=RATE)
         arguments = config(
             str(tmp_path),
             per_device_train_batch_size=size,

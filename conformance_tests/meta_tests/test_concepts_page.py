@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import gradaccum
-from gradaccum import available_backends
+from gradaccum import DynamicLossScale, available_backends
 from gradaccum.kit import make_options
 
 ROOT = Path(__file__).parents[2]
@@ -53,9 +52,9 @@ def defaults_on_page(name: str) -> list[float]:
 def test_page_has_the_defaults_of_the_loss_scales() -> None:
     """The first four are those of torch's scaler."""
     page = defaults_on_page("gradaccum.DynamicLossScale")
-    names = [field.name for field in fields(gradaccum.DynamicLossScale)][:5]
+    names = [field.name for field in fields(DynamicLossScale)][:5]
     assert names[4] == "min_scale"
-    scale = gradaccum.DynamicLossScale()
+    scale = DynamicLossScale()
     assert page[:5] == [getattr(scale, name) for name in names]
     amp = pytest.importorskip("torch.amp", reason="torch is not installed")
     parameters = inspect.signature(amp.GradScaler.__init__).parameters

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
+from numpy.testing import assert_array_equal
 
 import gradaccum_jax
 
@@ -183,12 +184,12 @@ def whole_batches() -> None:
     )
     one, explicit = jnp.ones(()), EIGHT._replace(kind=AxisType.Explicit)
     wanted = jax.jit(call)(one, tens)
-    np.testing.assert_array_equal(wanted[0][1], [0, 4, 8, 12])
+    assert_array_equal(wanted[0][1], [0, 4, 8, 12])
     with explicit.context():
         arguments = explicit.put(one, P()), explicit.put(tens, P())
         on_explicit_mesh = jax.jit(call)(*arguments)
     for made in (call(one, tens), call(one, EIGHT.put(tens, P())), on_explicit_mesh):
-        jax.tree.map(np.testing.assert_array_equal, made, wanted)
+        jax.tree.map(assert_array_equal, made, wanted)
 
 
 def nested_batches() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 import gradaccum
+from gradaccum import ArgumentValueError, CheckpointError, UsageError
 from gradaccum_mindspore import load_checkpoint_into, redistributed
 
 from ..refusing import refused
@@ -51,7 +52,7 @@ def each_mistake_is_refused(rank: int) -> None:
         finally:
             ms.reset_auto_parallel_context()
 
-    usage, value = gradaccum.UsageError, gradaccum.ArgumentValueError
+    usage, value = UsageError, ArgumentValueError
     mistakes: tuple[tuple[Callable[[], object], type[Exception], str], ...] = (
         (lambda: gradaccum.wrap(sgd(), steps=2), usage, "data_parallel=True"),
         (lambda: wrapped(steps=2 + rank), value, "options"),
@@ -105,7 +106,7 @@ def windows_of_two_optimizers_never_meet(rank: int) -> None:
         opts = critics(steps=2)
         for opt in opts:
             opt(gradient)
-        with refused(gradaccum.UsageError, f"on rank {rank}", "optimizer"):
+        with refused(UsageError, f"on rank {rank}", "optimizer"):
             opts[rank].flush() if flushes else opts[rank](gradient)
         for opt in opts:
             opt.flush()
@@ -122,7 +123,7 @@ def compiled_windows_of_two_optimizers_never_meet(rank: int) -> None:
         return opts[rank]((gradient,))
 
     first(*gradient)
-    with refused(gradaccum.UsageError, f"on rank {rank}", "optimizer"):
+    with refused(UsageError, f"on rank {rank}", "optimizer"):
         print(opts[rank].result)
     assert values_of(opts) == [1.0, 1.0]
     for opt in opts:
@@ -162,9 +163,9 @@ def window_of_four_goes_on_with_two(rank: int) -> None:
 def open_window_of_others_is_refused(rank: int) -> None:
     """Another number of workers, or another worker's file."""
     own = files(rank, opened(rank).cell)
-    with refused(gradaccum.CheckpointError, "redistributed"):
+    with refused(CheckpointError, "redistributed"):
         load_checkpoint_into(Worker(steps=None, data_parallel=False).cell, own[rank])
-    with refused(gradaccum.CheckpointError, f"rank {1 - rank}"):
+    with refused(CheckpointError, f"rank {1 - rank}"):
         load_checkpoint_into(Worker(steps=None).cell, own[1 - rank])
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.optim import SGD
 
 import gradaccum
 from gradaccum import StepResult
@@ -41,7 +42,7 @@ _DTYPES: dict[str, torch.dtype] = {
 }
 
 
-class CaptureSGD(torch.optim.SGD):
+class CaptureSGD(SGD):
     """Plain SGD that keeps its number of runs and its last gradients in its state."""
 
     @torch.no_grad()
@@ -111,9 +112,9 @@ def make_optimizer(model: SpecModel, spec: Optimizer) -> torch.optim.Optimizer:
         case "capture":
             return CaptureSGD(parameters, lr=rate)
         case "sgd":
-            return torch.optim.SGD(parameters, lr=rate)
+            return SGD(parameters, lr=rate)
         case "momentum":
-            return torch.optim.SGD(parameters, lr=rate, momentum=0.9)
+            return SGD(parameters, lr=rate, momentum=0.9)
         case "adam":
             return torch.optim.Adam(parameters, lr=rate)
         case "adamw":
