@@ -208,7 +208,7 @@ def _steps(cell: Cell, python: Path, folder: Path) -> dict[str, list[str]]:
         return {"install": [*pip, "uv"], "resolver": [*uv, *options]}
     framework = cell.framework
     program = folder / "front_page.py"
-    program.write_text(front_page(framework), encoding="utf-8")
+    program.write_text(front_page(framework), "utf-8")
     names = [framework, "numpy"]
     if framework == "jax":
         names.append("optax")
@@ -245,7 +245,7 @@ def _named(cell: Cell, resolved: list[str]) -> str:
 
 def front_page(framework: str) -> str:
     """The program of `framework` on the front page."""
-    programs = BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    programs = BLOCK.findall((ROOT / "README.md").read_text("utf-8"))
     return next(program for program in programs if FRONT_PAGE[framework] in program)
 
 
@@ -302,7 +302,7 @@ def _words(result: Result, step: str) -> str:
 
 
 def _read(file: Path) -> Result:
-    return Result(**json.loads(file.read_text(encoding="utf-8")))
+    return Result(**json.loads(file.read_text("utf-8")))
 
 
 def main(
@@ -358,13 +358,13 @@ def main(
             )
         results.append(result)
         if not install_only:
-            file.write_text(json.dumps(asdict(result), indent=1), encoding="utf-8")
+            file.write_text(json.dumps(asdict(result), indent=1), "utf-8")
     if write:
         files = [out / f"{each.name}.json" for each in CELLS]
         rows = table([_read(file) for file in files if file.exists()])
-        before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
+        before, _, rest = PAGE.read_text("utf-8").partition(START)
         page = f"{before}{START}\n{rows}\n{END}{rest.partition(END)[2]}"
-        PAGE.write_text(page, encoding="utf-8")
+        PAGE.write_text(page, "utf-8")
     raise typer.Exit(0 if all(result.passed for result in results) else 1)
 
 

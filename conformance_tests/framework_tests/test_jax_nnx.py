@@ -15,7 +15,7 @@ import gradaccum_jax
 
 from .jax_large_batch import assert_same_bits
 
-nnx = pytest.importorskip("flax.nnx", reason="flax is not installed")
+nnx = pytest.importorskip("flax.nnx")
 pure_of = getattr(nnx, "as_pure", nnx.pure)
 """flax has `as_pure` since 0.12.8, which deprecates `pure`."""
 X = jnp.arange(12.0).reshape(6, 2) / 12

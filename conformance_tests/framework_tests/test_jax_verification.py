@@ -181,7 +181,7 @@ def test_sound_loss_passes(name: str) -> None:
 @pytest.mark.parametrize("normalised", [True, False])
 def test_flax_batch_norm_couples_items(normalised: bool) -> None:
     """A dropout beside it does not disturb; alone it cannot be compared."""
-    linen = pytest.importorskip("flax.linen", reason="flax is not installed")
+    linen = pytest.importorskip("flax.linen")
     layers = [linen.Dense(CLASSES), linen.Dropout(0.5, deterministic=False)]
     if normalised:
         layers.insert(1, linen.BatchNorm(use_running_average=False))

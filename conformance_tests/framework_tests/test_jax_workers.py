@@ -57,7 +57,7 @@ def run_checks(devices: int, chosen: list[str], folder: Path) -> dict[str, str]:
             check=False,
         )
         assert file.exists(), f"code {ran.returncode}: {ran.stderr[-3000:]}"
-    report: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
+    report: dict[str, str] = json.loads(file.read_text("utf-8"))
     return report
 
 

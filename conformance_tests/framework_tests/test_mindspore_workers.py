@@ -43,7 +43,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 
 
 def read(report: Path) -> dict[str, str]:
-    return json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
+    return json.loads(report.read_text("utf-8")) if report.exists() else {}
 
 
 @pytest.mark.parametrize("name", mindspore_workers.CHECKS)

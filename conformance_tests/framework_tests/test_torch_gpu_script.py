@@ -47,4 +47,4 @@ def test_checks_pass_on_a_cpu(tmp_path: Path) -> None:
 
 def test_page_is_the_generator_s() -> None:
     kept = read(RESULTS) if RESULTS.exists() else None
-    assert PAGE.read_text(encoding="utf-8") == page_of(kept)
+    assert PAGE.read_text("utf-8") == page_of(kept)

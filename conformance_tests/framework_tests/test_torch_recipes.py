@@ -41,6 +41,6 @@ wait -n && wait -n
 def test_recipe_of_a_restart_under_slurm(tmp_path: Path) -> None:
     """SLURM sets its own variables, and none of torchrun's; nobody is killed there."""
     (recipe,) = (each for each in RECIPES if "SLURM" in each.title)
-    (tmp_path / "srun").write_text(SRUN, encoding="utf-8")
+    (tmp_path / "srun").write_text(SRUN, "utf-8")
     run_recipe(recipe._replace(command=f"bash srun {PORT} train.py"), tmp_path)
     assert (tmp_path / "6-1.pt").exists()

@@ -120,7 +120,7 @@ def hash_of(arrays: Arrays) -> str:
 def read(file: Path = FILE) -> Held:
     lines = [
         line
-        for line in file.read_text(encoding="utf-8").splitlines()
+        for line in file.read_text("utf-8").splitlines()
         if line and not line.startswith("#")
     ]
     return {

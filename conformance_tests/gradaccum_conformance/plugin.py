@@ -218,7 +218,7 @@ class Results:
         self.path = Path(path) if path and not hasattr(config, "workerinput") else None
         self.backends = registered_backends() if self.path else ()
         if self.path:
-            self.path.write_text("", encoding="utf-8")
+            self.path.write_text("", "utf-8")
 
     def write(self, kind: str, **fields: object) -> None:
         if self.path:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="needs PyTorch")
-pytest.importorskip("accelerate", reason="needs accelerate")
+pytest.importorskip("torch")
+pytest.importorskip("accelerate")
 
 import torch
 from accelerate import Accelerator

@@ -30,7 +30,7 @@ def programs() -> Iterator[Any]:
         page = ROOT / "backends" / f"gradaccum_{framework}" / "INTEGRATIONS.md"
         command = ALONE
         title = ""
-        for number, part in enumerate(PART.finditer(page.read_text(encoding="utf-8"))):
+        for number, part in enumerate(PART.finditer(page.read_text("utf-8"))):
             heading, bash, code = part.groups()
             if heading:
                 title = heading

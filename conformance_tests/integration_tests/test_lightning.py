@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="needs PyTorch")
-pytest.importorskip("lightning", reason="needs Lightning")
+pytest.importorskip("torch")
+pytest.importorskip("lightning")
 
 import lightning.pytorch as pl
 import torch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("torch", reason="needs PyTorch")
+pytest.importorskip("torch")
 
 import torch
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("mindspore", reason="needs MindSpore")
+pytest.importorskip("mindspore")
 
 import gradaccum_mindspore
 from conformance_tests.framework_tests.recipes import Recipe, recipes_of, run_recipe

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("GLOG_v", "4")
-ms = pytest.importorskip("mindspore", reason="needs MindSpore")
+ms = pytest.importorskip("mindspore")
 
 import numpy as np  # noqa: E402
 from mindspore import nn  # noqa: E402

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("GLOG_v", "4")
-pytest.importorskip("mindspore", reason="needs MindSpore")
+pytest.importorskip("mindspore")
 
 import numpy as np
 from mindspore import boost, nn, train

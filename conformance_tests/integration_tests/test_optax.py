@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("optax", reason="optax is not installed")
+pytest.importorskip("optax")
 import jax
 import jax.numpy as jnp
 import optax

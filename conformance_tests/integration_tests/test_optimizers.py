@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-pytest.importorskip("torch", reason="needs PyTorch")
+pytest.importorskip("torch")
 
 import torch
 from torch import Tensor, nn

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("torch", reason="needs PyTorch")
-pytest.importorskip("transformers", reason="needs transformers")
-pytest.importorskip("accelerate", reason="needs accelerate")
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
 
 
 import math

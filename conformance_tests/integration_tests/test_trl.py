@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("torch", reason="needs PyTorch")
-pytest.importorskip("trl", reason="needs trl")
+pytest.importorskip("torch")
+pytest.importorskip("trl")
 
 
 from collections.abc import Iterator

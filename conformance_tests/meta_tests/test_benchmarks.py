@@ -55,7 +55,7 @@ def rows_of_page(framework: str) -> list[Any]:
     """The loop, distances and words of each row of the table of everyday loops, whose
     first cells are like ``torch, by hand``.
     """
-    page = (ROOT / "benchmarks/README.md").read_text(encoding="utf-8")
+    page = (ROOT / "benchmarks/README.md").read_text("utf-8")
     section = page.partition("## Everyday loops")[2].partition("\n## ")[0]
     lines = re.findall(rf"^\| {framework}, (.*) \|$", section, re.MULTILINE)
     rows = [re.split(r" *\| *", line) for line in lines]

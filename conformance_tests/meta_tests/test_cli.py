@@ -132,9 +132,9 @@ def test_conformance_runs_every_installed_backend(
     assert exit_code == 0
     assert [job.backend for job in jobs] == ["numpy", "torch"]
     assert "jax is not installed. Run: pip install 'gradaccum[jax]'" in output
-    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    page = (tmp_path / "report.html").read_text("utf-8")
     assert "conformance: passed" in page
-    report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    report = json.loads((tmp_path / "report.json").read_text("utf-8"))
     assert report["passed"] is True
 
 
@@ -146,7 +146,7 @@ def test_conformance_fails(
     suite_ends_with(outcome, outcome == "failed")
     arguments = ("--backend", name, "--backend", "numpy", "--report", str(tmp_path))
     assert invoke("conformance", *arguments)[0] == 1
-    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    page = (tmp_path / "report.html").read_text("utf-8")
     assert "conformance: failed" in page
 
 
@@ -207,7 +207,7 @@ def nothing():
 def test_check_prints_the_report(
     tmp_path: Path, argument: str, status: int, text: str
 ) -> None:
-    (tmp_path / "loops.py").write_text(LOOPS, encoding="utf-8")
+    (tmp_path / "loops.py").write_text(LOOPS, "utf-8")
     command = [sys.executable, "-m", "gradaccum", "check", argument]
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False

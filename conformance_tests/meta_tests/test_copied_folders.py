@@ -50,7 +50,7 @@ def test_front_page_s_program_runs(name: str, tmp_path: Path, others: Path) -> N
     """Without any site's packages but the `others` and the copy. The program comes from
     a file: MindSpore's compiler reads it.
     """
-    pytest.importorskip(name, reason=f"{name} is not installed")
+    pytest.importorskip(name)
     tree = tmp_path / "tree"
     for folder in (ROOT / "gradaccum", ROOT / f"backends/gradaccum_{name}"):
         shutil.copytree(folder, tree / folder.name)

@@ -23,7 +23,7 @@ def test_the_page_has_what_the_command_prints() -> None:
     done = CliRunner().invoke(app, env={"COLUMNS": "88"})
     assert done.exit_code == 0, done.output
     printed = "\n".join(line.rstrip() for line in done.stdout.splitlines())
-    assert f"```text\n{printed}\n```" in PAGE.read_text(encoding="utf-8")
+    assert f"```text\n{printed}\n```" in PAGE.read_text("utf-8")
 
 
 @pytest.mark.parametrize("window", [BILLIONS, SMALL])

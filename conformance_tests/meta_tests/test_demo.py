@@ -87,6 +87,6 @@ def test_process_writes_every_epoch(tmp_path: Path) -> None:
     module = (sys.executable, "-m", "gradaccum_conformance.demo")
     options = ("--backend", "numpy", "--epochs", "1", "--results", str(results))
     subprocess.run([*module, *options], check=True, timeout=300)
-    lines = results.read_text(encoding="utf-8").splitlines()
+    lines = results.read_text("utf-8").splitlines()
     kinds = [json.loads(line)["kind"] for line in lines]
     assert kinds == ["started", *["epoch"] * len(RECIPES), "finished"]

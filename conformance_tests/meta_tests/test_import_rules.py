@@ -32,7 +32,7 @@ def imports(folder: Path) -> Iterator[tuple[Path, str, set[str]]]:
 
 
 def imports_of(file: Path) -> Iterator[tuple[Path, str, set[str]]]:
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield file, alias.name, set()

@@ -10,11 +10,11 @@ from packaging.requirements import Requirement
 
 from conformance_tests.matrix import CELLS, PAGE, ROOT
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 EXTRAS = PROJECT["project"]["optional-dependencies"]
 ROWS = {
     row.split(" | ")[0].strip("| "): row
-    for row in PAGE.read_text(encoding="utf-8").splitlines()
+    for row in PAGE.read_text("utf-8").splitlines()
     if re.match(r"\| \S+-py\S+ \|", row)
 }
 CELLS_OF_PAGE = [cell for cell in CELLS if cell.name in ROWS]

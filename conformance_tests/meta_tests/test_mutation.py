@@ -17,7 +17,7 @@ def test_every_mutant_is_python(package: Package) -> None:
     mutants = mutants_of(package)
     assert len(mutants) > 400
     for mutant in mutants[::29]:
-        source = (ROOT / mutant.file).read_text(encoding="utf-8")
+        source = (ROOT / mutant.file).read_text("utf-8")
         ast.parse(mutant.mutation.apply(source))
     for test in package.tests:
         assert (ROOT / "conformance_tests" / test.partition("::")[0]).exists()

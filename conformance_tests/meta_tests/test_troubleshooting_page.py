@@ -16,7 +16,7 @@ def test_messages_are_those_of_the_sources() -> None:
         for folder in errors["FOLDERS"].values()
         for entry in errors["entries_in"](folder)
     ]
-    page = (ROOT / "gradaccum/TROUBLESHOOTING.md").read_text(encoding="utf-8")
+    page = (ROOT / "gradaccum/TROUBLESHOOTING.md").read_text("utf-8")
     messages = re.findall(r"^\| `expected (.+?)` \|", page, flags=re.MULTILINE)
     assert len(messages) >= 5
     for message in messages:

@@ -57,7 +57,7 @@ def by_mypy(folder: Path) -> set[Place]:
 
 def by_pyright(folder: Path) -> set[Place]:
     options = {"typeCheckingMode": "standard", "extraPaths": SOURCES}
-    (folder / "pyrightconfig.json").write_text(json.dumps(options), encoding="utf-8")
+    (folder / "pyrightconfig.json").write_text(json.dumps(options), "utf-8")
     said = output_of(folder, "pyright", "--outputjson", "--pythonpath", sys.executable)
     return {
         (Path(each["file"]).name, each["range"]["start"]["line"] + 1)
@@ -79,7 +79,7 @@ def test_type_checker_names_the_mistakes(
     wrong = set()
     for script in SCRIPTS:
         shutil.copy(script, tmp_path)
-        lines = script.read_text(encoding="utf-8").splitlines()
+        lines = script.read_text("utf-8").splitlines()
         found = {
             (script.name, number)
             for number, line in enumerate(lines, 1)

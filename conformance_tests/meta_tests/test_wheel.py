@@ -55,7 +55,7 @@ def test_wheel(tmp_path: Path) -> None:
 
 
 def test_citation_names_this_version() -> None:
-    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    citation = (ROOT / "CITATION.cff").read_text("utf-8")
     assert f"\nversion: {gradaccum.__version__}\n" in citation
     assert "\nlicense: Apache-2.0\n" in citation
 
@@ -63,7 +63,7 @@ def test_citation_names_this_version() -> None:
 def test_front_page_of_the_package_leads_to_the_repository() -> None:
     """Once there is one: pictures as they are, other files as pages."""
     absolute = runpy.run_path(str(ROOT / ".docs/package.py"))["absolute"]
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    page = (ROOT / "README.md").read_text("utf-8")
     assert absolute(page, "") == page
     linked = absolute(page, "https://h/p")
     assert "(https://h/p/raw/HEAD/benchmarks/figures/scoreboard.svg)" in linked

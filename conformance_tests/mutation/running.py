@@ -55,7 +55,7 @@ def mutants_of(package: Package) -> list[Mutant]:
     return [
         Mutant(file.relative_to(ROOT), mutation)
         for file in package.files()
-        for mutation in mutations_of(file.read_text(encoding="utf-8"))
+        for mutation in mutations_of(file.read_text("utf-8"))
     ]
 
 
@@ -97,7 +97,7 @@ def verdicts(
                 raise RuntimeError(
                     f"the tests fail without a mutant too:\n{said[-3000:]}"
                 )
-        covered = Covered(**json.loads(record.read_text(encoding="utf-8")))
+        covered = Covered(**json.loads(record.read_text("utf-8")))
         promises = Counter(
             {test: 30 / lines for test, lines in covered.lines().items()}
         )
@@ -160,7 +160,7 @@ def statement_at(file: Path, line: int) -> range:
     before the body.
     """
     found = range(line, line + 1)
-    for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse((ROOT / file).read_text("utf-8"))):
         if isinstance(node, ast.stmt):
             body = getattr(node, "body", None)
             lines = range(
@@ -185,12 +185,12 @@ def _killer(
         for test in tests
     }
     program = _program(package, mutant, site, "Chosen('tests.json')", files)
-    (site / "tests.json").write_text(json.dumps(tests), encoding="utf-8")
+    (site / "tests.json").write_text(json.dumps(tests), "utf-8")
     try:
         status = server.run(program, WALL_SECONDS)[0]
     except TimeoutError:
         return "it never ends"
-    left = list(json.loads((site / "tests.json").read_text(encoding="utf-8")))
+    left = list(json.loads((site / "tests.json").read_text("utf-8")))
     shutil.rmtree(site, ignore_errors=True)
     if status == 5:
         raise RuntimeError(f"no test was run on {mutant}")
@@ -244,9 +244,7 @@ def _program(
     )
     if mutant is not None:
         changed = copy / mutant.file.relative_to(package.folder)
-        changed.write_text(
-            mutant.mutation.apply(changed.read_text(encoding="utf-8")), encoding="utf-8"
-        )
+        changed.write_text(mutant.mutation.apply(changed.read_text("utf-8")), "utf-8")
     program = site / "run.py"
     # pytest's own setting of the path would put the checkout before the copy.
     options = (
@@ -257,9 +255,7 @@ def _program(
         "-W",
         "ignore::pytest.PytestAssertRewriteWarning",
     )
-    program.write_text(
-        pytest_program(site, tests, *options, plugin=plugin), encoding="utf-8"
-    )
+    program.write_text(pytest_program(site, tests, *options, plugin=plugin), "utf-8")
     return program
 
 

@@ -62,7 +62,7 @@ def test_scalars_refuse_to_be_looked_at() -> None:
 
 def test_scalars_compute_as_numbers_do() -> None:
     """With constants each operation gives what NumPy gives in float32."""
-    numpy = pytest.importorskip("numpy", reason="numpy is not installed")
+    numpy = pytest.importorskip("numpy")
     values = [
         numpy.float32(value)
         for value in (0.0, -1.5, 0.1, 3e38, 1e-45, numpy.inf, numpy.nan)

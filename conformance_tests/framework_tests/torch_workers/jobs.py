@@ -51,7 +51,7 @@ def run_checks(checks: Mapping[str, Check], rank: int, folder: Path) -> None:
             report[name] = "passed"
         except Exception:
             report[name] = traceback.format_exc()
-        (folder / f"{rank}.json").write_text(json.dumps(report), encoding="utf-8")
+        (folder / f"{rank}.json").write_text(json.dumps(report), "utf-8")
         if report[name] != "passed":
             # The workers may be at different calls now, and each further check would
             # wait for the other.
@@ -91,7 +91,7 @@ def reports_of(job: str, folder: Path) -> list[dict[str, str]]:
             process.kill()
             process.wait()
     return [
-        json.loads((folder / f"{rank}.json").read_text(encoding="utf-8"))
+        json.loads((folder / f"{rank}.json").read_text("utf-8"))
         for rank in range(WORLD)
     ]
 
