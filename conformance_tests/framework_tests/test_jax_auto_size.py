@@ -2,8 +2,6 @@
 but memory makes it smaller.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 of its class that says what to write.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -2,8 +2,6 @@
 statistics, wrapped optimizers and dtypes.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 from typing import Any

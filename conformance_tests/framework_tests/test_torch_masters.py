@@ -2,8 +2,6 @@
 write into the model overrides them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

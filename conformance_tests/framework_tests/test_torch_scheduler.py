@@ -1,7 +1,5 @@
 """Learning-rate schedulers on a wrapped optimizer, gated and not."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

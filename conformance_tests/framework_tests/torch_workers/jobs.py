@@ -2,8 +2,6 @@
 start, which leaves none behind.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import subprocess

@@ -2,8 +2,6 @@
 whatever a worker does in between, and no worker is left waiting.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -2,8 +2,6 @@
 in its own ``step``, as nanochat's.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Refusals that every worker raises, and saved windows that resume."""
 
-from __future__ import annotations
-
 import datetime
 import gc
 from typing import Any

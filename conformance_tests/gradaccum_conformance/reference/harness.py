@@ -2,8 +2,6 @@
 plain attributes show the rest.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle
