@@ -54,8 +54,7 @@ def test_weights_stand_inside_of_their_schedule() -> None:
     callable.
     """
     with pytest.raises(
-        ArgumentTypeError,
-        match=r"steps: expected an int >= 1; got until_weight\(4\)",
+        ArgumentTypeError, match=r"steps: expected an int >= 1; got until_weight\(4\)"
     ):
         kit.make_options([(0, until_weight(4)), (2, until_weight(8))])
     for steps in (lambda _: until_weight(4), until_weight(lambda _: until_weight(4))):

@@ -21,8 +21,7 @@ def fail(window: ClosedWindow) -> None:
 def test_seconds_since_the_last_end(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter((10.0, 12.0, 15.0))
     monkeypatch.setattr(
-        "gradaccum.watching.time",
-        SimpleNamespace(perf_counter=lambda: next(clock)),
+        "gradaccum.watching.time", SimpleNamespace(perf_counter=lambda: next(clock))
     )
     listeners = Listeners()
     listeners.add(print)

@@ -168,11 +168,7 @@ def test_epoch_flushes_when_the_loader_ends() -> None:
     flushed: list[int] = []
     seen: list[int] = []
     looked_at: list[int] = []
-    batches = epoch(
-        [1, 2, 3],
-        lambda: flushed.append(len(seen)),
-        see=looked_at.append,
-    )
+    batches = epoch([1, 2, 3], lambda: flushed.append(len(seen)), see=looked_at.append)
     for item in batches:
         assert looked_at == seen, "after the loop's body"
         assert not flushed

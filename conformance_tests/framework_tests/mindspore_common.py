@@ -14,6 +14,7 @@ from packaging.version import Version
 from gradaccum import GradAccumWarning
 
 MODES = ("pynative", "jit", "graph")
+by_mode = pytest.mark.parametrize("mode", MODES)
 RNG = np.random.RandomState(0)
 X, Y = RNG.randn(24, 4).astype(np.float32), RNG.randn(24, 2).astype(np.float32)
 WEIGHT, BIAS = RNG.randn(2, 4).astype(np.float32), RNG.randn(2).astype(np.float32)

@@ -15,6 +15,7 @@ MODES = ("pynative", "jit", "graph", "cell")
 """From Python in PyNative and in graph mode; and inside compiled code: in
 `mindspore.jit`, and in a Cell in graph mode.
 """
+by_mode = pytest.mark.parametrize("mode", MODES)
 FROM_PYTHON = ("pynative", "graph")
 ITEMS = 7
 RNG = np.random.RandomState(3)

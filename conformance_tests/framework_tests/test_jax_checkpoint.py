@@ -14,6 +14,8 @@ import pytest
 import gradaccum
 import gradaccum_jax
 
+from .jax_comparison import assert_bitwise
+
 PARAMS = {
     "layer": {"w": jnp.asarray([[1.0, -2.0], [0.5, 4.0]])},
     "b": jnp.asarray([0.25, 3.0]),
@@ -41,13 +43,6 @@ def train(params: Any, state: Any, numbers: range) -> Any:
     for number in numbers:
         params, state = step(params, state, float(number))
     return params, state
-
-
-def assert_bitwise(a: Any, b: Any) -> None:
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for left, right in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert left.dtype == right.dtype
-        assert np.asarray(left).tobytes() == np.asarray(right).tobytes()
 
 
 def test_resume_through_flax_is_bitwise() -> None:

@@ -78,13 +78,7 @@ def with_custom_backward(params: Any, x: Any, y: Any) -> Any:
 
 
 MISTAKEN: dict[str, tuple[Any, tuple[Any, ...], Any, str, str]] = {
-    "a key in the loss": (
-        with_key_of_its_own,
-        (X, Y),
-        0,
-        "not_repeatable",
-        "the loss",
-    ),
+    "a key in the loss": (with_key_of_its_own, (X, Y), 0, "not_repeatable", "the loss"),
     "one key": (with_key, (X, Y, KEY), 0, "not_repeatable", "the loss"),
     "one old key": (
         with_key,
@@ -93,13 +87,7 @@ MISTAKEN: dict[str, tuple[Any, tuple[Any, ...], Any, str, str]] = {
         "not_repeatable",
         "the loss",
     ),
-    "NumPy's numbers": (
-        with_numpy_noise,
-        (X, Y),
-        0,
-        "not_repeatable",
-        "the loss",
-    ),
+    "NumPy's numbers": (with_numpy_noise, (X, Y), 0, "not_repeatable", "the loss"),
     "a derivative of its own": (
         with_custom_backward,
         (X, Y),

@@ -7,13 +7,13 @@ import pytest
 
 from .mindspore_common import (
     BFLOAT16,
-    MODES,
+    by_mode,
     pynative_after,  # noqa: F401
 )
 from .mindspore_driver import driver
 
 
-@pytest.mark.parametrize("mode", MODES)
+@by_mode
 @pytest.mark.parametrize(
     "dtype",
     [

@@ -18,7 +18,16 @@ from .mindspore_common import (
     pynative_after,  # noqa: F401
     set_mode,
 )
-from .mindspore_large_batch import MODES, Net, X, Y, distance, in_mode, tensors, trained
+from .mindspore_large_batch import (
+    Net,
+    X,
+    Y,
+    by_mode,
+    distance,
+    in_mode,
+    tensors,
+    trained,
+)
 
 TOLERANCE = 1e-13
 
@@ -91,7 +100,7 @@ def test_wider_sums(mode):
     assert (gradient.dtype, gradient.asnumpy()) == (ms.float32, 1.0)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@by_mode
 def test_axes(mode):
     """Items along another axis, a leaf given whole, and a plain number."""
     net, batch = Net(), tensors(X.T, Y)
@@ -128,7 +137,7 @@ def test_batch_is_not_written():
     assert_allclose(gradient.asnumpy()[0], X.sum(0), rtol=1e-13)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@by_mode
 def test_open_window_belongs_to_the_update(mode):
     """Two items came before; the call brings three more, and ends the window of five."""
     weight = Parameter(Tensor(1.0), name="w")

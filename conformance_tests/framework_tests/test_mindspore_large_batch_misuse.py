@@ -15,7 +15,7 @@ from gradaccum_mindspore.large_batch.value_and_grad import (
 
 from .mindspore_common import pynative_after  # noqa: F401
 from .mindspore_large_batch import (
-    MODES,
+    by_mode,
     in_mode,
     seed,  # noqa: F401
     tensors,
@@ -85,7 +85,7 @@ def test_interrupted(failure, updates):
     np.testing.assert_equal(first, second)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@by_mode
 @pytest.mark.parametrize("seed", [None, 3], indirect=True)
 @pytest.mark.parametrize("kind", ["layer", "operator"])
 def test_no_mask_twice(mode, seed, kind):  # noqa: F811

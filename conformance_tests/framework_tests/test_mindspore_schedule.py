@@ -13,7 +13,7 @@ import gradaccum
 from gradaccum_mindspore import load_checkpoint_into
 
 from .mindspore_common import (
-    MODES,
+    by_mode,
     entries_of,
     needs_mindspore,
     pynative_after,  # noqa: F401
@@ -67,7 +67,7 @@ def rate(optimizer):
     return float(optimizer.param_groups[0]["lr"])
 
 
-@pytest.mark.parametrize("mode", MODES)
+@by_mode
 def test_experimental_scheduler_moves_per_update(mode):
     """Three updates and a skipped window: the rate is halved three times. A flush of an
     empty window moves nothing.

@@ -56,11 +56,7 @@ def make(mode):
     set_mode(mode)
     net = make_net()
     optimizer = gradaccum.wrap(nn.Momentum(net.trainable_params(), 0.1, 0.9), steps=4)
-    return (
-        Model(net, nn.MSELoss(), optimizer),
-        net,
-        optimizer,
-    )
+    return Model(net, nn.MSELoss(), optimizer), net, optimizer
 
 
 def data():

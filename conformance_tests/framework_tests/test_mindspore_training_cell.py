@@ -14,10 +14,10 @@ import gradaccum
 from gradaccum_mindspore import TrainOneStepCell
 
 from .mindspore_common import (
-    MODES,
     WEIGHT,
     X,
     Y,
+    by_mode,
     make_net,
     pynative_after,  # noqa: F401
     set_mode,
@@ -69,7 +69,7 @@ def first_of(x, y):
     [(first_of, np.abs(X[[0, 2], 0]).sum()), (None, 2.0)],
     ids=["a function", "none"],
 )
-@pytest.mark.parametrize("mode", MODES)
+@by_mode
 def test_weights_of_the_users(mode, weight, expected):
     """With None each micro-batch weighs 1."""
     _, with_loss, optimizer = made(mode, steps=None)
@@ -79,7 +79,7 @@ def test_weights_of_the_users(mode, weight, expected):
     assert_allclose(optimizer.storage.weight.asnumpy(), expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@by_mode
 def test_unscaled_loss_is_refused(mode):
     """By MindSpore's cell: the first micro-batch raises before it adds anything, and so
     does each further try. To print ``result`` is not to ask for the scale.
@@ -96,7 +96,7 @@ def test_unscaled_loss_is_refused(mode):
     assert optimizer.storage.micro_step.asnumpy() == 0
 
 
-@pytest.mark.parametrize("mode", MODES)
+@by_mode
 def test_current_scale_is_passed_as_sens(mode):
     net, with_loss, optimizer = made(mode, steps=2, loss_scale=SCALE)
     with_sens = ops.GradOperation(get_by_list=True, sens_param=True)(

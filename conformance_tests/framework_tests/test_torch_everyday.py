@@ -49,8 +49,7 @@ def test_inner_step_is_refused() -> None:
     train(model, opt, 3)
     before = values(model)
     with pytest.raises(
-        UsageError,
-        match=r"SGD\.step\(\)\. Write optimizer = gradaccum\.wrap\(SGD",
+        UsageError, match=r"SGD\.step\(\)\. Write optimizer = gradaccum\.wrap\(SGD"
     ):
         opt.optimizer.step()
     assert same(model, before)

@@ -65,11 +65,7 @@ def require_same(model: nn.Module, other: nn.Module) -> None:
     assert all(map(torch.equal, *states))
 
 
-PLACES = {
-    "kept": {"within": "keep"},
-    "within": {},
-    "host": {"borders": "host"},
-}
+PLACES = {"kept": {"within": "keep"}, "within": {}, "host": {"borders": "host"}}
 """Where the activations are."""
 by_place = pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 

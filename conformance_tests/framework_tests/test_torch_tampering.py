@@ -133,10 +133,7 @@ def test_change_after_step_is_caught(change: Change, side: str) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"loss_scale": 2.0, "steps": 1},
-        {"steps": gradaccum.until_weight(2)},
-    ],
+    [{"loss_scale": 2.0, "steps": 1}, {"steps": gradaccum.until_weight(2)}],
     ids=str,
 )
 def test_clipping_another_gradient_is_refused(options: dict[str, Any]) -> None:
@@ -218,8 +215,7 @@ def test_gradients_before_wrapping_are_refused(sparse: bool) -> None:
     table = nn.Embedding(4, 3, sparse=sparse)
     table(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(
-        UsageError,
-        match=r"^\.grad: .* earlier backward passes.* model\.zero_grad\(\)",
+        UsageError, match=r"^\.grad: .* earlier backward passes.* model\.zero_grad\(\)"
     ):
         wrapped(table)
     table.zero_grad(set_to_none=False)

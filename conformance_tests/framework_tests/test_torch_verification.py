@@ -43,11 +43,7 @@ def test_verify_judges_invented_losses() -> None:
     wrong_causes: list[str] = []
     for invented in LOSSES:
         report = gradaccum.verify(
-            invented.model(),
-            invented.loss,
-            invented.batch,
-            steps=4,
-            **invented.options,
+            invented.model(), invented.loss, invented.batch, steps=4, **invented.options
         )
         kinds = kinds_of(report)
         if report.equivalent != (not invented.kind):

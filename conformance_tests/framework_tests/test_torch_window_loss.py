@@ -78,9 +78,7 @@ def test_each_way_to_tell(way: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"on_overflow": "ignore"}, {"reduction": "sum_per_item"}],
-    ids=str,
+    "options", [{}, {"on_overflow": "ignore"}, {"reduction": "sum_per_item"}], ids=str
 )
 def test_losses_that_stay_on_their_device(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch

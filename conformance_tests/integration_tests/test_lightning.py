@@ -116,9 +116,7 @@ def test_validation_in_mid_window() -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"limit_train_batches": 7, "max_steps": -1}, {"max_steps": 7}],
-    ids=str,
+    "options", [{"limit_train_batches": 7, "max_steps": -1}, {"max_steps": 7}], ids=str
 )
 def test_last_window_is_closed_where_training_stops(options: dict[str, int]) -> None:
     model = Automatic({})
@@ -185,11 +183,7 @@ class Scheduling(Automatic):
 
 REFUSED: list[tuple[type[Automatic], dict[str, Any], str]] = [
     (Automatic, {"gradient_clip_val": 0.05}, r"gradient_clip_val: .*clip_norm=0\.05"),
-    (
-        Automatic,
-        {"accumulate_grad_batches": 2},
-        "accumulate_grad_batches: .*steps=2",
-    ),
+    (Automatic, {"accumulate_grad_batches": 2}, "accumulate_grad_batches: .*steps=2"),
     (
         Automatic,
         {"callbacks": [AccumulationCallback(), GradientAccumulationScheduler({1: 2})]},

@@ -23,15 +23,7 @@ from conformance_tests.framework_tests.mindspore_common import (
 )
 from gradaccum_mindspore import FlushAtEpochEnd, TrainOneStepCell
 
-from .mindspore_runs import (
-    PART,
-    START,
-    STEPS,
-    X,
-    Y,
-    make_net,
-    values,
-)
+from .mindspore_runs import PART, START, STEPS, X, Y, make_net, values
 
 
 class Run:

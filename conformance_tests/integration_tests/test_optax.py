@@ -122,7 +122,7 @@ pytestmark = [
     pytest.mark.filterwarnings(
         'ignore:"seed" is deprecated and will be removed in optax'
         " 0.2.7:DeprecationWarning"
-    ),
+    )
 ]
 
 

@@ -204,10 +204,7 @@ def test_quotations_equal_their_files() -> None:
 
 def prose_of(path: Path) -> str:
     return re.sub(
-        r"^```.*?^```",
-        "",
-        path.read_text("utf-8"),
-        flags=re.MULTILINE | re.DOTALL,
+        r"^```.*?^```", "", path.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL
     )
 
 

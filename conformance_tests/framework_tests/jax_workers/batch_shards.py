@@ -120,11 +120,7 @@ def outside_of_jit() -> None:
     """A call that compiles itself sees the sharding: sizes that the devices cannot share
     are rounded up, and each device has as many items in every micro-batch.
     """
-    for steps, items, sizes in (
-        (4, 24, {8}),
-        (3, 1000, {336, 328}),
-        (5, 8, {8}),
-    ):
+    for steps, items, sizes in ((4, 24, {8}), (3, 1000, {336, 328}), (5, 8, {8})):
         seen: list[int] = []
 
         def loss(params: Any, x: Any, y: Any, seen: list[int] = seen) -> Any:
@@ -209,12 +205,7 @@ def nested_batches() -> None:
     key, scale = jax.random.key(0), np.float32(2)
     wanted = jax.value_and_grad(loss, has_aux=True)(PARAMS, batch, key, scale)
     call = gradaccum_jax.value_and_grad(
-        loss,
-        has_aux=True,
-        merge_aux="concatenate",
-        steps=8,
-        axes=axes,
-        weight=tokens,
+        loss, has_aux=True, merge_aux="concatenate", steps=8, axes=axes, weight=tokens
     )
     for function in (call, jax.jit(call)):
         near(function(PARAMS, shared, key, scale), wanted)

@@ -124,19 +124,12 @@ CASES: dict[str, tuple[Any, ...]] = {
         lambda: run(step_of(optax.adam(0.1)), state=optax.adam(0.1).init(W)),
         "state: expected step to return (params, state)",
     ),
-    "init of one device": (
-        lambda: over(ALONE.init)(W),
-        "state",
-        "axis_name=('data',)",
-    ),
+    "init of one device": (lambda: over(ALONE.init)(W), "state", "axis_name=('data',)"),
     "window's end": (
         lambda: inside(ending_apart, BATCH)(W, X),
         f"state.micro_step: {SAME}",
     ),
-    "last": (
-        lambda: run(step_of(TX, last=lambda w, x: x[0] > 2)),
-        f"last: {SAME}",
-    ),
+    "last": (lambda: run(step_of(TX, last=lambda w, x: x[0] > 2)), f"last: {SAME}"),
     "parameters given": (
         lambda: run(step_of(HINTED, own), HINTED),
         "params: expected",

@@ -107,9 +107,7 @@ def second_pass_after_the_reduction_is_refused(rank: int) -> None:
             opt.backward(loss_of(parallel, batches[3]))
             loss = loss_of(parallel, batches[3])
             with refused(
-                UsageError,
-                "on the sum of the micro-batch's losses",
-                "opt.discard()",
+                UsageError, "on the sum of the micro-batch's losses", "opt.discard()"
             ):
                 if is_plain:
                     loss.backward()

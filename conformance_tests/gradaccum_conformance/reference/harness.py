@@ -298,11 +298,7 @@ def _typed_weights(call: LargeBatchCall) -> Arrays:
 
 
 def loss_gradient_aux(
-    model: Model,
-    weights: Arrays,
-    loss: Loss,
-    returns: Returns | None,
-    piece: Batch,
+    model: Model, weights: Arrays, loss: Loss, returns: Returns | None, piece: Batch
 ) -> tuple[Any, Arrays, Any]:
     """What a loss function of `piece` gives: the loss, its gradient, and the aux if
     `returns` has one, or None.

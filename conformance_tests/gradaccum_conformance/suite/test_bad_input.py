@@ -126,10 +126,7 @@ def test_bad_denominator_changes_nothing(
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"steps": 2, "reduction": "sum_per_item"},
-        {"steps": gradaccum.until_weight(4)},
-    ],
+    [{"steps": 2, "reduction": "sum_per_item"}, {"steps": gradaccum.until_weight(4)}],
     ids=str,
 )
 def test_weight_is_asked_for(

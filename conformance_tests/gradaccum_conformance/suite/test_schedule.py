@@ -19,10 +19,7 @@ def growing(optimizer_step: Scalar) -> Scalar:
 
 @pytest.mark.parametrize(
     ("steps", "ends"),
-    [
-        ([(0, 1), (2, 3), (3, 2)], [0, 1, 4, 6, 8]),
-        (growing, [0, 2, 5, 9]),
-    ],
+    [([(0, 1), (2, 3), (3, 2)], [0, 1, 4, 6, 8]), (growing, [0, 2, 5, 9])],
     ids=["pairs", "callable"],
 )
 def test_schedule_sets_window_sizes(

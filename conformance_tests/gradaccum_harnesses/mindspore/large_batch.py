@@ -176,11 +176,7 @@ class MindSporeLargeBatch(MindSporeWorkers, VerifyingHarness, LargeBatchHarness)
         with context_mode(call.mode or self.modes[0]):
             outputs_fn = _from_python(network.outputs, call.mode)
             take = coupled_value_and_grad(
-                outputs_fn,
-                loss_fn,
-                weights,
-                modules=(network,),
-                **dict(call.options),
+                outputs_fn, loss_fn, weights, modules=(network,), **dict(call.options)
             )
             loss, gradients = take(
                 *(Tensor(x, network.dtype) for x in (batch.x, mirrored(batch.x))),
