@@ -41,7 +41,7 @@ def test_each_item_once_in_order(items: int, steps: int) -> None:
     assert len({cut.items for cut in made[:-1]}) <= 1
 
 
-NESTS: list[tuple[Any, list[str]]] = [
+NESTS = [
     (1.0, [""]),
     (
         {"a": np.ones(1), "b": [np.ones(2), {"c": 2}]},
@@ -84,7 +84,7 @@ def test_prefix_reaches_every_leaf_below() -> None:
 
 
 ROWS = np.ones((2, 4))
-LISTS: dict[str, tuple[Any, Any, list[tuple[str, int]]]] = {
+LISTS = {
     "one kind": ([{"w": 0.5}, {"w": 1.0}], 0, [("batch[1]", 2)]),
     "sizes": (((3, 5), (7, 2)), 0, [("batch[1]", 2)]),
     "some are None": ([ROWS, None, ROWS], 0, [("batch[1]", 3)]),

@@ -221,7 +221,7 @@ def rows(*counts: int) -> list[Any]:
     return [(*NO_ARRAYS, np.zeros((count, 7))) for count in counts]
 
 
-SIZES: dict[str, tuple[str, list[Any], list[list[int]]]] = {
+SIZES = {
     "equal": ("mean", [*rows(4, 4), None, *rows(4)], []),
     "said once": ("mean", rows(4, 3, 4, 2), [[4, 3]]),
     "no arrays": ("mean", [None, NO_ARRAYS, *rows(4, 2)], [[4, 2]]),

@@ -2,7 +2,6 @@
 refused.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -60,7 +59,7 @@ def test_resume_through_flax_is_bitwise() -> None:
     assert_bitwise(train(half[0], state, range(5, 8)), train(*start, range(8)))
 
 
-SPOILT: dict[str, Callable[[Any], Any]] = {
+SPOILT = {
     "other dtype": lambda state: state._replace(
         accumulator={**state.accumulator, "b": jnp.zeros(2, jnp.float16)}
     ),

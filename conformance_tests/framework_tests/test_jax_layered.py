@@ -71,11 +71,7 @@ def whole(params: Tree, x: Any, counts: Any, key: Any) -> Any:
     return loss_fn(outer, given, x, counts, None)
 
 
-OPTIONS: dict[str, Any] = {
-    "has_aux": True,
-    "steps": 4,
-    "weight": lambda x, counts, key: counts.sum(),
-}
+OPTIONS = {"has_aux": True, "steps": 4, "weight": lambda x, counts, key: counts.sum()}
 
 
 def wrap(inner: Any, **options: Any) -> Any:

@@ -16,7 +16,7 @@ import gradaccum
 import gradaccum_jax
 from gradaccum_jax.master_weights import distance
 
-HALVES: dict[str, Any] = {"float16": jnp.float16, "bfloat16": jnp.bfloat16}
+HALVES = {"float16": jnp.float16, "bfloat16": jnp.bfloat16}
 RANGE = {"float16": (2.0**-24, 65504.0), "bfloat16": (2.0**-110, 2.0**127)}
 """Of bfloat16 the smallest are left out: XLA may flush their differences to 0."""
 LARGEST_RATIO = {"float16": 4092, "bfloat16": 32764}

@@ -4,7 +4,6 @@ of the user's is changed.
 
 import random
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import mindspore as ms
@@ -70,16 +69,14 @@ class MeanInAParameter(nn.Cell):
         return out
 
 
-Model = Callable[[], nn.Cell]
-Loss = Callable[..., Any]
-PLANTED: dict[str, tuple[Model, Loss, str, str]] = {
+PLANTED = {
     "batch norm": (lambda: net(nn.BatchNorm1d(3)), plain, "batch_statistics", "1"),
     "attribute": (lambda: net(MeanInAnAttribute()), plain, "hidden_state", "1.mean"),
     "Parameter": (lambda: net(MeanInAParameter()), plain, "hidden_state", "moving"),
     "seed": (net, seeding, "not_repeatable", "the loss"),
 }
 CLOSED_OVER = net()
-SOUND: dict[str, tuple[Model, Loss]] = {
+SOUND = {
     "dropout": (lambda: net(nn.Dropout(p=0.5), nn.Dropout(p=0.2)), plain),
     "criterion": (net, nn.MSELoss()),
     "closing over": (lambda: CLOSED_OVER, lambda x, y: plain(CLOSED_OVER, x, y)),

@@ -70,7 +70,7 @@ PLACES = {"kept": {"within": "keep"}, "within": {}, "host": {"borders": "host"}}
 by_place = pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 
 
-OPTIONS: dict[str, Callable[[], dict[str, Any] | None]] = {
+OPTIONS = {
     "no optimizer": lambda: None,
     "ignore": lambda: {"on_overflow": "ignore"},
     "scaled": lambda: {"on_overflow": "ignore", "loss_scale": 8.0},

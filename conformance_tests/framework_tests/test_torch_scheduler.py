@@ -1,7 +1,6 @@
 """Learning-rate schedulers on a wrapped optimizer, gated and not."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,7 +37,7 @@ def halving(opt: Any) -> Any:
     return gradaccum.wrap(step_lr(opt))
 
 
-KINDS: dict[str, Callable[[Any], Any]] = {
+KINDS = {
     "StepLR": step_lr,
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(
         o,

@@ -139,7 +139,7 @@ def method_of_a_trainer() -> Case:
     return Case(model, Trainer(model).loss)
 
 
-SOUND_MODELS: tuple[Callable[[], Case], ...] = (
+SOUND_MODELS = (
     bfloat16,
     autocast,
     float16_underflow,

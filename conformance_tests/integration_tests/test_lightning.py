@@ -181,7 +181,7 @@ class Scheduling(Automatic):
         return [opt], [{**config, "scheduler": falling(opt)}]
 
 
-REFUSED: list[tuple[type[Automatic], dict[str, Any], str]] = [
+REFUSED = [
     (Automatic, {"gradient_clip_val": 0.05}, r"gradient_clip_val: .*clip_norm=0\.05"),
     (Automatic, {"accumulate_grad_batches": 2}, "accumulate_grad_batches: .*steps=2"),
     (

@@ -6,7 +6,6 @@ Each class of MindSpore's public modules is tested by its name, also a new one.
 
 import os
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -29,11 +28,7 @@ from .mindspore_runs import (  # noqa: E402
     trained,
 )
 
-PLACES: dict[str, ModuleType] = {
-    "nn": nn,
-    "mint": mint_optim,
-    "experimental": experimental,
-}
+PLACES = {"nn": nn, "mint": mint_optim, "experimental": experimental}
 BASES = (nn.Optimizer, experimental.Optimizer)
 
 
@@ -57,10 +52,7 @@ UNMOVED = ("mint.SGD", "mint.Adam")
 """In PyNative on a CPU the bare optimizer moves no parameter and raises nothing."""
 AROUND = ("nn.LARS", "nn.OptTFTWrapper")
 """They take an optimizer, and no parameters."""
-MORE: dict[str, dict[str, Any]] = {
-    "nn.Momentum": {"momentum": 0.9},
-    "nn.AdaFactor": {"learning_rate": None},
-}
+MORE = {"nn.Momentum": {"momentum": 0.9}, "nn.AdaFactor": {"learning_rate": None}}
 RUN = [name for name in FOUND if name not in BROKEN and name not in UNMOVED]
 
 
@@ -80,7 +72,7 @@ def make(
     return lambda net: kind(parameters(net), **{name: rate, **options})
 
 
-VARIANTS: dict[str, Make] = {
+VARIANTS = {
     "nn.SGD, Nesterov": make(
         nn.SGD, 0.1, momentum=0.9, nesterov=True, weight_decay=0.1
     ),
@@ -94,7 +86,7 @@ VARIANTS: dict[str, Make] = {
     ),
     "experimental.SGD, groups": make(experimental.SGD, 0.1, groups, momentum=0.9),
 }
-RATES: dict[str, Any] = {
+RATES = {
     "CosineDecayLR": nn.CosineDecayLR(0.01, 0.1, 4),
     "ExponentialDecayLR": nn.ExponentialDecayLR(0.1, 0.5, 1),
     "InverseDecayLR": nn.InverseDecayLR(0.1, 0.5, 1),

@@ -5,7 +5,7 @@ or refused.
 import copy
 import inspect
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -110,7 +110,7 @@ UNFIT = {
     "distributedmuon": "needs a process group to be made",
     "demo": "needs einops and a process group",
 }
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "adashift": {"keep_num": 2},
     "sara": {"lr": 0.01, "threshold": 1.0},
     "ranger21": {"num_iterations": 6},
@@ -187,7 +187,7 @@ def of_schedulefree(library: Any) -> Iterator[tuple[str, Case]]:
         yield name, Case(lambda net, make=make: in_training(make(net)))
 
 
-LIBRARIES: dict[str, Callable[[Any], Iterable[tuple[str, Case]]]] = {
+LIBRARIES = {
     "torch.optim": of_torch,
     "pytorch_optimizer": of_pytorch_optimizer,
     "torch_optimizer": of_torch_optimizer,

@@ -56,7 +56,7 @@ def quiet(recwarn: pytest.WarningsRecorder) -> Iterator[None]:
     )
 
 
-OPTIONS: dict[str, Any] = {
+OPTIONS = {
     "max_grad_norm": 0.0,
     "bf16": False,
     "gradient_checkpointing": False,

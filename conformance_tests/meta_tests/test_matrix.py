@@ -39,7 +39,8 @@ def test_the_floor_of_the_metadata_was_measured(framework: str) -> None:
     }
     measured: dict[str, set[str]] = {name: set() for name in required}
     for cell in MEASURED:
-        for name, version in (package.split("==") for package in cell.packages):
+        for package in cell.packages.split():
+            name, version = package.split("==")
             if name in required:
                 assert required[name].contains(version), (name, version)
                 measured[name].add(version)

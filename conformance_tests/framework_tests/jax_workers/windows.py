@@ -126,11 +126,7 @@ def one_reduction_per_window() -> None:
     assert (entry, len(ending) <= 3) == ([], True)
 
 
-OPTIONS: dict[str, Any] = {
-    "steps": 4,
-    "clip_norm": 1.0,
-    "on_overflow": "drop_micro_batch",
-}
+OPTIONS = {"steps": 4, "clip_norm": 1.0, "on_overflow": "drop_micro_batch"}
 
 
 def opened(tx: Any) -> tuple[Any, Any]:

@@ -39,7 +39,7 @@ class ForeignScaler:
         return 100
 
 
-BAD_OPTIONS: list[tuple[str, type[Exception], list[Option]]] = [
+BAD_OPTIONS = [
     ("steps", VALUE, [0, [], [(1, 2)], [(0, 2), (0, 3)], [(0, 0)]]),
     ("steps", TYPE, [True, 2.5, "4"]),
     ("reduction", VALUE, ["average"]),
@@ -101,12 +101,7 @@ def test_gradient_of_another_shape_changes_nothing(backend: Harness) -> None:
         require_same_contents(session, before)
 
 
-BAD_DENOMINATORS: list[tuple[Option, Option]] = [
-    (None, 0.0),
-    (None, math.nan),
-    (None, "5"),
-    (2, 5.0),
-]
+BAD_DENOMINATORS = [(None, 0.0), (None, math.nan), (None, "5"), (2, 5.0)]
 
 
 @pytest.mark.parametrize(("steps", "denominator"), BAD_DENOMINATORS)

@@ -26,7 +26,7 @@ from gradaccum_conformance.scenarios import coarse, feed_gradients, same, start
 from gradaccum_conformance.specs import LINEAR, Arrays, Optimizer
 
 SCALE = gradaccum.DynamicLossScale(init_scale=4.0, growth_interval=1)
-VARIANTS: dict[str, dict[str, Option]] = {
+VARIANTS = {
     "plain": {},
     "clipped, scaled": {"clip_norm": 1.0, "loss_scale": SCALE},
     "skipped": {"skip_norm": 20.0},

@@ -36,7 +36,7 @@ from gradaccum_conformance.scenarios import (
 )
 from gradaccum_conformance.specs import LINEAR, MLP, MODELS, Batch, Model, make_weights
 
-WAYS: dict[str, tuple[dict[str, int], int]] = {
+WAYS = {
     "one step": ({"steps": 1}, 1),
     "even steps": ({"steps": 3}, 3),
     "ragged steps": ({"steps": 5}, 4),
