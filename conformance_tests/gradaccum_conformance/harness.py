@@ -183,6 +183,24 @@ class Session(ABC):
         """Load what `save` wrote. The session may be a freshly built one."""
 
 
+class OptimizerSession(Session):
+    """A session of an object that holds its own state and has listeners."""
+
+    optimizer: Any
+
+    def listen(self, listener: Listener) -> bool:
+        self.optimizer.add_listener(listener)
+        return True
+
+    def on_update(self, function: Callable[[], object]) -> bool:
+        self.optimizer.on_update(function)
+        return True
+
+    def result(self) -> StepResult:
+        result: StepResult = self.optimizer.result
+        return result
+
+
 class Harness(ABC):
     """A backend, as the suite uses it. There is one instance per process."""
 

@@ -14,8 +14,7 @@ from torch.nn import functional
 from torch.optim import SGD
 
 import gradaccum
-from gradaccum import StepResult
-from gradaccum.kit import Listener, State
+from gradaccum.kit import State
 from gradaccum_conformance import (
     Array,
     Arrays,
@@ -26,6 +25,7 @@ from gradaccum_conformance import (
     Loss,
     Model,
     Optimizer,
+    OptimizerSession,
     Session,
     Setup,
 )
@@ -149,7 +149,7 @@ class _GivenGradients(torch.autograd.Function):
         return None, None, *(scale * gradient for gradient in ctx.gradients)
 
 
-class TorchSession(Session):
+class TorchSession(OptimizerSession):
     """A model and its optimizer, trained by the loop of torch's tutorials."""
 
     def __init__(
@@ -211,23 +211,11 @@ class TorchSession(Session):
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def listen(self, listener: Listener) -> bool:
-        self.optimizer.add_listener(listener)
-        return True
-
-    def on_update(self, function: Callable[[], object]) -> bool:
-        self.optimizer.on_update(function)
-        return True
-
     def flush(self, denominator: Any = None) -> None:
         self.optimizer.flush(denominator=denominator)
 
     def discard(self) -> None:
         self.optimizer.discard()
-
-    def result(self) -> StepResult:
-        result: StepResult = self.optimizer.result
-        return result
 
     def state(self) -> State:
         entry = self.optimizer.state_dict()["gradaccum"]
