@@ -16,7 +16,7 @@ MODES = ("pynative", "jit", "graph", "cell")
 `mindspore.jit`, and in a Cell in graph mode.
 """
 by_mode = pytest.mark.parametrize("mode", MODES)
-FROM_PYTHON = ("pynative", "graph")
+from_python = pytest.mark.parametrize("mode", ["pynative", "graph"])
 ITEMS = 7
 RNG = np.random.RandomState(3)
 X, Y = RNG.randn(ITEMS, 4), RNG.randn(ITEMS, 2)

@@ -26,8 +26,10 @@ from .torch_large_batch import (
     truth,
 )
 
+by_coupling = pytest.mark.parametrize("coupled", [False, True])
 
-@pytest.mark.parametrize("coupled", [False, True])
+
+@by_coupling
 def test_nests_and_axes(coupled: bool) -> None:
     """Arrays of NumPy, another batch axis, texts and flags, and what is passed whole;
     the user's own tensors, in views.
@@ -76,7 +78,7 @@ def test_every_leaf_gets_its_gradient() -> None:
 
 
 @pytest.mark.parametrize("scale", ["none", "static", "scaler"])
-@pytest.mark.parametrize("coupled", [False, True])
+@by_coupling
 def test_leaves_beside_the_optimizer(scale: str, coupled: bool) -> None:
     """A critic that the generator's loss goes through gets the large batch's gradient,
     freed of scale and weights, beside what it held.
@@ -182,7 +184,7 @@ def test_sparse_gradients(before: str | None) -> None:
     )
 
 
-@pytest.mark.parametrize("coupled", [False, True])
+@by_coupling
 def test_outer_autocast(coupled: bool) -> None:
     """The weights that one pass over a micro-batch has cast are not those of the next
     pass.
