@@ -4,11 +4,11 @@ out.
 
 import doctest
 import importlib
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from conformance_tests.programs import ROOT
+
 WITH_EXAMPLES = sorted(
     path.relative_to(parent)
     .with_suffix("")

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from conformance_tests.programs import ROOT
+
 from .recipes import Recipe, run_recipe
 
-BACKENDS = Path(__file__).parents[2] / "backends"
+BACKENDS = ROOT / "backends"
 ELIMINATED = "side effect nodes were eliminated by mistake"
 JITTED = """
 import mindspore as ms

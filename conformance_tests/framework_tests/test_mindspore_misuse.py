@@ -2,9 +2,6 @@
 result.
 """
 
-import subprocess
-import sys
-
 import mindspore as ms
 import numpy as np
 import pytest
@@ -12,6 +9,7 @@ from mindspore import Parameter, Tensor, amp, nn
 from mindspore.communication import GlobalComm
 
 import gradaccum
+from conformance_tests.programs import run_python
 from gradaccum import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -118,12 +116,7 @@ def test_tracing_is_refused(tmp_path):
     which pytest has not.
     """
     (tmp_path / "trace.py").write_text(TRACE)
-    ran = subprocess.run(
-        [sys.executable, str(tmp_path / "trace.py")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ran = run_python(str(tmp_path / "trace.py"))
     found = ran.stdout.split()
     assert found == ["capture_mode"] * 12 + ["-1.0"], ran.stderr[-2000:]
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from conformance_tests.framework_tests.recipes import ALONE, Recipe, run_recipe
+from conformance_tests.programs import ROOT
 
-ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = {
     "torch": {"OMP_NUM_THREADS": "1"},
     "jax": {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"},

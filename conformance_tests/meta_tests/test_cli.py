@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 import gradaccum
+from conformance_tests.programs import run_python
 from gradaccum import __main__ as command_line
 from gradaccum import versions
 from gradaccum_conformance import cli, selection
@@ -206,9 +207,7 @@ def test_check_prints_the_report(
     tmp_path: Path, argument: str, status: int, text: str
 ) -> None:
     (tmp_path / "loops.py").write_text(LOOPS, "utf-8")
-    command = [sys.executable, "-m", "gradaccum", "check", argument]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
-    )
+    command = ("-m", "gradaccum", "check", argument)
+    done = run_python(*command, cwd=tmp_path, timeout=60)
     assert done.returncode == status
     assert text in done.stdout + done.stderr

@@ -4,14 +4,13 @@ import inspect
 import re
 from dataclasses import fields
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 
+from conformance_tests.programs import ROOT
 from gradaccum import DynamicLossScale, available_backends
 from gradaccum.kit import make_options
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "gradaccum/CONCEPTS.md").read_text("utf-8")
 SCALING = (ROOT / "gradaccum/LOSS_SCALING.md").read_text("utf-8")
 

@@ -3,7 +3,6 @@ core's public names and its own framework, the suite no adapter and no framework
 """
 
 import ast
-import subprocess
 import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -12,8 +11,8 @@ import pytest
 
 import gradaccum
 import gradaccum.kit
+from conformance_tests.programs import ROOT, run_python
 
-ROOT = Path(__file__).parents[2]
 ADAPTERS = {
     "gradaccum_torch": {"torch"},
     "gradaccum_jax": {"jax", "optax"},
@@ -84,9 +83,7 @@ def test_importing_the_core_imports_nothing_else() -> None:
         f"import sys, gradaccum; gradaccum.available_backends(); print(sorted({heavy!r}"
         " & set(sys.modules)))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
+    done = run_python("-c", code, check=True)
     assert done.stdout.strip() == "[]"
 
 

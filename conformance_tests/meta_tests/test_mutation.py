@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from conformance_tests.mutation.equivalent import EQUIVALENT, why_equivalent
-from conformance_tests.mutation.packages import PACKAGES, ROOT, Package
+from conformance_tests.mutation.packages import PACKAGES, Package
 from conformance_tests.mutation.running import mutants_of, sample, verdicts
+from conformance_tests.programs import ROOT
 
 
 @pytest.mark.parametrize("package", PACKAGES.values(), ids=PACKAGES)

@@ -1,8 +1,6 @@
 """The pages' pictures show what was measured and what runs today."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,18 +11,15 @@ pytest.importorskip("torch")
 from benchmarks.pictures import state_machine, usual_loop
 from benchmarks.pictures.__main__ import PICTURES
 from benchmarks.pictures.drawing import ROOT, description_of
+from conformance_tests.programs import run_python
 
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the pictures, as the command draws them."""
     folder: Path = tmp_path_factory.mktemp("pictures")
-    subprocess.run(
-        [sys.executable, "-m", "benchmarks.pictures", "--out", str(folder)],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-    )
+    command = ("-m", "benchmarks.pictures", "--out", str(folder))
+    run_python(*command, cwd=ROOT, check=True)
     return folder
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 import gradaccum
+from conformance_tests.programs import ROOT
 
 from .mutants import MUTANTS
 
-ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text("utf-8")
 FOLDERS = (".", ".github", "gradaccum", "backends", "backends/*", "benchmarks")
 PAGES = sorted(

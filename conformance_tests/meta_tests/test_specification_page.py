@@ -4,16 +4,14 @@ those of the reference, and fit their schema.
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
+from conformance_tests.programs import ROOT
 from gradaccum.kit import State
 from gradaccum.options import ON_OVERFLOW, REDUCTIONS
 from gradaccum_conformance.vectors import make
 from gradaccum_conformance.vectors.run import FOLDER, KINDS, read
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(

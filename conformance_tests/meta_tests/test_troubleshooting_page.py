@@ -2,9 +2,8 @@
 
 import re
 import runpy
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from conformance_tests.programs import ROOT
 
 
 def test_messages_are_those_of_the_sources() -> None:

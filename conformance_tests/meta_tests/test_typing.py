@@ -6,16 +6,15 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from conformance_tests.programs import ROOT, run_python
 from gradaccum import available_backends
 
-ROOT = Path(__file__).parents[2]
 SOURCES = [str(ROOT), str(ROOT / "backends")]
 MYPY = (
     "--strict --ignore-missing-imports --follow-imports=silent"
@@ -36,15 +35,9 @@ Place = tuple[str, int]
 
 
 def output_of(folder: Path, *arguments: str) -> str:
-    return subprocess.run(
-        [sys.executable, "-m", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env={**os.environ, "MYPYPATH": os.pathsep.join(SOURCES)},
-        timeout=600,
-        check=False,
-    ).stdout
+    environment = {**os.environ, "MYPYPATH": os.pathsep.join(SOURCES)}
+    done = run_python("-m", *arguments, cwd=folder, env=environment, timeout=600)
+    return done.stdout
 
 
 def by_mypy(folder: Path) -> set[Place]:

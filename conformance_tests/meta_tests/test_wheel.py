@@ -3,18 +3,16 @@ points, and nothing else.
 """
 
 import runpy
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 
 import gradaccum
+from conformance_tests.programs import ROOT, run_python
 
 pytest.importorskip("hatchling", reason="hatchling builds the wheel")
 
-ROOT = Path(__file__).parents[2]
 PACKAGES = {
     "gradaccum": ROOT / "gradaccum",
     "gradaccum_torch": ROOT / "backends/gradaccum_torch",
@@ -26,8 +24,8 @@ PACKAGES = {
 
 
 def test_wheel(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d"]
-    subprocess.run([*command, tmp_path], cwd=ROOT, check=True, capture_output=True)
+    options = ("-t", "wheel", "-d", str(tmp_path))
+    run_python("-m", "hatchling", "build", *options, cwd=ROOT, check=True)
     wheel = zipfile.ZipFile(next(tmp_path.glob("*.whl")))
     names = set(wheel.namelist())
     metadata = next(name for name in names if name.endswith("/METADATA"))

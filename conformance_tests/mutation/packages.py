@@ -5,7 +5,7 @@ notice.
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[2]
+from conformance_tests.programs import ROOT
 
 
 class Package(NamedTuple):

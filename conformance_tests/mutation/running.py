@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from conformance_tests.framework_tests.preloaded import Preloaded
+from conformance_tests.programs import ROOT
 
 from .covering import Covered
 from .operators import Mutation, mutations_of
-from .packages import ROOT, Package
+from .packages import Package
 
 TESTS = ROOT / "conformance_tests"
 WALL_SECONDS = 3600.0

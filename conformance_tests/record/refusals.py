@@ -8,11 +8,11 @@ that name alone.
 import ast
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
+
+from conformance_tests.programs import ROOT
 
 from .facts import Facts
 
-ROOT = Path(__file__).parents[2]
 FOLDERS = [
     ROOT / "gradaccum",
     *(

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import gradaccum
+from conformance_tests.programs import ROOT
 
 from .common import WORLD
 
@@ -68,7 +69,6 @@ def wrap_in_an_earlier_group(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-ROOT = Path(__file__).parents[3]
 SECONDS = 500
 """A loaded machine took 240 for jobs of two workers that need 60."""
 

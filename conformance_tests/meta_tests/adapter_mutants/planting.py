@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from conformance_tests.mutation.running import pytest_program
+from conformance_tests.programs import ROOT
 
-ROOT = Path(__file__).parents[3]
 SUITE = "gradaccum_conformance/suite/"
 OWN = "framework_tests/"
 
