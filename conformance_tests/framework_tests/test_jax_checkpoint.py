@@ -59,7 +59,7 @@ def test_resume_through_flax_is_bitwise() -> None:
     assert_bitwise(train(half[0], state, range(5, 8)), train(*start, range(8)))
 
 
-SPOILT = {
+SPOILT: dict[str, Any] = {
     "other dtype": lambda state: state._replace(
         accumulator={**state.accumulator, "b": jnp.zeros(2, jnp.float16)}
     ),

@@ -35,7 +35,7 @@ OUTSIDE = (
     "recv(",
     "callback",
 )
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {"steps": 4},
     "clip_and_drop": {
         "steps": 4,

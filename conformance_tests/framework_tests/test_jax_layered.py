@@ -71,7 +71,11 @@ def whole(params: Tree, x: Any, counts: Any, key: Any) -> Any:
     return loss_fn(outer, given, x, counts, None)
 
 
-OPTIONS = {"has_aux": True, "steps": 4, "weight": lambda x, counts, key: counts.sum()}
+OPTIONS: dict[str, Any] = {
+    "has_aux": True,
+    "steps": 4,
+    "weight": lambda x, counts, key: counts.sum(),
+}
 
 
 def wrap(inner: Any, **options: Any) -> Any:

@@ -42,7 +42,7 @@ def layered(tx: Any) -> Any:
 
 NO_ARGUMENT = "expected an argument of this call"
 INNER = "optimizer: expected .*"
-CASES = {
+CASES: dict[str, Any] = {
     "gradients of other parameters": (
         lambda: update(wrap(), {**GRADS, "b": jnp.ones(1)}),
         GRADIENT,

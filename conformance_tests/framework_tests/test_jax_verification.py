@@ -77,7 +77,7 @@ def with_custom_backward(params: Any, x: Any, y: Any) -> Any:
     return square_that_ignores_the_cotangent(errors).mean()
 
 
-MISTAKEN = {
+MISTAKEN: dict[str, Any] = {
     "a key in the loss": (with_key_of_its_own, (X, Y), 0, "not_repeatable", "the loss"),
     "one key": (with_key, (X, Y, KEY), 0, "not_repeatable", "the loss"),
     "one old key": (
@@ -131,7 +131,7 @@ def in_bfloat16(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tree)
 
 
-SOUND = {
+SOUND: dict[str, Any] = {
     "bfloat16": (plain, in_bfloat16(PARAMS), in_bfloat16((X, Y)), 0),
     "keys of items": (with_keys_of_items, PARAMS, (X, Y, KEYS), 0),
     "columns first": (

@@ -69,14 +69,14 @@ class MeanInAParameter(nn.Cell):
         return out
 
 
-PLANTED = {
+PLANTED: dict[str, Any] = {
     "batch norm": (lambda: net(nn.BatchNorm1d(3)), plain, "batch_statistics", "1"),
     "attribute": (lambda: net(MeanInAnAttribute()), plain, "hidden_state", "1.mean"),
     "Parameter": (lambda: net(MeanInAParameter()), plain, "hidden_state", "moving"),
     "seed": (net, seeding, "not_repeatable", "the loss"),
 }
 CLOSED_OVER = net()
-SOUND = {
+SOUND: dict[str, Any] = {
     "dropout": (lambda: net(nn.Dropout(p=0.5), nn.Dropout(p=0.2)), plain),
     "criterion": (net, nn.MSELoss()),
     "closing over": (lambda: CLOSED_OVER, lambda x, y: plain(CLOSED_OVER, x, y)),

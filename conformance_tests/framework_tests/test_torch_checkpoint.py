@@ -14,7 +14,7 @@ import gradaccum
 
 from .torch_model import PLACES, loss_of, make, rows_of, same
 
-KINDS = {
+KINDS: dict[str, dict[str, Any]] = {
     **PLACES,
     "loss scale": {
         "loss_scale": gradaccum.DynamicLossScale(init_scale=4.0, growth_interval=2)

@@ -106,7 +106,7 @@ def test_step_without_backward_is_refused(
     assert opt.result.micro_step == micro_batches % 4 + 1
 
 
-WAYS = {
+WAYS: dict[str, Loop] = {
     "weight 0": lambda model, opt: opt.backward(loss_of(model), weight=0),
     "weigh": lambda model, opt: opt.weigh(1),
     "a loss of others": lambda model, opt: opt.backward(
@@ -195,7 +195,7 @@ def segments(model: nn.Module, opt: Any) -> None:
     checkpoint(model[2], hidden + again, use_reentrant=True).square().mean().backward()
 
 
-SILENT_PASSES = {
+SILENT_PASSES: dict[str, tuple[Any, Loop]] = {
     "two losses": (2, losses(2)),
     "segments of a checkpoint": (3, segments),
     "the caller's window": (None, losses(4)),
@@ -251,12 +251,13 @@ def fourth_of_sum(model: nn.Module) -> Tensor:
     return loss_of(model, reduction="sum") / 4
 
 
-DIVIDED = {
+Divided = tuple[dict[str, Any], Callable[[nn.Module], Tensor]]
+DIVIDED: dict[str, Divided] = {
     "a mean": ({}, fourth_of_mean),
     "multiplied": ({}, lambda model: 0.25 * loss_of(model)),
     "a sum per item": ({"reduction": "sum_per_item"}, fourth_of_sum),
 }
-NOT_DIVIDED = {
+NOT_DIVIDED: dict[str, Divided] = {
     "another number": ({}, lambda model: loss_of(model) / 8),
     "four items": ({}, fourth_of_sum),
     "a mean of four terms": (

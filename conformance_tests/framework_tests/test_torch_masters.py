@@ -15,7 +15,7 @@ from .torch_model import loss_of, same, train, values
 from .torch_model import make as make_in
 
 STEP = 2.0**-13
-INNER = {
+INNER: dict[str, Any] = {
     "sgd": lambda ps: SGD(ps, lr=STEP),
     "momentum": lambda ps: SGD(ps, lr=STEP, momentum=0.9),
     "adamw_fused": lambda ps: torch.optim.AdamW(ps, lr=STEP, fused=True),

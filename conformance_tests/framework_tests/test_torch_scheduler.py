@@ -37,7 +37,7 @@ def halving(opt: Any) -> Any:
     return gradaccum.wrap(step_lr(opt))
 
 
-KINDS = {
+KINDS: dict[str, Any] = {
     "StepLR": step_lr,
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(
         o,

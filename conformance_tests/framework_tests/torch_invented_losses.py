@@ -49,7 +49,7 @@ MASK = (
 ).float()
 LABELS = torch.randint(0, CLASSES, (ITEMS,))
 TOKEN_LABELS = torch.randint(0, CLASSES, (ITEMS, TOKENS))
-ARRAYS = {
+ARRAYS: dict[str, Any] = {
     "x": torch.randn(ITEMS, WIDTH),
     "z": torch.randn(ITEMS, WIDTH),
     "tokens": torch.randn(ITEMS, TOKENS, WIDTH),

@@ -54,8 +54,8 @@ MAKERS = {
 }
 
 
-HALF = {"dtype": torch.bfloat16}
-PLACES = {
+HALF: dict[str, Any] = {"dtype": torch.bfloat16}
+PLACES: dict[str, dict[str, Any]] = {
     "in .grad": {},
     "in float64": {"accumulate_dtype": "float64"},
     "kept apart": {"on_overflow": "drop_micro_batch"},

@@ -52,7 +52,10 @@ UNMOVED = ("mint.SGD", "mint.Adam")
 """In PyNative on a CPU the bare optimizer moves no parameter and raises nothing."""
 AROUND = ("nn.LARS", "nn.OptTFTWrapper")
 """They take an optimizer, and no parameters."""
-MORE = {"nn.Momentum": {"momentum": 0.9}, "nn.AdaFactor": {"learning_rate": None}}
+MORE: dict[str, dict[str, Any]] = {
+    "nn.Momentum": {"momentum": 0.9},
+    "nn.AdaFactor": {"learning_rate": None},
+}
 RUN = [name for name in FOUND if name not in BROKEN and name not in UNMOVED]
 
 
@@ -72,7 +75,7 @@ def make(
     return lambda net: kind(parameters(net), **{name: rate, **options})
 
 
-VARIANTS = {
+VARIANTS: dict[str, Make] = {
     "nn.SGD, Nesterov": make(
         nn.SGD, 0.1, momentum=0.9, nesterov=True, weight_decay=0.1
     ),
@@ -86,7 +89,7 @@ VARIANTS = {
     ),
     "experimental.SGD, groups": make(experimental.SGD, 0.1, groups, momentum=0.9),
 }
-RATES = {
+RATES: dict[str, Any] = {
     "CosineDecayLR": nn.CosineDecayLR(0.01, 0.1, 4),
     "ExponentialDecayLR": nn.ExponentialDecayLR(0.1, 0.5, 1),
     "InverseDecayLR": nn.InverseDecayLR(0.1, 0.5, 1),

@@ -110,7 +110,7 @@ UNFIT = {
     "distributedmuon": "needs a process group to be made",
     "demo": "needs einops and a process group",
 }
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "adashift": {"keep_num": 2},
     "sara": {"lr": 0.01, "threshold": 1.0},
     "ranger21": {"num_iterations": 6},
@@ -187,7 +187,7 @@ def of_schedulefree(library: Any) -> Iterator[tuple[str, Case]]:
         yield name, Case(lambda net, make=make: in_training(make(net)))
 
 
-LIBRARIES = {
+LIBRARIES: dict[str, Any] = {
     "torch.optim": of_torch,
     "pytorch_optimizer": of_pytorch_optimizer,
     "torch_optimizer": of_torch_optimizer,

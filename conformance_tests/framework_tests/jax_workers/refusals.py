@@ -102,7 +102,7 @@ def beside(change: Any) -> Any:
 
 SAME = "expected a value that is the same on all devices"
 MADE = "depends on a device's own batch"
-CASES = {
+CASES: dict[str, tuple[Any, ...]] = {
     "gradients that JAX reduced": (
         lambda: alone(copied=False),
         "grads: expected",

@@ -126,7 +126,11 @@ def one_reduction_per_window() -> None:
     assert (entry, len(ending) <= 3) == ([], True)
 
 
-OPTIONS = {"steps": 4, "clip_norm": 1.0, "on_overflow": "drop_micro_batch"}
+OPTIONS: dict[str, Any] = {
+    "steps": 4,
+    "clip_norm": 1.0,
+    "on_overflow": "drop_micro_batch",
+}
 
 
 def opened(tx: Any) -> tuple[Any, Any]:

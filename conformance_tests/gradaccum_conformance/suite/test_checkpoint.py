@@ -20,7 +20,7 @@ from gradaccum_conformance.scenarios import (
 from gradaccum_conformance.specs import LINEAR, MLP, Optimizer
 
 DYNAMIC = gradaccum.DynamicLossScale(init_scale=64.0, growth_interval=3)
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Option]] = {
     "clipped and scaled": {
         "clip_norm": 0.5,
         "loss_scale": gradaccum.DynamicLossScale(init_scale=64.0, growth_interval=1),
@@ -99,7 +99,7 @@ def test_other_parameters_are_refused(backend: Harness, tmp_path: Path) -> None:
     refuses_to_load(own, tmp_path)
 
 
-OTHER_OPTIONS = {
+OTHER_OPTIONS: dict[str, tuple[dict[str, Option], dict[str, Option], str]] = {
     "fewer steps": ({}, {"steps": 2}, "steps"),
     "a weight, then as many": (
         {"steps": gradaccum.until_weight(9)},
