@@ -11,8 +11,6 @@ CI takes the newest release of a framework on the newest Python,
 ``--cell torch-newest --suite-only``; its full run also its own tests and the floors.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform
@@ -52,9 +50,9 @@ class Cell:
 
     framework: str
     """``"torch"``, ``"jax"``, ``"mindspore"`` or ``"resolver"``."""
-    packages: tuple[str, ...]
+    packages: str
     """What pip installs beside gradaccum, from the newest release of a package without
-    a version.
+    a version; separated by spaces.
     """
     python: str = ""
     """A version, ``"3.12"``; empty: the newest that this machine has and the framework
@@ -68,48 +66,37 @@ class Cell:
         """Such as ``torch-2.6.0-py3.11``, or ``torch-newest``."""
         named = "-".join(
             re.sub(r"\[.*\]|[=<>]+", "-", package).strip("-")
-            for package in self.packages
+            for package in self.packages.split()
         )
         return f"{named}-py{self.python}" if self.python else f"{named}-newest"
 
 
 CELLS = (
-    Cell("torch", ("torch==2.6.0",), "3.11"),
-    Cell("torch", ("torch==2.8.0",), "3.12"),
-    Cell("torch", ("torch==2.11.0",), "3.12"),
-    Cell("torch", ("torch==2.13.0",), "3.11"),
-    Cell("torch", ("torch==2.14.1",), "3.13"),
-    Cell("torch", ("torch==2.15.0",), "3.13"),
-    Cell("jax", ("jax==0.5.3", "optax==0.2.4"), "3.11"),
-    Cell("jax", ("jax==0.6.2", "optax==0.2.6"), "3.12"),
-    Cell("jax", ("jax==0.7.1", "optax==0.2.8"), "3.11"),
-    Cell(
-        "jax", ("jax==0.10.2", "optax==0.2.8"), "3.11", extras="conformance,ecosystem"
-    ),
-    Cell(
-        "jax", ("jax==0.12.0.1", "optax==0.2.8"), "3.13", extras="conformance,ecosystem"
-    ),
-    Cell("mindspore", ("mindspore==2.7.0",), "3.11"),
-    Cell("mindspore", ("mindspore==2.9.0",), "3.12"),
-    Cell("mindspore", ("mindspore==2.10.0",), "3.11"),
-    Cell("mindspore", ("mindspore==2.10.0",), "3.12"),
-    Cell("resolver", ("levanter>=1.2.dev0", "gradaccum[jax]"), "3.12"),
-    Cell("resolver", ("verl", "torch==2.11.0", "gradaccum[torch]"), "3.12"),
-    Cell(
-        "resolver",
-        ("transformers", "accelerate", "lightning", "gradaccum[torch]"),
-        "3.12",
-    ),
-    Cell("resolver", ("axolotl", "gradaccum[torch]"), "3.12"),
-    Cell("resolver", ("flax", "gradaccum[jax]"), "3.12"),
+    Cell("torch", "torch==2.6.0", "3.11"),
+    Cell("torch", "torch==2.8.0", "3.12"),
+    Cell("torch", "torch==2.11.0", "3.12"),
+    Cell("torch", "torch==2.13.0", "3.11"),
+    Cell("torch", "torch==2.14.1", "3.13"),
+    Cell("torch", "torch==2.15.0", "3.13"),
+    Cell("jax", "jax==0.5.3 optax==0.2.4", "3.11"),
+    Cell("jax", "jax==0.6.2 optax==0.2.6", "3.12"),
+    Cell("jax", "jax==0.7.1 optax==0.2.8", "3.11"),
+    Cell("jax", "jax==0.10.2 optax==0.2.8", "3.11", extras="conformance,ecosystem"),
+    Cell("jax", "jax==0.12.0.1 optax==0.2.8", "3.13", extras="conformance,ecosystem"),
+    Cell("mindspore", "mindspore==2.7.0", "3.11"),
+    Cell("mindspore", "mindspore==2.9.0", "3.12"),
+    Cell("mindspore", "mindspore==2.10.0", "3.11"),
+    Cell("mindspore", "mindspore==2.10.0", "3.12"),
+    Cell("resolver", "levanter>=1.2.dev0 gradaccum[jax]", "3.12"),
+    Cell("resolver", "verl torch==2.11.0 gradaccum[torch]", "3.12"),
+    Cell("resolver", "transformers accelerate lightning gradaccum[torch]", "3.12"),
+    Cell("resolver", "axolotl gradaccum[torch]", "3.12"),
+    Cell("resolver", "flax gradaccum[jax]", "3.12"),
 )
 """What the table shows: both ends of each range, and between them what other packages
 pin.
 """
-NEWEST = (
-    Cell("torch", ("torch",)),
-    Cell("jax", ("jax",), extras="conformance,ecosystem"),
-)
+NEWEST = (Cell("torch", "torch"), Cell("jax", "jax", extras="conformance,ecosystem"))
 PYTHONS = ("3.14", "3.13", "3.12", "3.11")
 
 
@@ -200,15 +187,15 @@ def _steps(cell: Cell, python: Path, folder: Path) -> dict[str, list[str]]:
     if cell.framework == "resolver":
         # uv reads metadata, where pip would load each candidate's wheel.
         place = rf"\1 @ {ROOT.as_uri()}"
-        packages = [re.sub(r"(gradaccum\[.*\])", place, each) for each in cell.packages]
+        packages = cell.packages.replace(" ", "\n")
         file = folder / "packages.txt"
-        file.write_text("\n".join(packages))
+        file.write_text(re.sub(r"(gradaccum\[.*\])", place, packages))
         uv = [str(python.with_name("uv")), "pip", "compile", "-q", "--no-header"]
         options = ["--no-annotate", "--python-version", cell.python, str(file)]
         return {"install": [*pip, "uv"], "resolver": [*uv, *options]}
     framework = cell.framework
     program = folder / "front_page.py"
-    program.write_text(front_page(framework), encoding="utf-8")
+    program.write_text(front_page(framework), "utf-8")
     names = [framework, "numpy"]
     if framework == "jax":
         names.append("optax")
@@ -221,7 +208,11 @@ def _steps(cell: Cell, python: Path, folder: Path) -> dict[str, list[str]]:
     pytest = [*module, "pytest", "-q", "-n", "2", "--dist", "loadgroup", *backend]
     pytest += ["--require-backend", framework]
     return {
-        "install": [*pip, *cell.packages, f"-e{ROOT}[{framework},{cell.extras}]"],
+        "install": [
+            *pip,
+            *cell.packages.split(),
+            f"-e{ROOT}[{framework},{cell.extras}]",
+        ],
         "import": [str(python), "-c", versions],
         "front page": [str(python), str(program)],
         "bits": [*module, RECORD, "--part", "bits", *backend],
@@ -237,7 +228,7 @@ def _steps(cell: Cell, python: Path, folder: Path) -> dict[str, list[str]]:
 
 def _named(cell: Cell, resolved: list[str]) -> str:
     """What a resolver took of frameworks and of the packages that `cell` asks for."""
-    names = {re.split(r"[\[=<>]", package)[0] for package in cell.packages}
+    names = {re.split(r"[\[=<>]", package)[0] for package in cell.packages.split()}
     names = {"torch", "jax", "optax", *names} - {"gradaccum"}
     lines = [line for line in resolved if line.split("==")[0] in names]
     return " ".join(lines).replace("==", " ")
@@ -245,7 +236,7 @@ def _named(cell: Cell, resolved: list[str]) -> str:
 
 def front_page(framework: str) -> str:
     """The program of `framework` on the front page."""
-    programs = BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    programs = BLOCK.findall((ROOT / "README.md").read_text("utf-8"))
     return next(program for program in programs if FRONT_PAGE[framework] in program)
 
 
@@ -302,7 +293,7 @@ def _words(result: Result, step: str) -> str:
 
 
 def _read(file: Path) -> Result:
-    return Result(**json.loads(file.read_text(encoding="utf-8")))
+    return Result(**json.loads(file.read_text("utf-8")))
 
 
 def main(
@@ -358,13 +349,13 @@ def main(
             )
         results.append(result)
         if not install_only:
-            file.write_text(json.dumps(asdict(result), indent=1), encoding="utf-8")
+            file.write_text(json.dumps(asdict(result), indent=1), "utf-8")
     if write:
         files = [out / f"{each.name}.json" for each in CELLS]
         rows = table([_read(file) for file in files if file.exists()])
-        before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
+        before, _, rest = PAGE.read_text("utf-8").partition(START)
         page = f"{before}{START}\n{rows}\n{END}{rest.partition(END)[2]}"
-        PAGE.write_text(page, encoding="utf-8")
+        PAGE.write_text(page, "utf-8")
     raise typer.Exit(0 if all(result.passed for result in results) else 1)
 
 

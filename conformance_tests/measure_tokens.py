@@ -22,8 +22,6 @@ refusals       ``raise``, what builds its message, and functions that only check
 production     all files of the packages
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import io
@@ -149,7 +147,7 @@ class FileMeasure:
     def __init__(self, path: Path, counts: Counter[str]) -> None:
         self.path = path
         self.counts = counts
-        self.source = path.read_text(encoding="utf-8")
+        self.source = path.read_text("utf-8")
         self.tokens = code_tokens(self.source)
         self.starts = [token.start for token in self.tokens]
         self.lines: set[int] = set()
@@ -279,8 +277,7 @@ def measure(*packages: Path) -> Counter[str]:
 
 def tokens_of_tests() -> int:
     return sum(
-        len(code_tokens(path.read_text(encoding="utf-8")))
-        for path in TESTS.rglob("*.py")
+        len(code_tokens(path.read_text("utf-8"))) for path in TESTS.rglob("*.py")
     )
 
 

@@ -1,13 +1,10 @@
 """The effective batch size and the learning rate that goes with it."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 
-import gradaccum
-from gradaccum import effective_batch_size, scaled_learning_rate
+from gradaccum import ArgumentValueError, effective_batch_size, scaled_learning_rate
 
 
 def test_items_in_one_update() -> None:
@@ -32,7 +29,7 @@ def test_numbers_are_above_zero(number: int) -> None:
     for place in range(3):
         sizes = [4, 4, 4]
         sizes[place] = number
-        with pytest.raises(gradaccum.ArgumentValueError, match="expected an int >= 1"):
+        with pytest.raises(ArgumentValueError, match="expected an int >= 1"):
             effective_batch_size(*sizes)
-        with pytest.raises(gradaccum.ArgumentValueError, match="a finite number > 0"):
+        with pytest.raises(ArgumentValueError, match="a finite number > 0"):
             scaled_learning_rate(*sizes)

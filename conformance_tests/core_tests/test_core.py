@@ -2,8 +2,6 @@
 never mix a bad value in.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import sys
@@ -17,20 +15,45 @@ from gradaccum import (
     ArgumentTypeError,
     CheckpointError,
     DynamicLossScale,
-    kit,
+    GradAccumError,
+    UsageError,
 )
-from gradaccum.kit import ScaleRule
+from gradaccum.kit import (
+    FORMAT,
+    Decision,
+    ScaleRule,
+    State,
+    accumulate,
+    at_rest,
+    decide,
+    decode_terms,
+    encode_terms,
+    has_exact_inverse,
+    initial_state,
+    make_options,
+    rate_bits,
+    redistributed,
+    require_denominator,
+    require_denominator_allowed,
+    require_same_rates,
+    resumed,
+    select,
+    terms_of,
+    usable,
+    window_loss,
+    with_denominator,
+)
 
 FLOAT32, FLOAT64 = 3.4028234663852886e38, sys.float_info.max
-ONE = kit.State(1, 0, 0, 1.0, False, 1.0, 0)
+ONE = State(1, 0, 0, 1.0, False, 1.0, 0)
 """A micro-batch of weight 1."""
 
 
 def decided(
     state: Any, norm: float, options: Any = None, largest: float = FLOAT32
-) -> kit.Decision:
-    options = options or kit.make_options(1)
-    return kit.Decision(*kit.decide(state, norm, True, options, kit.select, largest))
+) -> Decision:
+    options = options or make_options(1)
+    return Decision(*decide(state, norm, True, options, select, largest))
 
 
 @pytest.mark.parametrize(
@@ -48,7 +71,7 @@ def decided(
     ],
 )
 def test_bad_loss_scales_raise(name: str, value: float) -> None:
-    with pytest.raises(gradaccum.GradAccumError, match="expected"):
+    with pytest.raises(GradAccumError, match="expected"):
         DynamicLossScale(**{name: value})
 
 
@@ -62,30 +85,30 @@ def test_defaults_are_those_of_torch_s_scaler() -> None:
         1.0,
         math.inf,
     )
-    assert DynamicLossScale(0.5, 1.5, 0.25, 1, 0.25, 0.75).rule() == kit.ScaleRule(
+    assert DynamicLossScale(0.5, 1.5, 0.25, 1, 0.25, 0.75).rule() == ScaleRule(
         0.5, 1.5, 0.25, 1, 0.25, 0.75
     )
 
 
 def test_defaults_of_the_options() -> None:
-    assert kit.initial_state().loss_scale == 1
+    assert initial_state().loss_scale == 1
     scale = (1.0, 1.0, 1.0, 1, 0.0, math.inf)
     norms_and_dtype = (None, None, None)
-    assert kit.make_options(4) == (
+    assert make_options(4) == (
         *(4, "mean", *norms_and_dtype, scale),
         *("skip_window", False, None, False),
     )
 
 
 def test_at_rest_rounds_to_float32() -> None:
-    state = kit.at_rest(kit.initial_state(0.1)._replace(weight=0.1))
+    state = at_rest(initial_state(0.1)._replace(weight=0.1))
     assert state.loss_scale == state.weight == 0.10000000149011612
-    assert kit.at_rest(state._replace(weight=0.1), float64_weight=True).weight == 0.1
+    assert at_rest(state._replace(weight=0.1), float64_weight=True).weight == 0.1
 
 
 def test_exact_inverses_are_powers_of_two_of_float32() -> None:
     found = [
-        kit.has_exact_inverse(number)
+        has_exact_inverse(number)
         for number in (1.0, 2.0**-126, 2.0**126, 2.0**-127, 2.0**127, 3.0, 0.75)
     ]
     assert found == [True, True, True, False, False, False, False]
@@ -93,38 +116,33 @@ def test_exact_inverses_are_powers_of_two_of_float32() -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "sum_per_item"])
 def test_denominator_takes_the_place_of_the_weight(reduction: str) -> None:
-    options = kit.make_options(None, reduction=reduction, clip_norm=1.0)
-    state, divides = kit.with_denominator(
-        kit.State(2, 5, 4, 0.5, False, 8.0, 6), 16.0, options, kit.select
+    options = make_options(None, reduction=reduction, clip_norm=1.0)
+    state, divides = with_denominator(
+        State(2, 5, 4, 0.5, False, 8.0, 6), 16.0, options, select
     )
     assert state == (2, 5, 4, 16.0, False, 8.0, 6)
     decision = decided(state, 64.0, divides)
     assert (decision.grad_norm, decision.divisor) == (0.5, 128.0)
-    assert kit.window_loss(32.0, state, divides, kit.select) == 2.0
-    empty, _ = kit.with_denominator(
-        kit.State(2, 0, 0, 0.0, False, 8.0, 0), 16.0, options, kit.select
+    assert window_loss(32.0, state, divides, select) == 2.0
+    empty, _ = with_denominator(
+        State(2, 0, 0, 0.0, False, 8.0, 0), 16.0, options, select
     )
     assert not decided(empty, 0.0, divides).apply, "a window of weight 0 stays one"
 
 
 @pytest.mark.parametrize("denominator", [0.0, -1.0, math.nan, math.inf])
 def test_bad_denominator_in_compiled_code_makes_no_update(denominator: float) -> None:
-    state, divides = kit.with_denominator(
-        kit.State(2, 0, 0, 3.0, False, 1.0, 0),
-        denominator,
-        kit.make_options(None),
-        kit.select,
+    state, divides = with_denominator(
+        State(2, 0, 0, 3.0, False, 1.0, 0), denominator, make_options(None), select
     )
     assert not decided(state, 64.0, divides).apply
 
 
 def test_denominator_is_for_windows_that_one_worker_closes() -> None:
-    kit.require_denominator_allowed(kit.make_options(None))
-    assert kit.require_denominator(0.5, kit.make_options(None)) == 0.5
-    with pytest.raises(
-        gradaccum.UsageError, match=r"^denominator: .* steps= determines"
-    ):
-        kit.require_denominator(3.0, kit.make_options(None), several=True)
+    require_denominator_allowed(make_options(None))
+    assert require_denominator(0.5, make_options(None)) == 0.5
+    with pytest.raises(UsageError, match=r"^denominator: .* steps= determines"):
+        require_denominator(3.0, make_options(None), several=True)
 
 
 @pytest.mark.parametrize(
@@ -143,15 +161,15 @@ def test_divisors_at_the_limits_are_usable(scale: float, largest: float) -> None
     ):
         state = ONE._replace(loss_scale=divisor)
         for on_overflow in ("ignore", "skip_window"):
-            options = kit.make_options(1, on_overflow=on_overflow)
+            options = make_options(1, on_overflow=on_overflow)
             assert decided(state, divisor, options, largest).apply is applies
 
 
 def test_weight_that_does_not_count_is_not_added() -> None:
     """It is 0, or would make the total infinite."""
-    assert not kit.usable(ONE, 0.0, True)
+    assert not usable(ONE, 0.0, True)
     state = ONE._replace(weight=FLOAT64)
-    added = kit.State(*kit.accumulate(state, FLOAT64, True, kit.select))
+    added = State(*accumulate(state, FLOAT64, True, select))
     assert (added.weight, added.overflow) == (FLOAT64, True)
 
 
@@ -161,53 +179,48 @@ def test_weight_that_does_not_count_is_not_added() -> None:
 )
 @pytest.mark.parametrize("loss_scale", [None, 8.0, DynamicLossScale()])
 def test_terms_survive_their_codes(steps: Any, loss_scale: Any) -> None:
-    terms = kit.terms_of(
-        kit.make_options(steps, reduction="sum", loss_scale=loss_scale), 3
-    )
-    assert kit.decode_terms(kit.encode_terms(terms)) == terms
+    terms = terms_of(make_options(steps, reduction="sum", loss_scale=loss_scale), 3)
+    assert decode_terms(encode_terms(terms)) == terms
     with pytest.raises(
-        CheckpointError, match=f"format {kit.FORMAT}; got format {kit.FORMAT + 1}"
+        CheckpointError, match=f"format {FORMAT}; got format {FORMAT + 1}"
     ):
-        kit.decode_terms((kit.FORMAT + 1, *kit.encode_terms(terms)[1:]))
+        decode_terms((FORMAT + 1, *encode_terms(terms)[1:]))
 
 
 def test_full_window_is_open() -> None:
     """An interrupt between the last micro-batch and its update leaves a full window. It
     can be saved and resumed.
     """
-    options = kit.make_options(4)
-    full = kit.State(4, 0, 0, 4.0, False, 1.0, 0)
-    assert kit.resumed(full, kit.terms_of(options, 0), options) == full
+    options = make_options(4)
+    full = State(4, 0, 0, 4.0, False, 1.0, 0)
+    assert resumed(full, terms_of(options, 0), options) == full
     with pytest.raises(CheckpointError, match="micro_step"):  # written in part
-        kit.resumed(full._replace(micro_step=-1), kit.terms_of(options, 0), options)
+        resumed(full._replace(micro_step=-1), terms_of(options, 0), options)
 
 
 def test_window_goes_on_with_other_workers() -> None:
     """One worker, or more than before, hold the weight and the flag once between them,
     and end their windows together.
     """
-    one, other = (
-        kit.State(2, 5, 1, 3.0, False, 8.0, 4),
-        kit.State(1, 5, 1, 4.0, True, 8.0, 4),
-    )
+    one, other = (State(2, 5, 1, 3.0, False, 8.0, 4), State(1, 5, 1, 4.0, True, 8.0, 4))
     for workers in (1, 2, 4):
-        states = kit.redistributed([one, other], workers)
+        states = redistributed([one, other], workers)
         assert (
             len(states),
             sum(state.weight for state in states),
             sum(state.overflow for state in states),
         ) == (workers, 7.0, 1)
         assert {state._replace(weight=0.0, overflow=False) for state in states} == {
-            kit.State(2, 5, 1, 0.0, False, 8.0, 4)
+            State(2, 5, 1, 0.0, False, 8.0, 4)
         }
 
 
 def test_states_of_two_moments_are_no_window() -> None:
-    one = kit.State(2, 5, 1, 3.0, False, 8.0, 4)
-    assert kit.redistributed([one], 1) == [one]
+    one = State(2, 5, 1, 3.0, False, 8.0, 4)
+    assert redistributed([one], 1) == [one]
     for name in ("optimizer_step", "skipped_windows", "loss_scale", "growth_tracker"):
         with pytest.raises(CheckpointError, match=name):
-            kit.redistributed([one, one._replace(**{name: 7})], 1)
+            redistributed([one, one._replace(**{name: 7})], 1)
 
 
 def test_other_learning_rates_on_one_worker_are_named() -> None:
@@ -215,25 +228,25 @@ def test_other_learning_rates_on_one_worker_are_named() -> None:
     group, or in the groups' order.
     """
     for workers in (1, 2, 5000):
-        bits = kit.rate_bits(0.1, 1e-9)
-        kit.require_same_rates([0.1, 1e-9], [workers * bit for bit in bits], workers, 0)
-    bits = kit.rate_bits(-0.0)
-    kit.rate_bits.cache_clear()
-    assert kit.rate_bits(0.0) == bits
+        bits = rate_bits(0.1, 1e-9)
+        require_same_rates([0.1, 1e-9], [workers * bit for bit in bits], workers, 0)
+    bits = rate_bits(-0.0)
+    rate_bits.cache_clear()
+    assert rate_bits(0.0) == bits
     for other in ([0.1, 1e-9 + 1e-24], [1e-9, 0.1], [0.1], [0.1, math.nan]):
         added = np.sum(
-            [[*kit.rate_bits(*rates)] for rates in [[0.1, 1e-9]] * 4999 + [other]],
+            [[*rate_bits(*rates)] for rates in [[0.1, 1e-9]] * 4999 + [other]],
             axis=0,
             dtype=np.float32,
         )
         with pytest.raises(
-            gradaccum.UsageError,
+            UsageError,
             match=(
                 r"learning rates on rank 3: expected the same .*; got \[0.1, 1e-09\]"
                 r" on this worker"
             ),
         ):
-            kit.require_same_rates([0.1, 1e-9], added.tolist(), 5000, 3)
+            require_same_rates([0.1, 1e-9], added.tolist(), 5000, 3)
 
 
 class Driver:
@@ -246,7 +259,7 @@ class Driver:
 
 
 def test_scaler_of_the_framework() -> None:
-    options = kit.make_options(4, loss_scale="scaler", driver=Driver())
+    options = make_options(4, loss_scale="scaler", driver=Driver())
     assert (options.scaler, options.scale_rule.init_scale) == ("scaler", 8.0)
     with pytest.raises(ArgumentTypeError, match=r"loss_scale: .* or a text; got \[\]"):
-        kit.make_options(4, loss_scale=[], driver=Driver())
+        make_options(4, loss_scale=[], driver=Driver())

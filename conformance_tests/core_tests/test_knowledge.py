@@ -1,7 +1,5 @@
 """A window's statistics in the core's own transitions: its end by weight, and its loss."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -11,8 +9,18 @@ from gradaccum import (
     ArgumentTypeError,
     ArgumentValueError,
     DynamicLossScale,
-    kit,
     until_weight,
+)
+from gradaccum.kit import (
+    UntilWeight,
+    initial_state,
+    is_known,
+    make_options,
+    require_steps,
+    select,
+    steps_at,
+    terms_of,
+    window_loss,
 )
 
 REDUCTIONS = ("mean", "sum", "sum_per_item")
@@ -23,23 +31,23 @@ def test_weight_of_a_window_has_a_schedule() -> None:
         until_weight([(0, 8), (5, 16)]),
         until_weight(lambda step: 8 + step),
     )
-    assert [kit.steps_at(pairs, step, kit.select) for step in (0, 4, 5)] == [
+    assert [steps_at(pairs, step, select) for step in (0, 4, 5)] == [
         until_weight(8),
         until_weight(8),
         until_weight(16),
     ]
-    assert kit.steps_at(function, 3, kit.select) == until_weight(11)
+    assert steps_at(function, 3, select) == until_weight(11)
     assert (
-        kit.is_known(pairs),
-        kit.is_known(function),
-        kit.is_known(until_weight(8)),
-        kit.is_known(4),
+        is_known(pairs),
+        is_known(function),
+        is_known(until_weight(8)),
+        is_known(4),
     ) == (True, False, True, True)
-    assert kit.terms_of(kit.make_options(function), 3).steps == until_weight(11)
+    assert terms_of(make_options(function), 3).steps == until_weight(11)
     with pytest.raises(
         ArgumentValueError, match=r"until_weight\(...\)\(3\): expected an int >= 1"
     ):
-        kit.require_steps(kit.UntilWeight(0), 3, function)
+        require_steps(UntilWeight(0), 3, function)
 
 
 @pytest.mark.parametrize("weight", [0, -1, 0.5, None, "8", [(1, 8)], until_weight(8)])
@@ -56,31 +64,30 @@ def test_weights_stand_inside_of_their_schedule() -> None:
     callable.
     """
     with pytest.raises(
-        ArgumentTypeError,
-        match=r"steps: expected an int >= 1; got until_weight\(4\)",
+        ArgumentTypeError, match=r"steps: expected an int >= 1; got until_weight\(4\)"
     ):
-        kit.make_options([(0, until_weight(4)), (2, until_weight(8))])
+        make_options([(0, until_weight(4)), (2, until_weight(8))])
     for steps in (lambda _: until_weight(4), until_weight(lambda _: until_weight(4))):
         with pytest.raises(
             ArgumentTypeError,
             match=r"\(3\): expected an int >= 1; got until_weight\(4\)",
         ):
-            kit.terms_of(kit.make_options(steps), 3)
+            terms_of(make_options(steps), 3)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_window_without_weight_has_no_loss(reduction: str) -> None:
-    options = kit.make_options(4, reduction=reduction)
-    assert math.isnan(kit.window_loss(0.0, kit.initial_state(), options, kit.select))
-    assert kit.window_loss(
-        3.0, kit.initial_state()._replace(weight=0.5), options, kit.select
-    ) == (3.0 if reduction == "sum" else 6.0)
+    options = make_options(4, reduction=reduction)
+    assert math.isnan(window_loss(0.0, initial_state(), options, select))
+    assert window_loss(3.0, initial_state()._replace(weight=0.5), options, select) == (
+        3.0 if reduction == "sum" else 6.0
+    )
 
 
 def test_ignoring_refuses_a_moving_scale() -> None:
     with pytest.raises(ArgumentValueError, match="loss_scale: expected a static scale"):
-        kit.make_options(4, on_overflow="ignore", loss_scale=DynamicLossScale())
+        make_options(4, on_overflow="ignore", loss_scale=DynamicLossScale())
     assert (
-        kit.make_options(4, on_overflow="ignore", loss_scale=8.0).scale_rule.init_scale
+        make_options(4, on_overflow="ignore", loss_scale=8.0).scale_rule.init_scale
         == 8.0
     )

@@ -2,8 +2,6 @@
 outputs.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import weakref
@@ -14,12 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradaccum import (
-    ArgumentValueError,
-    AutoMicroBatchSize,
-    UsageError,
-    kit,
-    splitting,
+from gradaccum import ArgumentValueError, AutoMicroBatchSize, UsageError, kit, splitting
+from gradaccum.kit import (
+    LargeBatch,
+    SmallerSizeError,
+    divided,
+    leaves_of,
+    lists_of_one_kind,
+    make_division,
+    make_options,
+    require_one_size,
+    spread,
 )
 
 
@@ -40,7 +43,7 @@ class Sample:
 
 @given(items=st.integers(1, 300), steps=st.integers(1, 40))
 def test_each_item_once_in_order(items: int, steps: int) -> None:
-    made = kit.divided(kit.make_division(steps), items)
+    made = divided(make_division(steps), items)
     assert [item for cut in made for item in range(cut.start, cut.stop)] == list(
         range(items)
     )
@@ -49,7 +52,7 @@ def test_each_item_once_in_order(items: int, steps: int) -> None:
     assert len({cut.items for cut in made[:-1]}) <= 1
 
 
-NESTS: list[tuple[Any, list[str]]] = [
+NESTS = [
     (1.0, [""]),
     (
         {"a": np.ones(1), "b": [np.ones(2), {"c": 2}]},
@@ -66,21 +69,21 @@ NESTS: list[tuple[Any, list[str]]] = [
     ("nest", "paths"), NESTS, ids=lambda value: type(value).__name__
 )
 def test_nest_and_its_paths(nest: Any, paths: list[str]) -> None:
-    leaves = kit.leaves_of(nest)
+    leaves = leaves_of(nest)
     assert [leaf.path for leaf in leaves] == paths
     mapped = kit.mapped(str, nest)
     assert type(mapped) is type(nest) or paths == [""]
-    assert kit.leaves_of(mapped) == [(path, str(value)) for path, value in leaves]
-    assert [leaf.value for leaf in kit.leaves_of(nest)] == [
+    assert leaves_of(mapped) == [(path, str(value)) for path, value in leaves]
+    assert [leaf.value for leaf in leaves_of(nest)] == [
         leaf.value for leaf in leaves
     ], "the user's own nest has changed"
 
 
 def test_prefix_reaches_every_leaf_below() -> None:
     nest = (np.ones(1), {"ids": np.ones(1), "grid": (np.ones(1), np.ones(1))})
-    assert kit.spread(0, nest, "axes") == [0, 0, 0, 0]
-    assert kit.spread((1, {"ids": 0, "grid": None}), nest, "axes") == [1, 0, None, None]
-    assert kit.spread([1, {"ids": 0, "grid": (2, 3)}], nest, "axes") == [1, 0, 2, 3]
+    assert spread(0, nest, "axes") == [0, 0, 0, 0]
+    assert spread((1, {"ids": 0, "grid": None}), nest, "axes") == [1, 0, None, None]
+    assert spread([1, {"ids": 0, "grid": (2, 3)}], nest, "axes") == [1, 0, 2, 3]
     with pytest.raises(
         ArgumentValueError,
         match=(
@@ -88,11 +91,11 @@ def test_prefix_reaches_every_leaf_below() -> None:
             r" as dict\(\['ids'\], \['grid'\]\)"
         ),
     ):
-        kit.spread((1, {"ids": 0}), nest, "axes")
+        spread((1, {"ids": 0}), nest, "axes")
 
 
 ROWS = np.ones((2, 4))
-LISTS: dict[str, tuple[Any, Any, list[tuple[str, int]]]] = {
+LISTS = {
     "one kind": ([{"w": 0.5}, {"w": 1.0}], 0, [("batch[1]", 2)]),
     "sizes": (((3, 5), (7, 2)), 0, [("batch[1]", 2)]),
     "some are None": ([ROWS, None, ROWS], 0, [("batch[1]", 3)]),
@@ -109,7 +112,7 @@ LISTS: dict[str, tuple[Any, Any, list[tuple[str, int]]]] = {
 @pytest.mark.parametrize("name", LISTS)
 def test_list_whose_elements_may_be_the_items(name: str) -> None:
     nest, axes, expected = LISTS[name]
-    assert kit.lists_of_one_kind((ROWS, nest), axes) == expected
+    assert lists_of_one_kind((ROWS, nest), axes) == expected
 
 
 X, TARGETS = ("batch[0]", 8), ("batch[1]", 8)
@@ -140,10 +143,10 @@ def test_number_of_items(
     sizes: list[tuple[str, int]], lists: list[tuple[str, int]], words: str | None
 ) -> None:
     if words is None:
-        assert kit.require_one_size(sizes, lists) == sizes[0][1]
+        assert require_one_size(sizes, lists) == sizes[0][1]
     else:
         with pytest.raises(ArgumentValueError, match=f"^{words}"):
-            kit.require_one_size(sizes, lists)
+            require_one_size(sizes, lists)
 
 
 def test_frames_of_a_failed_attempt_are_freed() -> None:
@@ -183,7 +186,7 @@ class Attempts:
     def __call__(self, size: int, smaller_size: int) -> str:
         self.tried.append(size)
         if size > self.most:
-            raise kit.SmallerSizeError(smaller_size) from MemoryError()
+            raise SmallerSizeError(smaller_size) from MemoryError()
         return f"by {size}"
 
 
@@ -229,7 +232,7 @@ def test_another_worker_chooses_the_size() -> None:
     def attempt(size: int, smaller_size: int) -> int:
         tried.append((size, smaller_size))
         if size > 3:
-            raise kit.SmallerSizeError(3)
+            raise SmallerSizeError(3)
         return size
 
     assert sizes.search("step", 16, attempt) == 3
@@ -244,7 +247,7 @@ def test_agreed_size_is_remembered_after_a_short_batch() -> None:
     def attempt(size: int, _: int) -> None:
         tried.append(size)
         if size in (4, 64):
-            raise kit.SmallerSizeError(32)
+            raise SmallerSizeError(32)
 
     sizes.search("step", 4, attempt)
     sizes.search("step", 64, attempt)
@@ -264,7 +267,7 @@ class Unread:
 
 def test_array_is_sliced_when_a_micro_batch_needs_it() -> None:
     array = Unread()
-    batch = kit.LargeBatch((array,), 0)
-    micro_batches = batch.micro_batches(kit.make_division(3), kit.make_options(3))
+    batch = LargeBatch((array,), 0)
+    micro_batches = batch.micro_batches(make_division(3), make_options(3))
     assert next(micro_batches).arguments == ([0, 1],)
     assert array.reads == 1

@@ -14,12 +14,7 @@ import pytest
 
 from conformance_tests.proof_tests.faults import FAULTS, faulty
 from gradaccum import kit, transitions
-from gradaccum_conformance.vectors.run import (
-    KINDS,
-    difference,
-    read,
-    run,
-)
+from gradaccum_conformance.vectors.run import KINDS, difference, read, run
 from gradaccum_conformance.vectors.session import wrap_options
 
 UNSEEN = {

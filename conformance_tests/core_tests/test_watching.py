@@ -1,22 +1,17 @@
 """Listeners of closed windows, without a framework: who hears what, and when."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 
 import pytest
 
-import gradaccum
-from gradaccum import (
-    StepResult,
-)
+from gradaccum import DynamicLossScale, StepResult, until_weight
 from gradaccum.kit import Listeners, State, described, make_options, status
 from gradaccum.watching import ClosedWindow
 
 
-def end(step: int = 1, *, applied: bool = True, overflow: bool = False) -> StepResult:
-    return StepResult(applied, not applied, overflow, 2.0, 1.0, 0, step)
+def end(step: int = 1, *, applied: bool = True) -> StepResult:
+    return StepResult(applied, not applied, False, 2.0, 1.0, 0, step)
 
 
 def fail(window: ClosedWindow) -> None:
@@ -26,8 +21,7 @@ def fail(window: ClosedWindow) -> None:
 def test_seconds_since_the_last_end(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter((10.0, 12.0, 15.0))
     monkeypatch.setattr(
-        "gradaccum.watching.time",
-        SimpleNamespace(perf_counter=lambda: next(clock)),
+        "gradaccum.watching.time", SimpleNamespace(perf_counter=lambda: next(clock))
     )
     listeners = Listeners()
     listeners.add(print)
@@ -100,7 +94,7 @@ def test_removed_and_copied_listeners_hear_nothing() -> None:
 
 
 def test_status_is_one_line() -> None:
-    options = make_options(4, clip_norm=1.0, loss_scale=gradaccum.DynamicLossScale())
+    options = make_options(4, clip_norm=1.0, loss_scale=DynamicLossScale())
     state = State(2, 17, 1, 2.0, False, 65536.0, 3)
     said = "micro-batch 2 of 4, update 17, 1 skipped, scale 65536"
     assert status(state, 4) == said
@@ -111,10 +105,10 @@ def test_status_is_one_line() -> None:
     )
     assert status(State(0, 0, 0, 0.0, False, 1.0, 0), None) == "micro-batch 0, update 0"
     assert (
-        status(State(2, 3, 0, 96.0, False, 1.0, 0), gradaccum.until_weight(128))
+        status(State(2, 3, 0, 96.0, False, 1.0, 0), until_weight(128))
         == "micro-batch 2, weight 96 of 128, update 3"
     )
-    by_weight = make_options(gradaccum.until_weight(128))
+    by_weight = make_options(until_weight(128))
     assert described("A", "B", by_weight, state, None).startswith(
         "A(B, steps=until_weight(128) | micro-batch"
     )

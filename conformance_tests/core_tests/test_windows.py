@@ -2,8 +2,6 @@
 nothing read too early, kept too long or lost.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import threading
@@ -17,8 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import gradaccum
 from gradaccum import (
+    GradAccumError,
+    GradAccumWarning,
     UsageError,
     kit,
     until_weight,
@@ -122,14 +121,14 @@ def test_window_can_be_run_through_again_while_it_is_the_current_one() -> None:
 @pytest.mark.parametrize("value", [-1, math.nan, math.inf, "3"])
 def test_bad_counts_raise(value: Any) -> None:
     made = windows([1], 1, {"tokens": lambda _: value})
-    with pytest.raises(gradaccum.GradAccumError, match="finite number >= 0"):
+    with pytest.raises(GradAccumError, match="finite number >= 0"):
         next(iter(made))
 
 
 @pytest.mark.parametrize("steps", [lambda _: 0, until_weight(lambda _: 0)])
 def test_bad_sizes_of_a_callable_raise(steps: Any) -> None:
     weight = "tokens" if isinstance(steps, kit.UntilWeight) else None
-    with pytest.raises(gradaccum.GradAccumError, match="an int >= 1"):
+    with pytest.raises(GradAccumError, match="an int >= 1"):
         next(iter(windows([[1]], steps, {"tokens": sum}, weight)))
 
 
@@ -169,11 +168,7 @@ def test_epoch_flushes_when_the_loader_ends() -> None:
     flushed: list[int] = []
     seen: list[int] = []
     looked_at: list[int] = []
-    batches = epoch(
-        [1, 2, 3],
-        lambda: flushed.append(len(seen)),
-        see=looked_at.append,
-    )
+    batches = epoch([1, 2, 3], lambda: flushed.append(len(seen)), see=looked_at.append)
     for item in batches:
         assert looked_at == seen, "after the loop's body"
         assert not flushed
@@ -226,7 +221,7 @@ def rows(*counts: int) -> list[Any]:
     return [(*NO_ARRAYS, np.zeros((count, 7))) for count in counts]
 
 
-SIZES: dict[str, tuple[str, list[Any], list[list[int]]]] = {
+SIZES = {
     "equal": ("mean", [*rows(4, 4), None, *rows(4)], []),
     "said once": ("mean", rows(4, 3, 4, 2), [[4, 3]]),
     "no arrays": ("mean", [None, NO_ARRAYS, *rows(4, 2)], [[4, 2]]),
@@ -266,7 +261,7 @@ def test_unequal_micro_batches_without_a_weight_are_said_once(name: str) -> None
             sizes.weighed = micro_batch is None
             sizes.see(micro_batch or rows(3))
             sizes.see(rows(8))  # The micro-batch was seen already.
-    assert all(each.category is gradaccum.GradAccumWarning for each in caught)
+    assert all(each.category is GradAccumWarning for each in caught)
     texts = [str(warning.message) for warning in caught]
     assert [
         [*map(int, re.findall(r"\d+(?= and| items)", text))] for text in texts
@@ -283,7 +278,7 @@ def test_unequal_micro_batches_without_a_weight_are_said_once(name: str) -> None
 def test_bad_reductions_raise(answer: Any) -> None:
     made = iter(windows([4, 5], 2, {"tokens": float}, reduce=lambda _: answer))
     words = "reduce: expected a function that returns 2"
-    with pytest.raises(gradaccum.GradAccumError, match=words):
+    with pytest.raises(GradAccumError, match=words):
         next(made)
 
 

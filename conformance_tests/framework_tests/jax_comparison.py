@@ -1,7 +1,5 @@
 """Comparisons of two nests of JAX's arrays, and float64 for a test."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from conformance_tests.framework_tests.jax_large_batch import float64
+from .jax_large_batch import float64
 
 
 @contextmanager

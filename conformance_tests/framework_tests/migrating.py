@@ -2,13 +2,12 @@
 blocks run after the page's first block.
 """
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 from typing import NamedTuple
 
-BACKENDS = Path(__file__).parents[2] / "backends"
+from conformance_tests.programs import ROOT
+
+BACKENDS = ROOT / "backends"
 
 _PYTHON = re.compile(r"^```python\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
 

@@ -14,6 +14,7 @@ from packaging.version import Version
 from gradaccum import GradAccumWarning
 
 MODES = ("pynative", "jit", "graph")
+by_mode = pytest.mark.parametrize("mode", MODES)
 RNG = np.random.RandomState(0)
 X, Y = RNG.randn(24, 4).astype(np.float32), RNG.randn(24, 2).astype(np.float32)
 WEIGHT, BIAS = RNG.randn(2, 4).astype(np.float32), RNG.randn(2).astype(np.float32)
@@ -55,9 +56,9 @@ def make_net():
     return net
 
 
-def two_parameters(dtype=ms.float32):
+def two_parameters():
     return [
-        Parameter(Tensor(np.ones(shape), dtype), name=name)
+        Parameter(Tensor(np.ones(shape), ms.float32), name=name)
         for name, shape in (("a", 3), ("b", 2))
     ]
 

@@ -7,7 +7,8 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import set_mode
+
+from .mindspore_common import set_mode
 
 
 def driver(mode, steps, loss_scale=None, dtype=None, **options):
@@ -17,10 +18,7 @@ def driver(mode, steps, loss_scale=None, dtype=None, **options):
     set_mode(mode)
     parameter = Parameter(Tensor(np.ones(3), dtype or ms.float32), name="p")
     optimizer = gradaccum.wrap(
-        nn.SGD([parameter], 1.0),
-        steps=steps,
-        loss_scale=loss_scale,
-        **options,
+        nn.SGD([parameter], 1.0), steps=steps, loss_scale=loss_scale, **options
     )
     optimizer.scale(Tensor(1.0))  # the gradients below are those of a scaled loss
 

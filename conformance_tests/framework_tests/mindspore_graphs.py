@@ -1,7 +1,9 @@
 """The graphs that MindSpore compiles, as texts."""
 
 import os
+import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,3 +32,8 @@ def saved_graphs(stage: str) -> Iterator[list[str]]:
         del os.environ["MS_DEV_DUMP_IR_PASSES"]
         texts += [path.read_text() for path in folder.rglob(f"*{stage}_*.ir")]
         shutil.rmtree(folder)
+
+
+def operators(*texts: str) -> Counter[str]:
+    """How often each operator is in graphs of kernels."""
+    return Counter(re.findall(r"= (?:PrimFunc_)?([A-Z]\w*)\(", "".join(texts)))

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
-from conformance_tests.framework_tests.mindspore_common import set_mode
+from .mindspore_common import set_mode
 
 MODES = ("pynative", "jit", "graph", "cell")
 """From Python in PyNative and in graph mode; and inside compiled code: in
 `mindspore.jit`, and in a Cell in graph mode.
 """
-FROM_PYTHON = ("pynative", "graph")
+by_mode = pytest.mark.parametrize("mode", MODES)
+from_python = pytest.mark.parametrize("mode", ["pynative", "graph"])
 ITEMS = 7
 RNG = np.random.RandomState(3)
 X, Y = RNG.randn(ITEMS, 4), RNG.randn(ITEMS, 2)
@@ -58,8 +59,8 @@ def in_mode(mode, made):
     return compiled
 
 
-def tensors(*arrays, dtype=ms.float64):
-    return tuple(Tensor(array, dtype) for array in arrays)
+def tensors(*arrays):
+    return tuple(Tensor(array, ms.float64) for array in arrays)
 
 
 def arrays(nest):

@@ -66,7 +66,7 @@ class Preloaded:
             os.killpg(process, signal.SIGKILL)
             self._answer()
             raise
-        return status, _output_of(file).read_text(encoding="utf-8")
+        return status, _output_of(file).read_text("utf-8")
 
     def _answer(self, seconds: float | None = None) -> int:
         assert self.server.stdout is not None

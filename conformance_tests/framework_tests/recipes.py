@@ -2,8 +2,6 @@
 result.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -18,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from conformance_tests.framework_tests.preloaded import Preloaded
+from .preloaded import Preloaded
 
 PAGES = ("RECIPES.md", "DISTRIBUTED.md")
 SECONDS = 300
@@ -46,7 +44,7 @@ def recipes_of(package: ModuleType, names: Iterable[str] = PAGES) -> list[Recipe
     """
     assert package.__file__ is not None
     pages = {
-        name: (Path(package.__file__).parent / name).read_text(encoding="utf-8")
+        name: (Path(package.__file__).parent / name).read_text("utf-8")
         for name in names
     }
     return [
@@ -99,7 +97,7 @@ def run_preloaded(recipe: Recipe, directory: Path, framework: Preloaded) -> None
         run_recipe(recipe, directory, **framework.environment)
         return
     file = directory / "recipe.py"
-    file.write_text(recipe.code, encoding="utf-8")
+    file.write_text(recipe.code, "utf-8")
     status, said = framework.run(file)
     assert status == 0, said[-3000:]
 
@@ -111,7 +109,7 @@ def run_recipe(recipe: Recipe, directory: Path, **environment: str) -> str:
     words = shlex.split(
         recipe.command.replace("\\\n", "").replace(PORT, str(_free_port()))
     )
-    (directory / words[-1]).write_text(recipe.code, encoding="utf-8")
+    (directory / words[-1]).write_text(recipe.code, "utf-8")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     running = subprocess.Popen(
         words,

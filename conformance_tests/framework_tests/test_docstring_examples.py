@@ -2,15 +2,13 @@
 out.
 """
 
-from __future__ import annotations
-
 import doctest
 import importlib
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from conformance_tests.programs import ROOT
+
 WITH_EXAMPLES = sorted(
     path.relative_to(parent)
     .with_suffix("")
@@ -19,14 +17,14 @@ WITH_EXAMPLES = sorted(
     .removesuffix(".__init__")
     for parent in (ROOT, ROOT / "backends")
     for path in parent.glob("gradaccum*/**/*.py")
-    if ">>> " in path.read_text(encoding="utf-8")
+    if ">>> " in path.read_text("utf-8")
 )
 
 
 @pytest.mark.parametrize("module", WITH_EXAMPLES)
 def test_examples(module: str) -> None:
     framework = module.partition(".")[0].removeprefix("gradaccum_")
-    pytest.importorskip(framework, reason=f"{framework} is not installed")
+    pytest.importorskip(framework)
     result = doctest.testmod(importlib.import_module(module))
     assert result.attempted > 0
     assert result.failed == 0

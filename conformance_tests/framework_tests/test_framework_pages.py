@@ -1,15 +1,15 @@
 """Each framework's own page, and torch's page on `verify`: their programs run."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
 import pytest
 
-from conformance_tests.framework_tests.recipes import Recipe, run_recipe
+from conformance_tests.programs import ROOT
 
-BACKENDS = Path(__file__).parents[2] / "backends"
+from .recipes import Recipe, run_recipe
+
+BACKENDS = ROOT / "backends"
 ELIMINATED = "side effect nodes were eliminated by mistake"
 JITTED = """
 import mindspore as ms
@@ -58,11 +58,11 @@ assert window.result.applied
 
 
 def page_of(framework: str, page: str = "README.md") -> str:
-    return (BACKENDS / f"gradaccum_{framework}" / page).read_text(encoding="utf-8")
+    return (BACKENDS / f"gradaccum_{framework}" / page).read_text("utf-8")
 
 
 def programs_of(framework: str, page: str = "README.md") -> list[str]:
-    pytest.importorskip(framework, reason=f"{framework} is not installed")
+    pytest.importorskip(framework)
     return re.findall(
         r"^```python\n(.*?)^```",
         page_of(framework, page),
@@ -140,5 +140,5 @@ def test_compiled_code_warns_of_nothing(tmp_path: Path) -> None:
     """MindSpore warns of each value that code with side effects leaves unused, and
     names the code.
     """
-    pytest.importorskip("mindspore", reason="mindspore is not installed")
+    pytest.importorskip("mindspore")
     assert ELIMINATED not in run_recipe(Recipe("jit", JITTED), tmp_path, GLOG_v="2")

@@ -2,8 +2,6 @@
 but memory makes it smaller.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable
@@ -16,8 +14,9 @@ import pytest
 
 import gradaccum
 import gradaccum_jax
-from conformance_tests.framework_tests.jax_large_batch import assert_same_bits
 from gradaccum_jax.large_batch import auto
+
+from .jax_large_batch import assert_same_bits
 
 ITEMS, WIDTH = 16, 64
 EXHAUSTED = "RESOURCE_EXHAUSTED: Out of memory allocating 4 bytes."

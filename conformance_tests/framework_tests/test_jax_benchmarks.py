@@ -2,8 +2,6 @@
 parameters, and the counters are right.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 
@@ -13,7 +11,8 @@ import pytest
 from benchmarks.case import Case
 from benchmarks.contestants.jax_mlp import make_params
 from benchmarks.questions import jax_streaming
-from conformance_tests.framework_tests.jax_versions import needs_microbatch
+
+from .jax_versions import needs_microbatch
 
 WIDTH, WINDOWS = 16, 3
 DISTANCE = {"Keras": 3e-5}

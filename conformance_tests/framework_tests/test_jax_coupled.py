@@ -1,7 +1,5 @@
 """Losses that compare items across the batch: exact in two passes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -9,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import gradaccum_jax
-from conformance_tests.framework_tests.jax_large_batch import close, in_float64, numbers  # noqa: F401
+
+from .jax_large_batch import close, in_float64, numbers  # noqa: F401
 
 PARAMS = {"w": numbers(5, 8), "v": numbers(8, 4), "temperature": np.asarray(0.7)}
 X = numbers(12, 5)

@@ -2,8 +2,6 @@
 all of it, in float64.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 
@@ -15,7 +13,8 @@ import pytest
 
 import gradaccum
 import gradaccum_jax
-from conformance_tests.framework_tests.jax_large_batch import (
+
+from .jax_large_batch import (
     ITEMS,
     close,
     data,

@@ -2,8 +2,6 @@
 masters; what it keeps in memory.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -14,7 +12,8 @@ import pytest
 
 import gradaccum
 import gradaccum_jax
-from conformance_tests.framework_tests.jax_large_batch import in_float64  # noqa: F401
+
+from .jax_large_batch import in_float64  # noqa: F401
 
 LAYERS, WIDTH = 4, 8
 RNG = np.random.default_rng(0)
@@ -177,7 +176,6 @@ INSEPARABLE = {
         optax.add_noise(1.0, 0.5, 0), optax.sgd(0.1)
     ),
 }
-PARAMS = autoencoder(3, 8, np.float32)
 BATCH = np.ones((8, 3), np.float32), np.ones(8, np.float32), jax.random.key(0)
 
 

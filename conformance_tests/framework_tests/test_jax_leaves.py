@@ -1,11 +1,10 @@
 """Unusual parameters: integers, flags, random keys, negative zeros, and gradients in NumPy's memory."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from numpy.testing import assert_array_equal
 
 import gradaccum
 import gradaccum_jax
@@ -35,7 +34,7 @@ def test_integers_and_flags_stay_bitwise() -> None:
         params = optax.apply_updates(params, updates)
         for still, leaf in STILL.items():
             assert updates[still].dtype == leaf.dtype
-            np.testing.assert_array_equal(params[still], leaf)
+            assert_array_equal(params[still], leaf)
     assert np.all(np.asarray(params["w"]) < 0.5)
 
 
@@ -49,7 +48,7 @@ def test_typed_keys_have_no_update() -> None:
             {"key": absent, "w": jnp.ones(2)}, state, params
         )
         assert updates["key"] is None
-    np.testing.assert_array_equal(updates["w"], [-0.5, -0.5])
+    assert_array_equal(updates["w"], [-0.5, -0.5])
     assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, start)
 
 
@@ -76,4 +75,4 @@ def test_numpys_memory_may_be_written_over() -> None:
         memory[...] = step
         updates, state = tx.update(memory, state, params)
         memory[...] = -1.0
-        np.testing.assert_array_equal(updates, -step)
+        assert_array_equal(updates, -step)

@@ -2,8 +2,6 @@
 no further copy.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -12,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from numpy.testing import assert_array_equal
 
 import gradaccum
 import gradaccum_jax
 from gradaccum_jax.master_weights import distance
 
-HALVES: dict[str, Any] = {"float16": jnp.float16, "bfloat16": jnp.bfloat16}
+HALVES = {"float16": jnp.float16, "bfloat16": jnp.bfloat16}
 RANGE = {"float16": (2.0**-24, 65504.0), "bfloat16": (2.0**-110, 2.0**127)}
 """Of bfloat16 the smallest are left out: XLA may flush their differences to 0."""
 LARGEST_RATIO = {"float16": 4092, "bfloat16": 32764}
@@ -44,8 +43,8 @@ def test_masters_exist_for_halves_only() -> None:
     updates, state = tx.update(GRADS, state, PARAMS)
     for name in ("w", "head"):
         master = PARAMS[name].astype(jnp.float32) * (1 - 2.0**-10)
-        np.testing.assert_array_equal(state.masters[name], master)
-        np.testing.assert_array_equal(
+        assert_array_equal(state.masters[name], master)
+        assert_array_equal(
             optax.apply_updates(PARAMS[name], updates[name]),
             master.astype(PARAMS[name].dtype),
         )
@@ -133,9 +132,7 @@ def test_parameters_reach_their_rounded_masters(name: str, together: bool) -> No
         ) & (np.abs(q - p) < np.finfo(np.float32).max)
         promised &= np.isfinite(q) & (np.abs(q) >= RANGE[name][0])
         assert promised.mean() > 0.4
-        np.testing.assert_array_equal(
-            bits(moved)[promised], bits(rounded_master)[promised]
-        )
+        assert_array_equal(bits(moved)[promised], bits(rounded_master)[promised])
         assert not found[q == 0].any()
         rest = np.isfinite(q) & np.isfinite(found) & ~promised & (q != 0)
         off = np.abs(found[rest] - q[rest])
@@ -166,7 +163,7 @@ def test_signs_of_zeros(name: str) -> None:
     p = jnp.asarray([-0.0, -0.0, 0.0, 1e-3, -1e-3], HALVES[name])
     masters = jnp.asarray([-0.0, 0.0, 0.0, 1e-3, -1e-3], jnp.float32)
     moved = optax.apply_updates(p, distance(p, masters))
-    np.testing.assert_array_equal(bits(moved), bits(masters.astype(p.dtype)))
+    assert_array_equal(bits(moved), bits(masters.astype(p.dtype)))
     tiny = jnp.asarray([-(2.0**-26), 2.0**-26], jnp.float32)
     p = jnp.full(2, 2.0**-4, jnp.float16)
     assert bits(optax.apply_updates(p, distance(p, tiny))).tolist() == [2**15, 0]
@@ -181,4 +178,4 @@ def test_float8_parameter_has_a_float32_master() -> None:
     updates, state = tx.update(jnp.ones(2), state, params)
     made = gradaccum_jax.apply_updates(params, updates, state)
     assert made.dtype == params.dtype
-    np.testing.assert_array_equal(made.astype(jnp.float32), 0.75)
+    assert_array_equal(made.astype(jnp.float32), 0.75)

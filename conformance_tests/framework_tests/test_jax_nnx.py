@@ -2,8 +2,6 @@
 the state takes such variables, and those that are no parameters are refused.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,9 +10,10 @@ import pytest
 
 import gradaccum
 import gradaccum_jax
-from conformance_tests.framework_tests.jax_large_batch import assert_same_bits
 
-nnx = pytest.importorskip("flax.nnx", reason="flax is not installed")
+from .jax_large_batch import assert_same_bits
+
+nnx = pytest.importorskip("flax.nnx")
 pure_of = getattr(nnx, "as_pure", nnx.pure)
 """flax has `as_pure` since 0.12.8, which deprecates `pure`."""
 X = jnp.arange(12.0).reshape(6, 2) / 12

@@ -2,8 +2,6 @@
 not asked, and JAX's debugging modes find nothing of the window's.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -40,10 +38,7 @@ def test_step_outside_jit_compiles_once() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"on_overflow": "drop_micro_batch", "loss_scale": 8},
-        {"steps": [(0, 2), (1, 3)]},
-    ],
+    [{"on_overflow": "drop_micro_batch", "loss_scale": 8}, {"steps": [(0, 2), (1, 3)]}],
     ids=str,
 )
 @pytest.mark.parametrize("weight", [None, 2.0])

@@ -2,8 +2,6 @@
 keys, derivatives of one's own, trees. Nothing of the user's is changed.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -79,14 +77,8 @@ def with_custom_backward(params: Any, x: Any, y: Any) -> Any:
     return square_that_ignores_the_cotangent(errors).mean()
 
 
-MISTAKEN: dict[str, tuple[Any, tuple[Any, ...], Any, str, str]] = {
-    "a key in the loss": (
-        with_key_of_its_own,
-        (X, Y),
-        0,
-        "not_repeatable",
-        "the loss",
-    ),
+MISTAKEN: dict[str, Any] = {
+    "a key in the loss": (with_key_of_its_own, (X, Y), 0, "not_repeatable", "the loss"),
     "one key": (with_key, (X, Y, KEY), 0, "not_repeatable", "the loss"),
     "one old key": (
         with_key,
@@ -95,13 +87,7 @@ MISTAKEN: dict[str, tuple[Any, tuple[Any, ...], Any, str, str]] = {
         "not_repeatable",
         "the loss",
     ),
-    "NumPy's numbers": (
-        with_numpy_noise,
-        (X, Y),
-        0,
-        "not_repeatable",
-        "the loss",
-    ),
+    "NumPy's numbers": (with_numpy_noise, (X, Y), 0, "not_repeatable", "the loss"),
     "a derivative of its own": (
         with_custom_backward,
         (X, Y),
@@ -145,7 +131,7 @@ def in_bfloat16(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tree)
 
 
-SOUND: dict[str, tuple[Any, Any, Any, Any]] = {
+SOUND: dict[str, Any] = {
     "bfloat16": (plain, in_bfloat16(PARAMS), in_bfloat16((X, Y)), 0),
     "keys of items": (with_keys_of_items, PARAMS, (X, Y, KEYS), 0),
     "columns first": (
@@ -181,7 +167,7 @@ def test_sound_loss_passes(name: str) -> None:
 @pytest.mark.parametrize("normalised", [True, False])
 def test_flax_batch_norm_couples_items(normalised: bool) -> None:
     """A dropout beside it does not disturb; alone it cannot be compared."""
-    linen = pytest.importorskip("flax.linen", reason="flax is not installed")
+    linen = pytest.importorskip("flax.linen")
     layers = [linen.Dense(CLASSES), linen.Dropout(0.5, deterministic=False)]
     if normalised:
         layers.insert(1, linen.BatchNorm(use_running_average=False))

@@ -2,21 +2,18 @@
 device that has all micro-batches; and the refusals.
 """
 
-from __future__ import annotations
-
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from conformance_tests.framework_tests.jax_versions import needs_shard_map
-from conformance_tests.framework_tests.jax_workers import NAMES, check_of
+from conformance_tests.programs import ROOT, run_python
+
+from .jax_versions import needs_shard_map
+from .jax_workers import NAMES, check_of
 
 SECONDS = 900
 """A deadlock would last for ever."""
-ROOT = Path(__file__).parents[2]
 BATCH_SHARDS = NAMES["batch_shards"].split()
 CHECKS = [
     name
@@ -47,17 +44,10 @@ def run_checks(devices: int, chosen: list[str], folder: Path) -> dict[str, str]:
     file = folder / f"{devices}.json"
     if not file.exists():
         program = "conformance_tests.framework_tests.jax_workers"
-        command = [sys.executable, "-m", program, str(file), str(devices), *chosen]
-        ran = subprocess.run(
-            command,
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            check=False,
-        )
+        arguments = [str(file), str(devices), *chosen]
+        ran = run_python("-m", program, *arguments, cwd=ROOT, timeout=SECONDS)
         assert file.exists(), f"code {ran.returncode}: {ran.stderr[-3000:]}"
-    report: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
+    report: dict[str, str] = json.loads(file.read_text("utf-8"))
     return report
 
 

@@ -2,15 +2,13 @@
 and of the loop after holds.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
 import pytest
 
-from conformance_tests.framework_tests.migrating import Program, programs_of
-from conformance_tests.framework_tests.recipes import Recipe, run_recipe
+from .migrating import Program, programs_of
+from .recipes import Recipe, run_recipe
 
 IN_PROCESS = [
     (framework, program)
@@ -28,7 +26,7 @@ FROM_FILES = programs_of("mindspore")
     ids=lambda value: value.title if isinstance(value, Program) else value,
 )
 def test_program_of_the_page(framework: str, program: Program) -> None:
-    pytest.importorskip(framework, reason=f"{framework} is not installed")
+    pytest.importorskip(framework)
     if program.title == "optax.microbatch" and not hasattr(
         pytest.importorskip("optax"), "microbatch"
     ):
@@ -40,7 +38,7 @@ def test_program_of_the_page(framework: str, program: Program) -> None:
 @pytest.mark.parametrize("program", FROM_FILES, ids=lambda program: program.title)
 def test_program_from_a_file(program: Program, tmp_path: Path) -> None:
     """MindSpore's compiler reads the source of what it compiles from a file."""
-    pytest.importorskip("mindspore", reason="mindspore is not installed")
+    pytest.importorskip("mindspore")
     run_recipe(Recipe(program.title, program.as_file()), tmp_path, GLOG_v="4")
 
 

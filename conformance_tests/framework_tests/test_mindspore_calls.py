@@ -6,9 +6,11 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn
+from numpy.testing import assert_allclose
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import (
+
+from .mindspore_common import (
     Descent,
     pynative_after,  # noqa: F401
     two_gradients,
@@ -85,7 +87,7 @@ def test_length_of_a_dynamic_axis(on_overflow):
     for value, items in enumerate((4, 3, 2, 5), 1):
         step(Tensor(np.full((items, 4), value, np.float32)))
     moved = 0.1 * 0.5 * ((4 * 1 + 3 * 2) / 7 + (2 * 3 + 5 * 4) / 7)
-    np.testing.assert_allclose(net.weight.asnumpy(), 1 - moved, rtol=1e-6)
+    assert_allclose(net.weight.asnumpy(), 1 - moved, rtol=1e-6)
     assert optimizer.result.optimizer_step == 2
 
 
@@ -111,4 +113,4 @@ def test_constants_beside_float64_sums_are_float64(limit, weights, compiled):
     norm = np.linalg.norm(mean)
     found = [*-parameter.asnumpy(), optimizer.result.grad_norm, optimizer.result.loss]
     clipped = mean if limit is None else mean * limit / norm
-    np.testing.assert_allclose(found, [*clipped, norm, 0.1], rtol=1e-14)
+    assert_allclose(found, [*clipped, norm, 0.1], rtol=1e-14)

@@ -8,13 +8,14 @@ import pytest
 from mindspore import Tensor, nn
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import (
+from gradaccum_mindspore import load_checkpoint_into
+
+from .mindspore_common import (
     X,
     Y,
     make_net,
     pynative_after,  # noqa: F401
 )
-from gradaccum_mindspore import load_checkpoint_into
 
 
 def cell():

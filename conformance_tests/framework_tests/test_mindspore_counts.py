@@ -2,16 +2,14 @@
 buffers, never times.
 """
 
-import re
-from collections import Counter
-
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_graphs import saved_graphs
+
+from .mindspore_graphs import operators, saved_graphs
 
 SHAPES = ((24, 24), (24,), (40, 24))
 
@@ -42,10 +40,6 @@ def dumped(shapes, stage):
 def graphs():
     """The text of each graph of kernels."""
     return dumped(SHAPES, "graph_build")
-
-
-def operators(text):
-    return Counter(re.findall(r"= (?:PrimFunc_)?([A-Z]\w*)\(", text))
 
 
 def with_operator(graphs, name):

@@ -7,26 +7,27 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
-from conformance_tests.framework_tests.mindspore_common import pynative_after, set_mode  # noqa: F401
-from conformance_tests.framework_tests.mindspore_large_batch import (
-    FROM_PYTHON,
+from gradaccum import ArgumentValueError, UsageError
+from gradaccum_mindspore.large_batch.coupled import coupled_value_and_grad
+
+from .mindspore_common import pynative_after, set_mode  # noqa: F401
+from .mindspore_large_batch import (
     Net,
     X,
     distance,
+    from_python,
     in_mode,
     seed,  # noqa: F401
     tensors,
     trained,
 )
-from gradaccum import ArgumentValueError, UsageError
-from gradaccum_mindspore.large_batch.coupled import coupled_value_and_grad
 
 
 def squared_sum(outputs):
     return (outputs.sum(0) ** 2).sum()
 
 
-@pytest.mark.parametrize("mode", FROM_PYTHON)
+@from_python
 def test_nests_of_outputs(mode):
     """A tuple in a dict, two rows per item, and labels that are no floating numbers."""
     net = Net()
@@ -53,7 +54,7 @@ def test_nests_of_outputs(mode):
 
 @pytest.mark.parametrize("seed", [None, 11], indirect=True)
 @pytest.mark.parametrize("kind", ["layer", "operator"])
-@pytest.mark.parametrize("mode", FROM_PYTHON)
+@from_python
 def test_dropout_replays(mode, kind, seed):  # noqa: F811
     """The gradient by the input of a dropout shows its mask; outputs show the mask of
     the first pass. Both are one.
@@ -81,7 +82,7 @@ def test_dropout_replays(mode, kind, seed):  # noqa: F811
     assert ms.get_seed() == seed, "the seed that was lent is gone"
 
 
-@pytest.mark.parametrize("mode", FROM_PYTHON)
+@from_python
 def test_statistics_move_once(mode):
     """Three micro-batches move a BatchNorm's mean three times, not six."""
     norm, alone = (nn.BatchNorm1d(4, momentum=0.5).set_train() for _ in range(2))

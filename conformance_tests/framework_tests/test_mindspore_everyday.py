@@ -12,12 +12,14 @@ from mindspore.train import Model
 
 import gradaccum
 import gradaccum_mindspore
-from conformance_tests.framework_tests.mindspore_common import (
+from gradaccum import ArgumentTypeError, UsageError
+from gradaccum_mindspore import FlushAtEpochEnd, TrainOneStepCell
+
+from .mindspore_common import (
     pynative_after,  # noqa: F401
     set_mode,
     warned,
 )
-from gradaccum_mindspore import FlushAtEpochEnd, TrainOneStepCell
 
 INNER = {
     "nn": lambda p: nn.SGD([p], 1.0),
@@ -64,7 +66,7 @@ def test_inner_optimizer_is_not_called(kind, mode):
     words = r"optimizer\(gradients\): expected a call to the wrapped optimizer.*SGD"
     for number, held in ((1.0, (10.0, 1)), (3.0, (8.0, 0))):
         (of_wrapper if mode == "jit" else opt)(gradient(number))
-        with pytest.raises(gradaccum.UsageError, match=words):
+        with pytest.raises(UsageError, match=words):
             (of_both if mode == "jit" else inner)(gradient(1.0))
         assert (value(p), opt.result.micro_step) == held
 
@@ -74,7 +76,7 @@ def test_inner_optimizer_is_free_again():
     inner = nn.SGD([p], 1.0)
     opt = gradaccum.wrap(inner, steps=2)
     with pytest.raises(
-        gradaccum.ArgumentTypeError,
+        ArgumentTypeError,
         match="optimizer: expected an optimizer that is not wrapped yet",
     ):
         gradaccum.wrap(inner, steps=4)
@@ -165,9 +167,9 @@ def test_loss_in_the_weight_s_place(mode):
 
     number = Tensor(2.5, ms.float32)
     words = "weight: expected a keyword argument"
-    with pytest.raises(gradaccum.ArgumentTypeError, match=words):
+    with pytest.raises(ArgumentTypeError, match=words):
         take(by_place, number)
-    with pytest.raises(gradaccum.ArgumentTypeError, match=words):
+    with pytest.raises(ArgumentTypeError, match=words):
         opt(gradient(1.0), np.float32(2.5))
     assert opt.result.micro_step == 0
     take(by_place, Tensor(3, ms.int32))

@@ -5,15 +5,15 @@ overflow.
 import mindspore as ms
 import pytest
 
-from conformance_tests.framework_tests.mindspore_common import (
+from .mindspore_common import (
     BFLOAT16,
-    MODES,
+    by_mode,
     pynative_after,  # noqa: F401
 )
-from conformance_tests.framework_tests.mindspore_driver import driver
+from .mindspore_driver import driver
 
 
-@pytest.mark.parametrize("mode", MODES)
+@by_mode
 @pytest.mark.parametrize(
     "dtype",
     [

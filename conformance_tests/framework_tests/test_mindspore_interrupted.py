@@ -10,13 +10,10 @@ import pytest
 from mindspore import nn, ops
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import (
-    entries_of,
-    two_gradients,
-    two_parameters,
-    values,
-)
+from gradaccum import CheckpointError, UsageError
 from gradaccum_mindspore import gradient_sum, load_checkpoint_into
+
+from .mindspore_common import entries_of, two_gradients, two_parameters, values
 
 
 class Stop(BaseException):
@@ -64,7 +61,7 @@ def test_missed_update_is_made_by_flush(steps, tmp_path):
     assert (values(optimizer), counted(optimizer)) == ([1.0, 1.0], (2, 0))
     saved_and_loaded(optimizer, resumed, tmp_path)
     for each in (optimizer, resumed):
-        with pytest.raises(gradaccum.UsageError, match="flush"):
+        with pytest.raises(UsageError, match="flush"):
             each(two_gradients(4.0), 2)
         assert each.flush()
         assert (values(each), counted(each)) == ([-2.0, -2.0], (0, 1))
@@ -82,9 +79,9 @@ def test_half_added_micro_batch_is_refused_until_discard(
     with stopped(gradient_sum, "add_into", 2):
         optimizer(two_gradients(4.0), 1, 50.0)
     for call in (lambda: optimizer(two_gradients(4.0), 1, 4.0), optimizer.flush):
-        with pytest.raises(gradaccum.UsageError, match="discard"):
+        with pytest.raises(UsageError, match="discard"):
             call()
-    with pytest.raises(gradaccum.CheckpointError, match="micro_step"):
+    with pytest.raises(CheckpointError, match="micro_step"):
         saved_and_loaded(optimizer, wrapped(on_overflow=policy), tmp_path)
     optimizer.discard()
     for value in (1.0, 3.0):
@@ -139,9 +136,7 @@ def test_half_made_update_is_refused(writes):
             lambda optimizer=optimizer: optimizer(two_gradients(1.0)),
             optimizer.flush,
         ):
-            with pytest.raises(
-                gradaccum.UsageError, match="expected the last update to have"
-            ):
+            with pytest.raises(UsageError, match="expected the last update to have"):
                 call()
         assert values(optimizer) == left
         release(optimizer)

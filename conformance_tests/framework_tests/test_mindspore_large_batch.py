@@ -6,25 +6,27 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn
+from numpy.testing import assert_allclose
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import (
+from gradaccum_mindspore.large_batch.value_and_grad import (
+    value_and_grad,
+    value_and_update,
+)
+
+from .mindspore_common import (
     pynative_after,  # noqa: F401
     set_mode,
 )
-from conformance_tests.framework_tests.mindspore_large_batch import (
-    MODES,
+from .mindspore_large_batch import (
     Net,
     X,
     Y,
+    by_mode,
     distance,
     in_mode,
     tensors,
     trained,
-)
-from gradaccum_mindspore.large_batch.value_and_grad import (
-    value_and_grad,
-    value_and_update,
 )
 
 TOLERANCE = 1e-13
@@ -98,7 +100,7 @@ def test_wider_sums(mode):
     assert (gradient.dtype, gradient.asnumpy()) == (ms.float32, 1.0)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@by_mode
 def test_axes(mode):
     """Items along another axis, a leaf given whole, and a plain number."""
     net, batch = Net(), tensors(X.T, Y)
@@ -132,10 +134,10 @@ def test_batch_is_not_written():
     )
     _, gradient = made(x)
     np.testing.assert_array_equal(x.asnumpy(), X)
-    np.testing.assert_allclose(gradient.asnumpy()[0], X.sum(0), rtol=1e-13)
+    assert_allclose(gradient.asnumpy()[0], X.sum(0), rtol=1e-13)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@by_mode
 def test_open_window_belongs_to_the_update(mode):
     """Two items came before; the call brings three more, and ends the window of five."""
     weight = Parameter(Tensor(1.0), name="w")
@@ -147,7 +149,7 @@ def test_open_window_belongs_to_the_update(mode):
     made = value_and_update(forward, optimizer, micro_batch_size=2)
     optimizer((Tensor(5.0, ms.float32),), weight=2)
     loss = in_mode(mode, made)(Tensor([1.0, 2.0, 6.0]))
-    np.testing.assert_allclose(loss.asnumpy(), 3)
-    np.testing.assert_allclose(weight.asnumpy(), 1 - (2 * 5 + 9) / 5, rtol=1e-6)
+    assert_allclose(loss.asnumpy(), 3)
+    assert_allclose(weight.asnumpy(), 1 - (2 * 5 + 9) / 5, rtol=1e-6)
     assert optimizer.result.micro_step == 0
     assert optimizer.result.optimizer_step == 1

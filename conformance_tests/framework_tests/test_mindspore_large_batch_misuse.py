@@ -8,16 +8,17 @@ import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import pynative_after  # noqa: F401
-from conformance_tests.framework_tests.mindspore_large_batch import (
-    MODES,
-    in_mode,
-    seed,  # noqa: F401
-    tensors,
-)
 from gradaccum_mindspore.large_batch.value_and_grad import (
     value_and_grad,
     value_and_update,
+)
+
+from .mindspore_common import pynative_after  # noqa: F401
+from .mindspore_large_batch import (
+    by_mode,
+    in_mode,
+    seed,  # noqa: F401
+    tensors,
 )
 
 X = np.arange(10.0).reshape(5, 2)
@@ -84,7 +85,7 @@ def test_interrupted(failure, updates):
     np.testing.assert_equal(first, second)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@by_mode
 @pytest.mark.parametrize("seed", [None, 3], indirect=True)
 @pytest.mark.parametrize("kind", ["layer", "operator"])
 def test_no_mask_twice(mode, seed, kind):  # noqa: F811

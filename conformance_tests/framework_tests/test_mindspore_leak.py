@@ -13,7 +13,8 @@ import pytest
 from mindspore import Parameter, Tensor, nn
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import pynative_after, set_mode  # noqa: F401
+
+from .mindspore_common import pynative_after, set_mode  # noqa: F401
 
 WINDOWS = 200
 LEAK = 100

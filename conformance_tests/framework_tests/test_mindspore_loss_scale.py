@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 from mindspore import Tensor, amp
 
-from conformance_tests.framework_tests.mindspore_common import (
+from gradaccum import DynamicLossScale
+
+from .mindspore_common import (
     pynative_after,  # noqa: F401
 )
-from conformance_tests.framework_tests.mindspore_driver import driver
-from gradaccum import DynamicLossScale
+from .mindspore_driver import driver
 
 
 @pytest.mark.parametrize(

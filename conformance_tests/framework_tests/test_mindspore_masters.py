@@ -11,13 +11,15 @@ from mindspore import Parameter, Tensor, nn
 from mindspore.experimental import optim
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import (
+from gradaccum_conformance.deep import deep_but
+
+from .mindspore_common import (
     MODES,
+    by_mode,
     needs_mindspore,
     pynative_after,  # noqa: F401
     set_mode,
 )
-from gradaccum_conformance.deep import deep_but
 
 HALF = {"float16": ms.float16, "bfloat16": ms.bfloat16}
 RNG = np.random.default_rng(0)
@@ -125,7 +127,7 @@ def of_one(dtype):
     return net, gradaccum.wrap(inner, steps=2, master_weights=True)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@by_mode
 @pytest.mark.parametrize("dtype", [ms.float16, ms.bfloat16])
 def test_weights_that_are_loaded_after_wrapping(dtype, mode):
     """They are the masters from the next update on: 100 - 2 * RATE is 100 in half

@@ -2,9 +2,6 @@
 result.
 """
 
-import subprocess
-import sys
-
 import mindspore as ms
 import numpy as np
 import pytest
@@ -12,13 +9,7 @@ from mindspore import Parameter, Tensor, amp, nn
 from mindspore.communication import GlobalComm
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import (
-    entries_of,
-    pynative_after,  # noqa: F401
-    two_gradients,
-    two_parameters,
-    values,
-)
+from conformance_tests.programs import run_python
 from gradaccum import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -29,6 +20,14 @@ from gradaccum import (
 from gradaccum_mindspore import load_checkpoint_into
 from gradaccum_mindspore.workers import agreement
 
+from .mindspore_common import (
+    entries_of,
+    pynative_after,  # noqa: F401
+    two_gradients,
+    two_parameters,
+    values,
+)
+
 
 def bare(**options):
     return nn.SGD(two_parameters(), 1.0, **options)
@@ -36,11 +35,6 @@ def bare(**options):
 
 def wrapped(steps=2, **options):
     return gradaccum.wrap(bare(), steps=steps, **options)
-
-
-def of_one(parameter, **options):
-    inner = nn.SGD([Parameter(Tensor([1.0]), name=parameter)], 1.0)
-    return gradaccum.wrap(inner, steps=2, **options)
 
 
 def of_two_equal_names():
@@ -122,12 +116,7 @@ def test_tracing_is_refused(tmp_path):
     which pytest has not.
     """
     (tmp_path / "trace.py").write_text(TRACE)
-    ran = subprocess.run(
-        [sys.executable, str(tmp_path / "trace.py")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ran = run_python(str(tmp_path / "trace.py"))
     found = ran.stdout.split()
     assert found == ["capture_mode"] * 12 + ["-1.0"], ran.stderr[-2000:]
 

@@ -3,20 +3,20 @@ the program.
 """
 
 import re
-import subprocess
-import sys
 
 import mindspore as ms
 import pytest
 from mindspore import Parameter, Tensor, nn
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import (
+from conformance_tests.programs import run_python
+from gradaccum_mindspore import load_checkpoint_into
+
+from .mindspore_common import (
     entries_of,
     pynative_after,  # noqa: F401
     warned,
 )
-from gradaccum_mindspore import load_checkpoint_into
 
 LOADER = [Tensor([1.0, 1.0], ms.float32)] * 6
 
@@ -139,14 +139,7 @@ def test_program_ends_in_an_open_window(how, lost, tmp_path):
     that was saved has been closed.
     """
     (tmp_path / "program.py").write_text(AT_THE_END)
-    run = subprocess.run(
-        [sys.executable, "program.py", how],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    run = run_python("program.py", how, cwd=tmp_path, timeout=200)
     assert run.returncode == (how == "raises"), run.stderr[-2000:]
     found = re.findall(r"GradAccumWarning: .*\(micro-batches: (\d)\)", run.stderr)
     assert sorted(map(int, found)) == lost

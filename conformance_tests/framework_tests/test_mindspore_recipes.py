@@ -8,14 +8,10 @@ from pathlib import Path
 import pytest
 
 import gradaccum_mindspore
-from conformance_tests.framework_tests.mindspore_common import HOOKS
-from conformance_tests.framework_tests.preloaded import Preloaded
-from conformance_tests.framework_tests.recipes import (
-    Recipe,
-    cases,
-    recipes_of,
-    run_preloaded,
-)
+
+from .mindspore_common import HOOKS
+from .preloaded import Preloaded
+from .recipes import Recipe, cases, recipes_of, run_preloaded
 
 RECIPES = recipes_of(gradaccum_mindspore)
 pytestmark = [pytest.mark.xdist_group("mindspore recipes"), pytest.mark.slow]

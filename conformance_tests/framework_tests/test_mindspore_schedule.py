@@ -10,16 +10,17 @@ from mindspore.experimental import optim
 from mindspore.experimental.optim import lr_scheduler
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import (
-    MODES,
+from gradaccum_mindspore import load_checkpoint_into
+
+from .mindspore_common import (
+    by_mode,
     entries_of,
     needs_mindspore,
     pynative_after,  # noqa: F401
     set_mode,
     warned,
 )
-from conformance_tests.framework_tests.mindspore_driver import driver
-from gradaccum_mindspore import load_checkpoint_into
+from .mindspore_driver import driver
 
 
 def shrinking(optimizer_step):
@@ -66,7 +67,7 @@ def rate(optimizer):
     return float(optimizer.param_groups[0]["lr"])
 
 
-@pytest.mark.parametrize("mode", MODES)
+@by_mode
 def test_experimental_scheduler_moves_per_update(mode):
     """Three updates and a skipped window: the rate is halved three times. A flush of an
     empty window moves nothing.

@@ -9,20 +9,16 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
+from numpy.testing import assert_array_equal
 
-from conformance_tests.framework_tests.mindspore_common import (
+from gradaccum_mindspore import gradient_sum
+from gradaccum_mindspore.gradient_sum import CHUNK, LIMITS, ROW, compiled_norm, norm_of
+
+from .mindspore_common import (
     pynative_after,  # noqa: F401
     set_mode,
 )
-from conformance_tests.framework_tests.mindspore_graphs import saved_graphs
-from gradaccum_mindspore import gradient_sum
-from gradaccum_mindspore.gradient_sum import (
-    CHUNK,
-    LIMITS,
-    ROW,
-    compiled_norm,
-    norm_of,
-)
+from .mindspore_graphs import saved_graphs
 
 SHAPES = {
     "within a row": [(3,), (5, 7), ()],
@@ -125,11 +121,11 @@ def test_division_and_scaling_are_rounded_once(way, total, other):
     )
     for tensor, array in zip(divided, arrays, strict=True):
         expected = (array.astype(work) / work.type(3)).astype(other)
-        np.testing.assert_array_equal(tensor.asnumpy(), expected, strict=True)
+        assert_array_equal(tensor.asnumpy(), expected, strict=True)
         scaled = gradient_sum.scaled(Tensor(array), 0.3, getattr(ms, other))
         wide = np.dtype(WORK[other])
         expected = (array.astype(wide) * wide.type(0.3)).astype(other)
-        np.testing.assert_array_equal(scaled.asnumpy(), expected, strict=True)
+        assert_array_equal(scaled.asnumpy(), expected, strict=True)
     assert gradient_sum.scaled(scaled, 1.0, scaled.dtype) is scaled
 
 

@@ -10,30 +10,27 @@ from mindspore.dataset import NumpySlicesDataset
 from mindspore.train import CheckpointConfig, LambdaCallback, Model, ModelCheckpoint
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import (
+from gradaccum_mindspore import FlushAtEpochEnd, TrainOneStepCell, load_checkpoint_into
+
+from .mindspore_common import (
     X,
     Y,
     make_net,
     pynative_after,  # noqa: F401
     set_mode,
 )
-from gradaccum_mindspore import FlushAtEpochEnd, TrainOneStepCell, load_checkpoint_into
 
 MODES = ("pynative", "graph")
 
 
-def cell_of(net, loss, kind=TrainOneStepCell, rate=1.0, **options):
-    optimizer = gradaccum.wrap(
-        nn.SGD(net.trainable_params(), rate), **{"steps": 2, **options}
-    )
-    return kind(nn.WithLossCell(net, loss), optimizer)
+def cell_of(net, loss, **options):
+    inner = nn.SGD(net.trainable_params(), 1.0)
+    optimizer = gradaccum.wrap(inner, steps=2, **options)
+    return TrainOneStepCell(nn.WithLossCell(net, loss), optimizer)
 
 
 def line():
     return nn.Dense(3, 1, weight_init="ones", has_bias=False)
-
-
-ROWS = np.random.RandomState(0).randn(8, 3).astype(np.float32) + 5
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -59,11 +56,7 @@ def make(mode):
     set_mode(mode)
     net = make_net()
     optimizer = gradaccum.wrap(nn.Momentum(net.trainable_params(), 0.1, 0.9), steps=4)
-    return (
-        Model(net, nn.MSELoss(), optimizer),
-        net,
-        optimizer,
-    )
+    return Model(net, nn.MSELoss(), optimizer), net, optimizer
 
 
 def data():

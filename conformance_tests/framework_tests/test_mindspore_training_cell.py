@@ -8,18 +8,20 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
+from numpy.testing import assert_allclose
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import (
-    MODES,
+from gradaccum_mindspore import TrainOneStepCell
+
+from .mindspore_common import (
     WEIGHT,
     X,
     Y,
+    by_mode,
     make_net,
     pynative_after,  # noqa: F401
     set_mode,
 )
-from gradaccum_mindspore import TrainOneStepCell
 
 SCALE = gradaccum.DynamicLossScale(1024.0, growth_interval=1)
 
@@ -54,7 +56,7 @@ def called(mode, cell):
 
 def require_large_batches(net):
     expected = large_batches()
-    np.testing.assert_allclose(net.weight.asnumpy(), expected, rtol=0, atol=3e-6)
+    assert_allclose(net.weight.asnumpy(), expected, rtol=0, atol=3e-6)
     assert np.abs(expected - WEIGHT).max() > 1e-3
 
 
@@ -67,17 +69,17 @@ def first_of(x, y):
     [(first_of, np.abs(X[[0, 2], 0]).sum()), (None, 2.0)],
     ids=["a function", "none"],
 )
-@pytest.mark.parametrize("mode", MODES)
+@by_mode
 def test_weights_of_the_users(mode, weight, expected):
     """With None each micro-batch weighs 1."""
     _, with_loss, optimizer = made(mode, steps=None)
     step = called(mode, TrainOneStepCell(with_loss, optimizer, weight))
     for first in (0, 2):
         step(*rows(first, 2))
-    np.testing.assert_allclose(optimizer.storage.weight.asnumpy(), expected, rtol=1e-6)
+    assert_allclose(optimizer.storage.weight.asnumpy(), expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@by_mode
 def test_unscaled_loss_is_refused(mode):
     """By MindSpore's cell: the first micro-batch raises before it adds anything, and so
     does each further try. To print ``result`` is not to ask for the scale.
@@ -94,7 +96,7 @@ def test_unscaled_loss_is_refused(mode):
     assert optimizer.storage.micro_step.asnumpy() == 0
 
 
-@pytest.mark.parametrize("mode", MODES)
+@by_mode
 def test_current_scale_is_passed_as_sens(mode):
     net, with_loss, optimizer = made(mode, steps=2, loss_scale=SCALE)
     with_sens = ops.GradOperation(get_by_list=True, sens_param=True)(

@@ -2,11 +2,8 @@
 of the user's is changed.
 """
 
-from __future__ import annotations
-
 import random
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import mindspore as ms
@@ -15,9 +12,10 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
-from conformance_tests.framework_tests.mindspore_common import pynative_after  # noqa: F401
 from gradaccum import verify
 from gradaccum_conformance.deep import deep_but
+
+from .mindspore_common import pynative_after  # noqa: F401
 
 ITEMS = 8
 RNG = np.random.default_rng(0)
@@ -71,16 +69,14 @@ class MeanInAParameter(nn.Cell):
         return out
 
 
-Model = Callable[[], nn.Cell]
-Loss = Callable[..., Any]
-PLANTED: dict[str, tuple[Model, Loss, str, str]] = {
+PLANTED: dict[str, Any] = {
     "batch norm": (lambda: net(nn.BatchNorm1d(3)), plain, "batch_statistics", "1"),
     "attribute": (lambda: net(MeanInAnAttribute()), plain, "hidden_state", "1.mean"),
     "Parameter": (lambda: net(MeanInAParameter()), plain, "hidden_state", "moving"),
     "seed": (net, seeding, "not_repeatable", "the loss"),
 }
 CLOSED_OVER = net()
-SOUND: dict[str, tuple[Model, Loss]] = {
+SOUND: dict[str, Any] = {
     "dropout": (lambda: net(nn.Dropout(p=0.5), nn.Dropout(p=0.2)), plain),
     "criterion": (net, nn.MSELoss()),
     "closing over": (lambda: CLOSED_OVER, lambda x, y: plain(CLOSED_OVER, x, y)),

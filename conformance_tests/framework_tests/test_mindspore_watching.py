@@ -10,19 +10,16 @@ from mindspore.dataset import NumpySlicesDataset
 from mindspore.train import Model
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import (
+from gradaccum import UsageError
+from gradaccum_mindspore import FlushAtEpochEnd, TrainOneStepCell, load_checkpoint_into
+
+from .mindspore_common import (
     X,
     Y,
     entries_of,
     make_net,
     pynative_after,  # noqa: F401
     set_mode,
-)
-from gradaccum import UsageError
-from gradaccum_mindspore import (
-    FlushAtEpochEnd,
-    TrainOneStepCell,
-    load_checkpoint_into,
 )
 
 

@@ -2,8 +2,6 @@
 share.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -12,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from conformance_tests.framework_tests import mindspore_workers
-from conformance_tests.framework_tests.mindspore_workers.common import WORLD
-from conformance_tests.framework_tests.recipes import Recipe, run_recipe
+from . import mindspore_workers
+from .mindspore_workers.common import WORLD
+from .recipes import Recipe, run_recipe
 
 pytestmark = [pytest.mark.xdist_group("mindspore_workers"), pytest.mark.slow]
 PROGRAM = Path(mindspore_workers.__file__).with_name("__main__.py").read_text()
@@ -43,7 +41,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 
 
 def read(report: Path) -> dict[str, str]:
-    return json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
+    return json.loads(report.read_text("utf-8")) if report.exists() else {}
 
 
 @pytest.mark.parametrize("name", mindspore_workers.CHECKS)

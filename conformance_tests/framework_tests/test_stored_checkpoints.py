@@ -5,8 +5,6 @@ later release and every supported version resumes it.
 a new `gradaccum.kit.FORMAT`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -28,12 +26,7 @@ SAVED_AFTER = 6
 def begin(backend: Harness) -> Session:
     scale = gradaccum.DynamicLossScale(init_scale=64.0, growth_interval=1)
     return start(
-        backend,
-        MLP,
-        Optimizer("momentum"),
-        steps=4,
-        clip_norm=0.5,
-        loss_scale=scale,
+        backend, MLP, Optimizer("momentum"), steps=4, clip_norm=0.5, loss_scale=scale
     )
 
 

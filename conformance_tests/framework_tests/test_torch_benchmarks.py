@@ -2,10 +2,9 @@
 that their times can be compared.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
+from torch.testing import assert_close
 
 from benchmarks.contestants.torch_least import least, least_separate
 from benchmarks.contestants.torch_loops import hand_written, wrapped
@@ -20,7 +19,7 @@ def test_splitting_contestants_agree() -> None:
         gradients[name] = [loss, *(p.grad for p in net.parameters())]
     for own in gradients.values():
         for a, b in zip(own, gradients[torch_split.BASELINE], strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+            assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -37,4 +36,4 @@ def test_loops_make_the_same_updates(fused: bool) -> None:
             window()
         trained.append([p.detach() for p in net.parameters()])
     for own in trained[1:]:
-        torch.testing.assert_close(own, trained[0])
+        assert_close(own, trained[0])

@@ -2,8 +2,6 @@
 benchmarks measure times.
 """
 
-from __future__ import annotations
-
 import cProfile
 import weakref
 from typing import Any
@@ -12,7 +10,8 @@ import pytest
 import torch
 
 import gradaccum
-from conformance_tests.framework_tests.torch_operations import Operations
+
+from .torch_operations import Operations
 
 STEPS = 4
 SIZE = 64

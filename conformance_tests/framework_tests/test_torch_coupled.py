@@ -2,8 +2,6 @@
 statistics, wrapped optimizers and dtypes.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 from typing import Any
@@ -12,16 +10,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
 
 import gradaccum
-from conformance_tests.framework_tests.torch_large_batch import (
-    ITEMS,
-    X,
-    assert_close,
-    gradients,
-    truth,
-)
 from gradaccum_torch.large_batch import coupled_backward
+
+from .torch_large_batch import ITEMS, X, assert_close, gradients, truth
 
 
 class Scored(nn.Sequential):
@@ -116,10 +110,8 @@ def test_wrapped_optimizer(options: dict[str, Any]) -> None:
     reaches outputs and temperature.
     """
     model, large = Scored(), Scored()
-    opt = gradaccum.wrap(
-        torch.optim.SGD(model.parameters(), lr=1.0), steps=None, **options
-    )
-    inner = torch.optim.SGD(large.parameters(), lr=1.0)
+    opt = gradaccum.wrap(SGD(model.parameters(), lr=1.0), steps=None, **options)
+    inner = SGD(large.parameters(), lr=1.0)
     for update in range(2):
         inner.zero_grad()
         value = large.loss(large(X))
@@ -141,7 +133,7 @@ def test_half_precision_sums(dtype: torch.dtype, wrapped: bool) -> None:
     """1024 equal parts would stop growing at 256 in bfloat16 and 2048 in float16."""
     weight = nn.Parameter(torch.zeros(1, dtype=dtype))
     x = torch.ones(1024, 1, dtype=dtype) * (1 if dtype is torch.bfloat16 else 4)
-    inner = torch.optim.SGD([weight], lr=1.0)
+    inner = SGD([weight], lr=1.0)
     coupled_backward(
         lambda x: x * weight,
         lambda outputs: outputs.float().sum(),

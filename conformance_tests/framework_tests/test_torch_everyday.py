@@ -2,8 +2,6 @@
 that look alike stay as they are.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,16 +15,9 @@ from torch.optim.lr_scheduler import LinearLR, StepLR
 from torch.utils.checkpoint import checkpoint
 
 import gradaccum
-from conformance_tests.framework_tests.torch_model import (
-    X,
-    by_place,
-    loss_of,
-    make,
-    rows_of,
-    same,
-    train,
-    values,
-)
+from gradaccum import ArgumentTypeError, GradAccumWarning, UsageError
+
+from .torch_model import X, by_place, loss_of, make, rows_of, same, train, values
 
 Said = Callable[[], list[str]]
 Loop = Callable[[Any, Any], object]
@@ -40,12 +31,12 @@ def said() -> Iterator[Said]:
     """
 
     def texts() -> list[str]:
-        ours = [each for each in caught if each.category is gradaccum.GradAccumWarning]
+        ours = [each for each in caught if each.category is GradAccumWarning]
         assert not any("gradaccum_torch" in Path(each.filename).parts for each in ours)
         return [str(each.message) for each in ours]
 
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", gradaccum.GradAccumWarning)
+        warnings.simplefilter("always", GradAccumWarning)
         yield texts
 
 
@@ -58,8 +49,7 @@ def test_inner_step_is_refused() -> None:
     train(model, opt, 3)
     before = values(model)
     with pytest.raises(
-        gradaccum.UsageError,
-        match=r"SGD\.step\(\)\. Write optimizer = gradaccum\.wrap\(SGD",
+        UsageError, match=r"SGD\.step\(\)\. Write optimizer = gradaccum\.wrap\(SGD"
     ):
         opt.optimizer.step()
     assert same(model, before)
@@ -72,7 +62,7 @@ def test_inner_optimizer_is_free_again() -> None:
     model, opt = make()
     inner, copied = opt.optimizer, copy.deepcopy(opt)
     copy.deepcopy(inner).step()
-    with pytest.raises(gradaccum.UsageError, match="inner optimizer's SGD"):
+    with pytest.raises(UsageError, match="inner optimizer's SGD"):
         copied.optimizer.step()
     del opt
     inner.step()
@@ -85,7 +75,7 @@ def test_second_wrapper_is_refused() -> None:
     model, opt = make()
     inner = opt.optimizer
     with pytest.raises(
-        gradaccum.ArgumentTypeError, match=r"optimizer: .* not wrapped yet; got SGD"
+        ArgumentTypeError, match=r"optimizer: .* not wrapped yet; got SGD"
     ):
         gradaccum.wrap(inner, steps=2)
     opt.itself = opt
@@ -110,9 +100,7 @@ def test_step_without_backward_is_refused(
         opt.step()
         opt.zero_grad(set_to_none)
     opt.zero_grad(set_to_none)
-    with pytest.raises(
-        gradaccum.UsageError, match=r"expected a backward pass.* CUDA graph"
-    ):
+    with pytest.raises(UsageError, match=r"expected a backward pass.* CUDA graph"):
         opt.step()
     train(model, opt, 1)
     assert opt.result.micro_step == micro_batches % 4 + 1
@@ -151,7 +139,7 @@ def test_closure_without_a_loss_is_left_out() -> None:
             train(model, opt, 1)
     assert opt.result.optimizer_step == 1
     make(loss_scale=2.0)[1].step(lambda: None)
-    with pytest.raises(gradaccum.UsageError, match="expected a backward pass"):
+    with pytest.raises(UsageError, match="expected a backward pass"):
         opt.step(lambda: torch.ones(()))
     reference, other = make(steps=1)
     train(reference, other, 1)
@@ -167,7 +155,7 @@ def test_pass_through_another_wrapper_stands_for_one() -> None:
             opt.step()
     for _, opt in pairs:
         assert opt.result.optimizer_step == 1
-        with pytest.raises(gradaccum.UsageError, match="expected a backward pass"):
+        with pytest.raises(UsageError, match="expected a backward pass"):
             opt.step()
 
 

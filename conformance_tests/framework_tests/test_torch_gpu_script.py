@@ -2,40 +2,25 @@
 so, and does not pass. The page is the generator's.
 """
 
-from __future__ import annotations
-
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.gpu import stages
 from benchmarks.gpu.page import PAGE, RESULTS, page_of
-from benchmarks.gpu.records import (
-    FIGURE,
-    NEEDS_GPU,
-    PASS,
-    read,
-)
+from benchmarks.gpu.records import FIGURE, NEEDS_GPU, PASS, read
 from benchmarks.gpu.stages import STAGES
 from benchmarks.gpu.table import counted
+from conformance_tests.programs import ROOT, run_python
 
-ROOT = Path(__file__).parents[2]
 WITH_TORCH_ALONE = {each.name for each in STAGES} - {"speed", "jax_windows"}
 
 
 @pytest.mark.slow
 def test_checks_pass_on_a_cpu(tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
-    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--small"]
-    done = subprocess.run(
-        [*command, "--results", str(results)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    options = ("--device", "cpu", "--small", "--results", str(results))
+    done = run_python("-m", "benchmarks.gpu", *options, cwd=ROOT)
     found = read(results)
     assert done.returncode == 0, "\n".join(map(str, found.failures())) + done.stderr
     assert {record.stage for record in found.records} == {each.name for each in STAGES}
@@ -52,4 +37,4 @@ def test_checks_pass_on_a_cpu(tmp_path: Path) -> None:
 
 def test_page_is_the_generator_s() -> None:
     kept = read(RESULTS) if RESULTS.exists() else None
-    assert PAGE.read_text(encoding="utf-8") == page_of(kept)
+    assert PAGE.read_text("utf-8") == page_of(kept)

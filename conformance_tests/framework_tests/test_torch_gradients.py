@@ -1,18 +1,19 @@
 """Gradients of every kind: half precision, sparse, complex, huge, not finite."""
 
-from __future__ import annotations
-
 import copy
 import math
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import SGD
+from torch.testing import assert_close
 
 import gradaccum
-from conformance_tests.framework_tests.torch_model import PLACES, by_float_place
 
-SPARSE = {"sgd": torch.optim.SGD, "sparse_adam": torch.optim.SparseAdam}
+from .torch_model import PLACES, by_float_place
+
+SPARSE = {"sgd": SGD, "sparse_adam": torch.optim.SparseAdam}
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
@@ -38,7 +39,7 @@ def test_sparse_gradients_equal_the_large_batch(
     large.weight.grad = gradient * min(1.0, clip_norm / norm)
     SPARSE[name](large.parameters(), lr=0.1).step()
     assert opt.result.grad_norm == pytest.approx(norm)
-    torch.testing.assert_close(model.weight.detach(), large.weight.detach())
+    assert_close(model.weight.detach(), large.weight.detach())
 
 
 @by_float_place
@@ -46,17 +47,17 @@ def test_dense_gradient_is_added_to_a_sparse_sum(place: str) -> None:
     """As of an embedding whose weight is the output layer's too."""
     table = nn.Embedding(2, 1, sparse=True)
     before = table.weight.detach().clone()
-    inner = torch.optim.SGD(table.parameters(), lr=1.0)
+    inner = SGD(table.parameters(), lr=1.0)
     opt = gradaccum.wrap(inner, steps=2, **PLACES[place])
     for loss in ((2 * table(torch.tensor([0]))).sum(), table.weight.sum()):
         loss.backward()
         opt.step()
-    torch.testing.assert_close(before - table.weight, torch.tensor([[1.5], [0.5]]))
+    assert_close(before - table.weight, torch.tensor([[1.5], [0.5]]))
 
 
 def test_complex_parameters_are_trained() -> None:
     parameter = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-    opt = gradaccum.wrap(torch.optim.SGD([parameter], lr=1.0), steps=2)
+    opt = gradaccum.wrap(SGD([parameter], lr=1.0), steps=2)
     for _ in range(2):
         (parameter * (3 + 4j)).real.sum().backward()
         opt.step()
@@ -69,7 +70,7 @@ def test_parameter_without_axes_is_divided_as_others_are() -> None:
     gradient = torch.linspace(0.1, 9.7, 97)
     scalars = [nn.Parameter(torch.zeros(())) for _ in gradient]
     vector = nn.Parameter(torch.zeros(97))
-    sgd = torch.optim.SGD([*scalars, vector], lr=1.0)
+    sgd = SGD([*scalars, vector], lr=1.0)
     opt = gradaccum.wrap(sgd, steps=1, clip_norm=1.0)
     opt.backward((torch.stack(scalars) + vector) @ gradient)
     opt.step()
@@ -78,7 +79,7 @@ def test_parameter_without_axes_is_divided_as_others_are() -> None:
 
 def test_default_device_need_not_be_the_parameters() -> None:
     weight = nn.Parameter(torch.zeros(3))
-    opt = gradaccum.wrap(torch.optim.SGD([weight], lr=1.0), steps=2)
+    opt = gradaccum.wrap(SGD([weight], lr=1.0), steps=2)
     for _ in range(2):
         opt.backward(weight.sum())
         with torch.device("meta"):

@@ -2,23 +2,19 @@
 at.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
 
 import gradaccum
-from conformance_tests.framework_tests.torch_model import (
-    PLACES,
-    loss_of,
-    make,
-)
-from conformance_tests.framework_tests.torch_operations import Operations, Peak
 from gradaccum_torch import window
+
+from .torch_model import PLACES, loss_of, make
+from .torch_operations import Operations, Peak
 
 LAYERS, SIZE = 6, 32
 ONE, ALL = SIZE * SIZE, LAYERS * SIZE * SIZE
@@ -31,7 +27,7 @@ def test_peak_is_sum_and_one_gradient(master_weights: bool) -> None:
     """
     layers = [nn.Linear(SIZE, SIZE, bias=False) for _ in range(LAYERS)]
     model = nn.Sequential(*layers).bfloat16()
-    inner = torch.optim.SGD(model.parameters())
+    inner = SGD(model.parameters())
     opt = gradaccum.wrap(inner, steps=2, master_weights=master_weights)
     x = torch.ones(2, SIZE, dtype=torch.bfloat16)
     with Peak() as memory:
@@ -112,7 +108,7 @@ def test_gradients_in_a_dtype_that_the_user_has_set_are_summed_in_float32(
     weight = torch.zeros(2, dtype=dtype, requires_grad=True)
     weight.grad_dtype = grad_dtype
     dtypes = []
-    inner = torch.optim.SGD([weight], lr=1.0)
+    inner = SGD([weight], lr=1.0)
     inner.register_step_pre_hook(lambda *_: dtypes.append(weight.grad.dtype))
     opt = gradaccum.wrap(inner, steps=5, reduction="sum")
     for factor in [1.0, *[2.0**-9] * 4]:
@@ -124,7 +120,7 @@ def test_gradients_in_a_dtype_that_the_user_has_set_are_summed_in_float32(
 
 def test_norm_of_faint_float16_sums_is_right() -> None:
     weight = torch.zeros(2, dtype=torch.float16, requires_grad=True)
-    inner = torch.optim.SGD([weight])
+    inner = SGD([weight])
     opt = gradaccum.wrap(inner, steps=1, accumulate_dtype="float16")
     opt.backward((weight * 2.0**-14).sum())
     opt.step()
@@ -134,7 +130,7 @@ def test_norm_of_faint_float16_sums_is_right() -> None:
 def test_quotient_that_float16_does_not_hold_is_an_overflow() -> None:
     """Although the sum, which was multiplied by the weight, fits."""
     weight = torch.zeros(2, dtype=torch.float16, requires_grad=True)
-    opt = gradaccum.wrap(torch.optim.SGD([weight]), steps=1)
+    opt = gradaccum.wrap(SGD([weight]), steps=1)
     gradient = torch.tensor(4.0, dtype=torch.float16)
     opt.backward((weight * 2.0**15).sum(), weight=2.0**-10, gradient=gradient)
     opt.step()
@@ -145,7 +141,7 @@ def test_empty_parameter_fits_into_any_dtype() -> None:
     """The window's norm is larger than any float16."""
     wide = torch.zeros(2, requires_grad=True)
     empty = torch.zeros(0, dtype=torch.float16, requires_grad=True)
-    opt = gradaccum.wrap(torch.optim.SGD([wide, empty], lr=1.0), steps=1)
+    opt = gradaccum.wrap(SGD([wide, empty], lr=1.0), steps=1)
     opt.backward(wide.sum() * 1e6 + empty.sum())
     opt.step()
     assert opt.result.applied

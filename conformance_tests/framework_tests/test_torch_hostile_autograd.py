@@ -5,8 +5,6 @@ Each makes the large batch's gradient as bare torch makes it, or an error says w
 change was seen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -15,14 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import gradaccum
-from conformance_tests.framework_tests.torch_model import (
-    by_float_place,
-    loss_of,
-    make,
-    make_model,
-    rows_of,
-    values,
-)
+
+from .torch_model import by_float_place, loss_of, make, make_model, rows_of, values
 
 Scenario = Callable[[nn.Module, int], None]
 """One backward pass of a micro-batch, whatever happens in it."""

@@ -2,8 +2,6 @@
 the next calls are refused.
 """
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from typing import Any
@@ -13,15 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from conformance_tests.framework_tests.torch_model import (
-    MAKERS,
-    by_place,
-    loss_of,
-    make,
-    rows_of,
-    values,
-)
 from gradaccum import GradAccumWarning, UsageError
+
+from .torch_model import MAKERS, by_place, loss_of, make, rows_of, values
 
 BITS = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-7}
 

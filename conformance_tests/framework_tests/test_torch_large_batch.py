@@ -2,8 +2,6 @@
 against one backward pass of the large batch.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -11,10 +9,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 import gradaccum
-from conformance_tests.framework_tests.torch_large_batch import (
+from gradaccum_torch.large_batch import backward, coupled_backward
+
+from .torch_large_batch import (
     ITEMS,
     X,
     Y,
@@ -24,10 +25,11 @@ from conformance_tests.framework_tests.torch_large_batch import (
     make_model,
     truth,
 )
-from gradaccum_torch.large_batch import backward, coupled_backward
+
+by_coupling = pytest.mark.parametrize("coupled", [False, True])
 
 
-@pytest.mark.parametrize("coupled", [False, True])
+@by_coupling
 def test_nests_and_axes(coupled: bool) -> None:
     """Arrays of NumPy, another batch axis, texts and flags, and what is passed whole;
     the user's own tensors, in views.
@@ -76,7 +78,7 @@ def test_every_leaf_gets_its_gradient() -> None:
 
 
 @pytest.mark.parametrize("scale", ["none", "static", "scaler"])
-@pytest.mark.parametrize("coupled", [False, True])
+@by_coupling
 def test_leaves_beside_the_optimizer(scale: str, coupled: bool) -> None:
     """A critic that the generator's loss goes through gets the large batch's gradient,
     freed of scale and weights, beside what it held.
@@ -86,7 +88,7 @@ def test_leaves_beside_the_optimizer(scale: str, coupled: bool) -> None:
     large = copy.deepcopy(nn.Sequential(generator, critic))
     large[1].weight.grad = torch.ones_like(held)
     scales = {"static": 1024.0, "scaler": torch.amp.GradScaler("cpu", init_scale=64.0)}
-    inner = torch.optim.SGD(generator.parameters(), lr=1.0)
+    inner = SGD(generator.parameters(), lr=1.0)
     opt = gradaccum.wrap(inner, steps=None, loss_scale=scales.get(scale))
     loss_of: Any = Tensor.std if coupled else lambda outputs: outputs.square().mean()
 
@@ -98,7 +100,7 @@ def test_leaves_beside_the_optimizer(scale: str, coupled: bool) -> None:
     else:
         backward(lambda x: loss_of(outputs_of(x)), X, steps=3, optimizer=opt)
     loss_of(large(X)).backward()
-    torch.optim.SGD(large[0].parameters(), lr=1.0).step()
+    SGD(large[0].parameters(), lr=1.0).step()
     assert critic.weight.grad is held
     torch.testing.assert_close(
         [*gradients(critic), *generator.parameters()],
@@ -122,7 +124,7 @@ def test_reentrant_checkpoint() -> None:
     with pytest.raises(gradaccum.UsageError, match="use_reentrant=False"):
         backward(loss_fn, X, Y, steps=3)
     assert all(gradient is None for gradient in gradients(model))
-    opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=1.0), steps=None)
+    opt = gradaccum.wrap(SGD(model.parameters(), lr=1.0), steps=None)
     backward(loss_fn, X, Y, steps=3, optimizer=opt)
     moved = [p - q for p, q in zip(other.parameters(), model.parameters(), strict=True)]
     torch.testing.assert_close(moved, expected, rtol=1e-12, atol=1e-15)
@@ -182,7 +184,7 @@ def test_sparse_gradients(before: str | None) -> None:
     )
 
 
-@pytest.mark.parametrize("coupled", [False, True])
+@by_coupling
 def test_outer_autocast(coupled: bool) -> None:
     """The weights that one pass over a micro-batch has cast are not those of the next
     pass.

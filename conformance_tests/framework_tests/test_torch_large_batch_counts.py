@@ -2,18 +2,18 @@
 same under `torch.compile`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 import gradaccum
-from conformance_tests.framework_tests.torch_large_batch import gradients
-from conformance_tests.framework_tests.torch_operations import Operations, Peak
 from gradaccum_torch.large_batch import backward, coupled_backward
+
+from .torch_large_batch import gradients
+from .torch_operations import Operations, Peak
 
 ITEMS = 64
 X = torch.randn(ITEMS, 16, generator=torch.Generator().manual_seed(1))
@@ -110,8 +110,8 @@ def test_compiled(what: str) -> None:
     loss = call(X)
     expected = loss_of(other, X * 2)
     expected.backward()
-    torch.testing.assert_close(loss, expected.detach())
-    torch.testing.assert_close(gradients(model), gradients(other), rtol=1e-4, atol=1e-6)
+    assert_close(loss, expected.detach())
+    assert_close(gradients(model), gradients(other), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
@@ -135,4 +135,4 @@ def test_compiled_statistics_move_once_or_are_refused(named: bool) -> None:
     coupled_backward(compiled, torch.std, X, steps=4, modules=[model])
     for part in X.chunk(4):
         other(part)
-    torch.testing.assert_close([*model.buffers()], [*other.buffers()])
+    assert_close([*model.buffers()], [*other.buffers()])

@@ -2,8 +2,6 @@
 gradients alive at a time.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -11,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
+from torch.testing import assert_close
 
 import gradaccum
-from conformance_tests.framework_tests.torch_large_batch import (
-    Drifting,
-    cross_entropy,
-)
 from gradaccum_torch import backward, layered_backward
+
+from .torch_large_batch import Drifting, cross_entropy
 
 X, Y = (
     torch.randn(11, 6, generator=torch.Generator().manual_seed(0)),
@@ -38,7 +36,7 @@ def make_layers(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 def wrap(layers: nn.Module, **options: Any) -> Any:
-    inner = torch.optim.SGD(layers.parameters(), lr=0.1, momentum=0.9)
+    inner = SGD(layers.parameters(), lr=0.1, momentum=0.9)
     return gradaccum.wrap(inner, **{"steps": None, "on_overflow": "ignore", **options})
 
 
@@ -67,16 +65,12 @@ def require_same(model: nn.Module, other: nn.Module) -> None:
     assert all(map(torch.equal, *states))
 
 
-PLACES = {
-    "kept": {"within": "keep"},
-    "within": {},
-    "host": {"borders": "host"},
-}
+PLACES = {"kept": {"within": "keep"}, "within": {}, "host": {"borders": "host"}}
 """Where the activations are."""
 by_place = pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 
 
-OPTIONS: dict[str, Callable[[], dict[str, Any] | None]] = {
+OPTIONS = {
     "no optimizer": lambda: None,
     "ignore": lambda: {"on_overflow": "ignore"},
     "scaled": lambda: {"on_overflow": "ignore", "loss_scale": 8.0},
@@ -121,9 +115,7 @@ def test_same_bits_as_without_layers(
         numbers = losses, gradients(model), x.grad, torch.get_rng_state(), states
         outcomes.append((repr(opt and opt.result), numbers))
     assert outcomes[0][0] == outcomes[1][0]
-    torch.testing.assert_close(
-        outcomes[1][1], outcomes[0][1], rtol=0, atol=0, equal_nan=True
-    )
+    assert_close(outcomes[1][1], outcomes[0][1], rtol=0, atol=0, equal_nan=True)
 
 
 class Tied(nn.Module):
@@ -177,16 +169,16 @@ def test_equals_the_large_batch(reduction: str, updated: bool) -> None:
     h = x
     for layer in large.layers():
         h = layer(h)
-    torch.testing.assert_close(aux["outputs"], h[0], rtol=1e-12, atol=1e-14)
+    assert_close(aux["outputs"], h[0], rtol=1e-12, atol=1e-14)
     expected, _ = loss_fn(h, (y, weights))
     expected = expected / (weights.sum() if reduction == "sum_per_item" else 1)
-    torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
+    assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
     expected.backward()
-    torch.optim.SGD(large.parameters(), lr=0.1 * updated).step()
+    SGD(large.parameters(), lr=0.1 * updated).step()
     for p, q in zip(model.parameters(), large.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
+        assert_close(p, q, rtol=1e-12, atol=1e-14)
         if not updated and q.grad is not None:
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-14)
+            assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-14)
     assert model.frozen.weight.grad is None
 
 
@@ -258,7 +250,7 @@ def test_error_after_an_update_names_the_layers_and_asks_for_a_load() -> None:
     assert opt.result.optimizer_step == 1
 
 
-class MovingAll(torch.optim.SGD):
+class MovingAll(SGD):
     """Takes a missing gradient for zeros, as Muon does."""
 
     def step(self, closure: Any = None) -> None:
@@ -267,7 +259,7 @@ class MovingAll(torch.optim.SGD):
         super().step(closure)
 
 
-class Counting(torch.optim.SGD):
+class Counting(SGD):
     """Counts its steps in its groups, as schedule-free optimizers do."""
 
     def step(self, closure: Any = None) -> None:
@@ -277,7 +269,7 @@ class Counting(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("kind", [MovingAll, Counting])
-def test_optimizer_whose_step_is_not_by_parameter(kind: type[torch.optim.SGD]) -> None:
+def test_optimizer_whose_step_is_not_by_parameter(kind: type[SGD]) -> None:
     """Layer by layer it would move the other layers too, or count each layer."""
     layers = make_layers()
     inner = kind(layers.parameters(), lr=0.1, momentum=0.9)

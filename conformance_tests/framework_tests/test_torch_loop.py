@@ -1,12 +1,12 @@
 """The wrapped optimizer in the loops that torch's users write."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.optim import SGD
+from torch.testing import assert_close
 
 import gradaccum
 
@@ -44,7 +44,7 @@ def test_usual_loop_equals_large_batch(
     for p, expected in zip(
         model.parameters(), large_batch_step(MAKERS[name]), strict=True
     ):
-        torch.testing.assert_close(p.detach(), expected, rtol=1e-5, atol=1e-5)
+        assert_close(p.detach(), expected, rtol=1e-5, atol=1e-5)
         if order == "zero_grad_last" and not set_to_none:
             assert torch.equal(p.grad, torch.zeros_like(p))
         else:
@@ -62,7 +62,7 @@ def test_wrapper_shares_groups_and_state() -> None:
     assert opt.defaults is inner.defaults
 
 
-class Noting(torch.optim.SGD):
+class Noting(SGD):
     def step(self, closure: Any = None, **kwargs: Any) -> None:
         self.seen.append(kwargs)
 
@@ -79,7 +79,7 @@ def test_hooks_fire_once_per_update() -> None:
 
 def test_group_added_in_mid_window_counts() -> None:
     model = make_model()
-    opt = gradaccum.wrap(torch.optim.SGD(model[2].parameters(), lr=0.5), steps=2)
+    opt = gradaccum.wrap(SGD(model[2].parameters(), lr=0.5), steps=2)
     loss_of(model, rows_of(0)).backward()
     opt.step()
     model[0].zero_grad()
@@ -87,7 +87,7 @@ def test_group_added_in_mid_window_counts() -> None:
     loss_of(model, rows_of(1)).backward()
     expected = [p - 0.25 * p.grad / 2 for p in model[0].parameters()]
     opt.step()
-    torch.testing.assert_close(list(model[0].parameters()), expected)
+    assert_close(list(model[0].parameters()), expected)
 
 
 def test_parameter_may_be_frozen_for_a_window() -> None:
@@ -105,7 +105,7 @@ def test_half_precision_added_in_mid_window_is_summed_in_float32(
     """In bfloat16 each small gradient would vanish beside the first one."""
     early = torch.zeros(2, requires_grad=True)
     late = torch.zeros(2, dtype=torch.bfloat16, requires_grad=True)
-    inner = torch.optim.SGD([early], lr=1.0)
+    inner = SGD([early], lr=1.0)
     opt = gradaccum.wrap(inner, steps=6, reduction="sum")
     for index, factor in enumerate([0.0, 1.0, *[2.0**-9] * 4]):
         opt.backward(early.sum() * 3 + (late * factor).sum())
@@ -128,7 +128,7 @@ def test_half_precision_group_joins_a_micro_batch(clips: bool) -> None:
     """The group moves the sum out of ``.grad``, with the last gradient in it."""
     early = torch.zeros(2, requires_grad=True)
     late = torch.zeros(2, dtype=torch.bfloat16, requires_grad=True)
-    opt = gradaccum.wrap(torch.optim.SGD([early], lr=1.0), steps=6)
+    opt = gradaccum.wrap(SGD([early], lr=1.0), steps=6)
     opt.backward(early.sum() * 3)
     opt.step()
     early.sum().backward()
@@ -169,4 +169,4 @@ def test_closure_runs_once_per_micro_batch() -> None:
     with torch.no_grad():
         for index in range(4):
             assert opt.step(closure).item() == losses[index]
-    torch.testing.assert_close(values(model), large_batch_step(MAKERS["sgd"]))
+    assert_close(values(model), large_batch_step(MAKERS["sgd"]))

@@ -5,8 +5,6 @@ Differences by design: a window of weight 0 is neither clean nor an overflow; th
 stays above 0, where a bare scaler underflows to 0 and never returns.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import random
@@ -15,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import SGD
 
 import gradaccum
 
 
-def state_of(scaler: torch.amp.GradScaler) -> tuple[float, int]:
+def state_of(scaler: GradScaler) -> tuple[float, int]:
     state = scaler.state_dict()
     return state["scale"], state["_growth_tracker"]
 
@@ -33,12 +33,12 @@ class Loop:
         self, kind: str, *, steps: int = 2, init_scale: float = 4.0, **rule: Any
     ) -> None:
         self.kind = kind
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, **rule)
+        self.scaler = GradScaler("cpu", init_scale=init_scale, **rule)
         self.parameter = torch.zeros(2, requires_grad=True)
         self.opt = self.wrap(self.parameter, steps)
 
     def wrap(self, parameter: Tensor, steps: int) -> Any:
-        inner = torch.optim.SGD([parameter], lr=1.0)
+        inner = SGD([parameter], lr=1.0)
         return gradaccum.wrap(inner, steps=steps, loss_scale=self.scaler)
 
     def micro_batch(self, gradient: float) -> None:
@@ -70,9 +70,9 @@ def test_window_is_one_scaler_step(kind: str) -> None:
             "backoff_factor": rng.choice([0.1, 0.5, 0.77, 0.999]),
             "growth_interval": rng.randint(1, 5),
         }
-        loop, scaler = Loop(kind, steps=3, **rule), torch.amp.GradScaler("cpu", **rule)
+        loop, scaler = Loop(kind, steps=3, **rule), GradScaler("cpu", **rule)
         parameter = torch.zeros(1, requires_grad=True)
-        bare = torch.optim.SGD([parameter], lr=0.0)
+        bare = SGD([parameter], lr=0.0)
         for window in range(6):
             overflow = rng.random() < 0.35
             for index in range(3):

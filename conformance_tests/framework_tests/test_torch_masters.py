@@ -2,14 +2,12 @@
 write into the model overrides them.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
 
 import gradaccum
 
@@ -17,9 +15,9 @@ from .torch_model import loss_of, same, train, values
 from .torch_model import make as make_in
 
 STEP = 2.0**-13
-INNER: dict[str, Callable[[Any], Any]] = {
-    "sgd": lambda ps: torch.optim.SGD(ps, lr=STEP),
-    "momentum": lambda ps: torch.optim.SGD(ps, lr=STEP, momentum=0.9),
+INNER: dict[str, Any] = {
+    "sgd": lambda ps: SGD(ps, lr=STEP),
+    "momentum": lambda ps: SGD(ps, lr=STEP, momentum=0.9),
     "adamw_fused": lambda ps: torch.optim.AdamW(ps, lr=STEP, fused=True),
 }
 
@@ -96,7 +94,7 @@ def test_write_through_data_reaches_the_masters() -> None:
     assert opt.master_weights[0].tolist() == [3 - 2 * STEP, 1 - 3 * STEP, 1 - 3 * STEP]
 
 
-class ThroughData(torch.optim.SGD):
+class ThroughData(SGD):
     parameters: list[Tensor]
 
     def step(self, closure: Any = None) -> Any:
@@ -120,7 +118,7 @@ def test_optimizer_that_ignores_the_masters_is_refused() -> None:
     assert parameter == 0
 
 
-class Averaging(torch.optim.SGD):
+class Averaging(SGD):
     """Switches between its weights and their average, as schedulefree's optimizers
     do.
     """

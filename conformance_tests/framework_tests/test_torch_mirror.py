@@ -5,8 +5,6 @@ as the parameters repeat. What a window sends is counted too: collectives and by
 function of the parameters, the workers and the micro-batches.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -29,12 +27,14 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.optim import SGD
 
 import gradaccum
 from benchmarks.cost_law import ONCE, WAYS, Sent, Window
-from conformance_tests.framework_tests.torch_fsdp import NEEDS_FSDP2_ON_CPU
-from conformance_tests.framework_tests.torch_mirror import Call, mirror
-from conformance_tests.framework_tests.torch_workers.common import whole
+
+from .torch_fsdp import NEEDS_FSDP2_ON_CPU
+from .torch_mirror import Call, mirror
+from .torch_workers.common import whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")
 """Of an older torch, about random numbers on a CPU, which no program here asks for."""
@@ -58,7 +58,7 @@ def test_window_sends_what_the_law_says(
     with mirror(workers) as calls:
         parameters = [nn.Parameter(torch.ones(elements)) for _ in range(tensors)]
         opt = gradaccum.wrap(
-            torch.optim.SGD(parameters, lr=0.5), steps=2, process_group=dist.group.WORLD
+            SGD(parameters, lr=0.5), steps=2, process_group=dist.group.WORLD
         )
         for index in range(4):
             calls.clear()
@@ -79,7 +79,7 @@ def test_partial_gradients_are_reduced() -> None:
         mesh = init_device_mesh("cpu", (2,))
         weight = nn.Parameter(distribute_tensor(torch.zeros(4), mesh))
         x = DTensor.from_local(torch.ones(3, 4), mesh, [Shard(0)])
-        opt = gradaccum.wrap(torch.optim.SGD([weight], lr=1.0), steps=1)
+        opt = gradaccum.wrap(SGD([weight], lr=1.0), steps=1)
         opt.backward((x * weight).sum())
         assert weight.grad.placements[0].is_partial()
         opt.step()
@@ -95,7 +95,7 @@ def test_gradient_that_somebody_holds_is_reduced_in_a_copy(dtype: torch.dtype) -
         nn.Parameter(torch.zeros(size, dtype=dtype)) for size in (1, 1, 2**21)
     )
     large.register_hook(lambda _: held.detach())  # type: ignore[no-untyped-call]
-    inner = torch.optim.SGD([small, unused, large], lr=1.0)
+    inner = SGD([small, unused, large], lr=1.0)
     inner.register_step_pre_hook(lambda *_: gradients.append(unused.grad))
     gradients = list[Any]()
     with mirror(2) as calls:
@@ -164,7 +164,7 @@ def tensor_parallel_in_fsdp(workers: int) -> Any:
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def loss_of(model: Any, x: Tensor) -> Tensor:

@@ -2,8 +2,6 @@
 accumulated is lost.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -12,21 +10,16 @@ import torch
 from torch import nn
 
 import gradaccum
-from conformance_tests.framework_tests.torch_model import (
-    MAKERS,
-    loss_of,
-    make,
-    make_model,
-)
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
+
+from .torch_model import MAKERS, loss_of, make, make_model
 
 
 def wrap(kind: type[Any] = torch.optim.SGD, **options: Any) -> Any:
     return gradaccum.wrap(kind(make_model().parameters(), lr=0.5), **options)
 
 
-Refusal = tuple[Callable[..., Any], type[Exception], str]
-BY_WRAP: list[Refusal] = [
+BY_WRAP = [
     (lambda: gradaccum.wrap(wrap(steps=2), steps=2), ArgumentTypeError, "optimizer: "),
     (
         lambda: wrap(
@@ -36,7 +29,7 @@ BY_WRAP: list[Refusal] = [
         "loss_scale: expected a static scale",
     ),
 ]
-BY_A_METHOD: list[Refusal] = [
+BY_A_METHOD = [
     (lambda opt: opt.weigh(4), UsageError, "weight: expected 3"),
     (
         lambda opt: opt.backward(torch.ones((), requires_grad=True), weight=4),

@@ -2,23 +2,15 @@
 its own result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import gradaccum_torch
-from conformance_tests.framework_tests.preloaded import Preloaded
-from conformance_tests.framework_tests.recipes import (
-    PORT,
-    Recipe,
-    cases,
-    recipes_of,
-    run_preloaded,
-    run_recipe,
-)
+
+from .preloaded import Preloaded
+from .recipes import PORT, Recipe, cases, recipes_of, run_preloaded, run_recipe
 
 RECIPES = recipes_of(gradaccum_torch)
 pytestmark = pytest.mark.xdist_group("torch recipes")
@@ -47,6 +39,6 @@ wait -n && wait -n
 def test_recipe_of_a_restart_under_slurm(tmp_path: Path) -> None:
     """SLURM sets its own variables, and none of torchrun's; nobody is killed there."""
     (recipe,) = (each for each in RECIPES if "SLURM" in each.title)
-    (tmp_path / "srun").write_text(SRUN, encoding="utf-8")
+    (tmp_path / "srun").write_text(SRUN, "utf-8")
     run_recipe(recipe._replace(command=f"bash srun {PORT} train.py"), tmp_path)
     assert (tmp_path / "6-1.pt").exists()

@@ -1,20 +1,17 @@
 """Learning-rate schedulers on a wrapped optimizer, gated and not."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch.optim import lr_scheduler
+from torch.optim import SGD, lr_scheduler
 
 import gradaccum
 
 
 def bare() -> torch.optim.Optimizer:
-    return torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0, momentum=0.9)
+    return SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0, momentum=0.9)
 
 
 def make(steps: Any = 2) -> Any:
@@ -40,7 +37,7 @@ def halving(opt: Any) -> Any:
     return gradaccum.wrap(step_lr(opt))
 
 
-KINDS: dict[str, Callable[[Any], Any]] = {
+KINDS: dict[str, Any] = {
     "StepLR": step_lr,
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(
         o,

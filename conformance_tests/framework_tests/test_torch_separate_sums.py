@@ -2,8 +2,6 @@
 default refuses equal the large batch.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -13,14 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from conformance_tests.framework_tests.torch_model import (
-    MAKERS,
-    large_batch_step,
-    loss_of,
-    make,
-    rows_of,
-    values,
-)
+from .torch_model import MAKERS, large_batch_step, loss_of, make, rows_of, values
 
 MOMENTUM = MAKERS["sgd_momentum"]
 

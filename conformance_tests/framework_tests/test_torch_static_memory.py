@@ -2,8 +2,6 @@
 gradients, outputs, losses and buffers as aux.
 """
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 from typing import Any
@@ -11,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
 
 import gradaccum
-from conformance_tests.framework_tests.torch_model import X, Y, make_model
-from conformance_tests.framework_tests.torch_versions import has_torch
 from gradaccum_torch import backward, coupled_backward
 from gradaccum_torch.torch_private.names import keep_own
+
+from .torch_model import X, Y, make_model
+from .torch_versions import has_torch
 
 STEPS = 4
 
@@ -50,7 +50,7 @@ def moved(coupled: bool, is_wrapped: bool, is_static: bool) -> list[Any]:
     def loss_of(outputs: Tensor, y: Tensor = Y) -> Any:
         return static(nn.functional.cross_entropy(outputs, y), "loss")
 
-    inner = torch.optim.SGD([weight], lr=0.1)
+    inner = SGD([weight], lr=0.1)
     opt: Any = gradaccum.wrap(inner, steps=None) if is_wrapped else None
     before = weight.detach().clone()
     losses = []
@@ -103,7 +103,7 @@ def test_ordinary_gradients_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> N
     copies itself.
     """
     model, shift = make_model(), nn.Parameter(torch.zeros(2))
-    opt = gradaccum.wrap(torch.optim.SGD([*model.parameters(), shift]), steps=STEPS)
+    opt = gradaccum.wrap(SGD([*model.parameters(), shift]), steps=STEPS)
     monkeypatch.setattr(Tensor, "clone", None)
     for _ in range(2 * STEPS):
         opt.backward((model(X) + shift).square().mean())

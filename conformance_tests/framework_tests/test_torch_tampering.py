@@ -2,8 +2,6 @@
 autograd's own writes for one, and leaves ``.grad`` alone where it may change.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from itertools import product
@@ -14,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import gradaccum
-from conformance_tests.framework_tests.torch_model import (
+from gradaccum import UsageError
+
+from .torch_model import (
     MAKERS,
     PLACES,
     assign,
@@ -25,7 +25,6 @@ from conformance_tests.framework_tests.torch_model import (
     values,
     zero,
 )
-from gradaccum import UsageError
 
 X = torch.arange(6, dtype=torch.float32).reshape(2, 3)
 LIMIT = 1.0
@@ -134,10 +133,7 @@ def test_change_after_step_is_caught(change: Change, side: str) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"loss_scale": 2.0, "steps": 1},
-        {"steps": gradaccum.until_weight(2)},
-    ],
+    [{"loss_scale": 2.0, "steps": 1}, {"steps": gradaccum.until_weight(2)}],
     ids=str,
 )
 def test_clipping_another_gradient_is_refused(options: dict[str, Any]) -> None:
@@ -219,8 +215,7 @@ def test_gradients_before_wrapping_are_refused(sparse: bool) -> None:
     table = nn.Embedding(4, 3, sparse=sparse)
     table(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(
-        UsageError,
-        match=r"^\.grad: .* earlier backward passes.* model\.zero_grad\(\)",
+        UsageError, match=r"^\.grad: .* earlier backward passes.* model\.zero_grad\(\)"
     ):
         wrapped(table)
     table.zero_grad(set_to_none=False)

@@ -2,8 +2,6 @@
 models, and leaves everything of the user's as it was.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import gradaccum
+from gradaccum import UsageError, VerificationReport, verify
 
 from .torch_invented_losses import ARRAYS, LOSSES
 from .torch_sound_models import LABELS, SOUND_MODELS, Case, X, net
@@ -33,7 +32,7 @@ def of_model(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return cross_entropy(model(x), y)
 
 
-def kinds_of(report: gradaccum.VerificationReport) -> list[str]:
+def kinds_of(report: VerificationReport) -> list[str]:
     return [cause.kind for cause in report.causes]
 
 
@@ -44,12 +43,8 @@ def test_verify_judges_invented_losses() -> None:
     wrong_verdicts: list[str] = []
     wrong_causes: list[str] = []
     for invented in LOSSES:
-        report = gradaccum.verify(
-            invented.model(),
-            invented.loss,
-            invented.batch,
-            steps=4,
-            **invented.options,
+        report = verify(
+            invented.model(), invented.loss, invented.batch, steps=4, **invented.options
         )
         kinds = kinds_of(report)
         if report.equivalent != (not invented.kind):
@@ -68,7 +63,7 @@ def test_verify_judges_invented_losses() -> None:
 @pytest.mark.parametrize("make", SOUND_MODELS, ids=lambda make: make.__name__)
 def test_sound_model_passes(make: Callable[[], Case]) -> None:
     model, loss_fn, batch, axes = make()
-    report = gradaccum.verify(model, loss_fn, batch, axes=axes)
+    report = verify(model, loss_fn, batch, axes=axes)
     assert report.equivalent, str(report)
     assert max(report.errors.values()) < 2, "little room is left"
 
@@ -78,16 +73,16 @@ def test_advised_weight_is_right() -> None:
     bfloat16 the mistake is found too.
     """
     y = ARRAYS["missing"]
-    wrong = gradaccum.verify(net(), cross_entropy, (X, y))
+    wrong = verify(net(), cross_entropy, (X, y))
     weight = eval(wrong.causes[0].fix.partition("weight=")[2].removesuffix("."))
-    assert gradaccum.verify(net(), cross_entropy, (X, y), weight=weight).equivalent
-    half = gradaccum.verify(net().bfloat16(), cross_entropy, (X.bfloat16(), y))
+    assert verify(net(), cross_entropy, (X, y), weight=weight).equivalent
+    half = verify(net().bfloat16(), cross_entropy, (X.bfloat16(), y))
     assert half.causes[0].where == wrong.causes[0].where == "(batch[1] != -100).sum()"
 
 
 def test_two_mistakes_are_both_named() -> None:
     model = net(nn.BatchNorm1d(4))
-    report = gradaccum.verify(model, cross_entropy, (X, ARRAYS["missing"]))
+    report = verify(model, cross_entropy, (X, ARRAYS["missing"]))
     assert kinds_of(report) == ["batch_statistics", "weights"]
 
 
@@ -99,8 +94,8 @@ def test_reentrant_checkpoint_is_refused() -> None:
             checkpoint(model, x.requires_grad_(), use_reentrant=True), y
         )
 
-    with pytest.raises(gradaccum.UsageError, match="use_reentrant=False"):
-        gradaccum.verify(net(nn.BatchNorm1d(4)), loss, (X, LABELS))
+    with pytest.raises(UsageError, match="use_reentrant=False"):
+        verify(net(nn.BatchNorm1d(4)), loss, (X, LABELS))
 
 
 def test_batch_norm_in_evaluation_mode_is_noted() -> None:
@@ -115,7 +110,7 @@ def test_notes() -> None:
     """
     model = nn.ModuleDict({"used": net(), "unused": nn.Linear(1, 1)})
     for divisor, notes in ((1, 1), (4, 2), (5, 1)):
-        report = gradaccum.verify(
+        report = verify(
             model,
             lambda m, x, y, n=divisor: of_model(m["used"], x, y) / n,
             (X, LABELS),
@@ -137,7 +132,7 @@ def test_module_that_workers_share_is_verified_bare() -> None:
             raise AssertionError
 
     with torch.no_grad():  # The caller's mode does not matter.
-        assert gradaccum.verify(Shared(net()), of_model, (X, LABELS)).equivalent
+        assert verify(Shared(net()), of_model, (X, LABELS)).equivalent
 
 
 class Everything(nn.Module):
@@ -204,11 +199,11 @@ def test_nothing_of_the_users_changes(raises_at: int | None) -> None:
     objects = objects_of(model)
     values = values_of(model, x)
     if raises_at is None:
-        assert not gradaccum.verify(model, loss, (x, LABELS)).equivalent
+        assert not verify(model, loss, (x, LABELS)).equivalent
         assert calls > 50
     else:
         with pytest.raises(KeyboardInterrupt):
-            gradaccum.verify(model, loss, (x, LABELS))
+            verify(model, loss, (x, LABELS))
     assert all(a is b for a, b in zip(objects, objects_of(model), strict=True))
     assert values_of(model, x) == values
 
@@ -221,7 +216,7 @@ def test_open_window_is_left_alone() -> None:
     opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.1), steps=2)
     opt.backward(of_model(model, X[:6], LABELS[:6]))
     opt.step()
-    assert gradaccum.verify(model, of_model, (X, LABELS)).equivalent
+    assert verify(model, of_model, (X, LABELS)).equivalent
     assert opt.result.micro_step == 1
     opt.backward(of_model(model, X[6:], LABELS[6:]))
     opt.step()

@@ -2,18 +2,12 @@
 own, or replaced as the window is closed.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 import gradaccum
-from conformance_tests.framework_tests.torch_model import (
-    MAKERS,
-    large_batch_step,
-    loss_of,
-    make,
-)
+
+from .torch_model import MAKERS, large_batch_step, loss_of, make
 
 
 def test_sum_per_item_asks_for_a_weight_of_every_loop() -> None:

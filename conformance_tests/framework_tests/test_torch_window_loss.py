@@ -2,8 +2,6 @@
 where a part of it is not known.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from functools import partial
@@ -13,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from conformance_tests.framework_tests import torch_model
-from conformance_tests.framework_tests.torch_model import loss_of
 from gradaccum_torch import window as window_module
+
+from . import torch_model
+from .torch_model import loss_of
 
 make = partial(torch_model.make, dtype=torch.float64)
 
@@ -79,9 +78,7 @@ def test_each_way_to_tell(way: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"on_overflow": "ignore"}, {"reduction": "sum_per_item"}],
-    ids=str,
+    "options", [{}, {"on_overflow": "ignore"}, {"reduction": "sum_per_item"}], ids=str
 )
 def test_losses_that_stay_on_their_device(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -2,8 +2,6 @@
 are split over both (`torch_shards`).
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest
@@ -12,13 +10,9 @@ import torch
 if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
     pytest.skip("this torch was built without gloo", allow_module_level=True)
 
-from conformance_tests.framework_tests import torch_shards, torch_workers
-from conformance_tests.framework_tests.torch_fsdp import NEEDS_FSDP2_ON_CPU
-from conformance_tests.framework_tests.torch_workers.jobs import (
-    Reports,
-    reports_of,
-    require_passed,
-)
+from . import torch_shards, torch_workers
+from .torch_fsdp import NEEDS_FSDP2_ON_CPU
+from .torch_workers.jobs import Reports, reports_of, require_passed
 
 CASES = [("torch_workers", name) for name in torch_workers.CHECKS]
 CASES += [("torch_shards", name) for name in torch_shards.CHECKS]

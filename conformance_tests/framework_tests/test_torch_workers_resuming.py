@@ -2,23 +2,15 @@
 started: the state dicts say it all.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 
 import gradaccum
-from conformance_tests.framework_tests.torch_workers.common import (
-    alone,
-    build,
-    learn,
-    micro_batches,
-    require_equal,
-    sgd,
-)
 from gradaccum_torch import redistributed
+
+from .torch_workers.common import alone, build, learn, micro_batches, require_equal, sgd
 
 
 def make(dtype: torch.dtype = torch.float64, **options: Any) -> tuple[Any, Any]:

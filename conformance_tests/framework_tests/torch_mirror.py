@@ -15,8 +15,6 @@ worker's classes hold, a tensor whose shards differ.
     assert [call.name for call in calls] == ["allreduce"]
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -140,14 +138,13 @@ def register() -> None:
 
 
 @contextmanager
-def mirror(workers: int, rank: int = 0) -> Iterator[list[Call]]:
-    """Run the block as `rank` of `workers`; the list fills with the block's
+def mirror(workers: int) -> Iterator[list[Call]]:
+    """Run the block as rank 0 of `workers`; the list fills with the block's
     collectives.
     """
     register()
-    dist.init_process_group(
-        BACKEND, store=dist.HashStore(), rank=rank, world_size=workers
-    )
+    store = dist.HashStore()
+    dist.init_process_group(BACKEND, store=store, rank=0, world_size=workers)
     CALLS.clear()
     try:
         yield CALLS

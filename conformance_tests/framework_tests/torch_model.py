@@ -2,13 +2,12 @@
 what one large batch makes of it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD, AdamW
 
 import gradaccum
 
@@ -47,11 +46,11 @@ def large_batch_step(
 
 
 MAKERS = {
-    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.5),
-    "adamw_fused": lambda ps: torch.optim.AdamW(ps, lr=0.1, fused=True),
-    "adamw_foreach": lambda ps: torch.optim.AdamW(ps, lr=0.1, foreach=True),
+    "sgd": lambda ps: SGD(ps, lr=0.5),
+    "adamw_fused": lambda ps: AdamW(ps, lr=0.1, fused=True),
+    "adamw_foreach": lambda ps: AdamW(ps, lr=0.1, foreach=True),
     "adam_weight_decay": lambda ps: torch.optim.Adam(ps, lr=0.1, weight_decay=0.1),
-    "sgd_momentum": lambda ps: torch.optim.SGD(ps, lr=0.5, momentum=0.9, nesterov=True),
+    "sgd_momentum": lambda ps: SGD(ps, lr=0.5, momentum=0.9, nesterov=True),
 }
 
 

@@ -2,8 +2,6 @@
 taken for a mistake.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,11 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from conformance_tests.framework_tests.torch_invented_losses import (
-    ARRAYS,
-    CLASSES,
-    WIDTH,
-)
+from .torch_invented_losses import ARRAYS, CLASSES, WIDTH
 
 X = ARRAYS["x"]
 LABELS = ARRAYS["labels"]
@@ -145,7 +139,7 @@ def method_of_a_trainer() -> Case:
     return Case(model, Trainer(model).loss)
 
 
-SOUND_MODELS: tuple[Callable[[], Case], ...] = (
+SOUND_MODELS = (
     bfloat16,
     autocast,
     float16_underflow,

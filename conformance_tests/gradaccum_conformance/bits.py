@@ -8,8 +8,6 @@ the kind of machine, and a probe, the framework's own gradient of a micro-batch 
 gradaccum. Where the probe has other bits, nothing can be said of ours.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import platform
@@ -60,9 +58,7 @@ Held = dict[str, list[str]]
 def micro_batches() -> list[Batch]:
     """Of the digits' training items, those that come first."""
     # scikit-learn takes a second, in each process that collects the suite.
-    from gradaccum_conformance.demo.data import (
-        load,
-    )
+    from gradaccum_conformance.demo.data import load
 
     return list(cut(load().train.rows(0, ITEMS), MICRO_BATCH))
 
@@ -122,7 +118,7 @@ def hash_of(arrays: Arrays) -> str:
 def read(file: Path = FILE) -> Held:
     lines = [
         line
-        for line in file.read_text(encoding="utf-8").splitlines()
+        for line in file.read_text("utf-8").splitlines()
         if line and not line.startswith("#")
     ]
     return {

@@ -8,8 +8,6 @@ that the method reads the framework's own objects (parameters, checkpoint entrie
 trees), and never the API under test.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -183,6 +181,24 @@ class Session(ABC):
     @abstractmethod
     def load(self, directory: Path) -> None:
         """Load what `save` wrote. The session may be a freshly built one."""
+
+
+class OptimizerSession(Session):
+    """A session of an object that holds its own state and has listeners."""
+
+    optimizer: Any
+
+    def listen(self, listener: Listener) -> bool:
+        self.optimizer.add_listener(listener)
+        return True
+
+    def on_update(self, function: Callable[[], object]) -> bool:
+        self.optimizer.on_update(function)
+        return True
+
+    def result(self) -> StepResult:
+        result: StepResult = self.optimizer.result
+        return result
 
 
 class Harness(ABC):

@@ -1,7 +1,5 @@
 """Writing results to files."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys
@@ -32,7 +30,7 @@ def write_json(path: Path, value: object) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
-        json.dumps(_strict(value), indent=2, allow_nan=False) + "\n", encoding="utf-8"
+        json.dumps(_strict(value), indent=2, allow_nan=False) + "\n", "utf-8"
     )
 
 

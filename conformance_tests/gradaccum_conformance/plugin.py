@@ -5,8 +5,6 @@ It is loaded with ``-p gradaccum_conformance.plugin`` and not through an entry p
 because it must not appear in other people's test runs.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator
@@ -218,7 +216,7 @@ class Results:
         self.path = Path(path) if path and not hasattr(config, "workerinput") else None
         self.backends = registered_backends() if self.path else ()
         if self.path:
-            self.path.write_text("", encoding="utf-8")
+            self.path.write_text("", "utf-8")
 
     def write(self, kind: str, **fields: object) -> None:
         if self.path:

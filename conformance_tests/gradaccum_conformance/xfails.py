@@ -84,7 +84,7 @@ def shipped(backend: str) -> Path | None:
 
 def _parse(path: Path) -> list[Gap]:
     gaps = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text("utf-8").splitlines():
         pattern, _, reason = (part.strip() for part in line.partition("#"))
         if pattern and not reason:
             raise pytest.UsageError(f"{path}: a gap without a reason: {pattern}")

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradaccum
-from conformance_tests.integration_tests.regression import X, Y, make_net, mean_square
 from gradaccum_torch.integrations.lightning import AccumulationCallback
+
+from .regression import X, Y, make_net, mean_square
 
 WARNINGS = (
     "ignore:`isinstance.treespec, LeafSpec.` is deprecated",

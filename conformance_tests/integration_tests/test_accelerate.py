@@ -10,24 +10,27 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="needs PyTorch")
-pytest.importorskip("accelerate", reason="needs accelerate")
+pytest.importorskip("torch")
+pytest.importorskip("accelerate")
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import nn
+from torch.amp import GradScaler
+from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
-from conformance_tests.integration_tests.regression import Items, Regressor, distance
 from conformance_tests.meta_tests.test_benchmarks import (
     require_as_measured,
     rows_measured,
     rows_of_page,
 )
+
+from .regression import Items, Regressor, distance
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +58,7 @@ class Run:
         self,
         items: int = 20,
         accumulation_of_accelerate: int = 1,
-        scaler: torch.amp.GradScaler | None = None,
+        scaler: GradScaler | None = None,
         **options: Any,
     ) -> None:
         self.accelerator = Accelerator(
@@ -63,7 +66,7 @@ class Run:
         )
         self.accelerator.scaler = scaler
         model = Regressor()
-        inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+        inner = AdamW(model.parameters(), lr=0.1)
         self.opt = gradaccum.wrap(inner, steps=4, **options)
         scheduler = gradaccum.wrap(falling(self.opt))
         loader = DataLoader(Items(items), batch_size=2)
@@ -85,7 +88,7 @@ class Run:
 
 def large(items: int = 20, epochs: int = 2, size: int = 8) -> nn.Module:
     model = Regressor()
-    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+    inner = AdamW(model.parameters(), lr=0.1)
     opt = gradaccum.wrap(inner, steps=1, clip_norm=1.0)
     scheduler = falling(inner)
     for batch in [*DataLoader(Items(items), batch_size=size)] * epochs:
@@ -103,7 +106,7 @@ def test_loop_equals_large_batch(sums: str) -> None:
     """
     scaler = None
     if sums == "scaled":
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        scaler = GradScaler("cpu", init_scale=2.0**10)
     options = {"loss_scale": scaler, "separate_sums": sums == "separate"}
     run = Run(scaler=scaler, clip_norm=1.0, **options)
     run.epoch()
@@ -115,7 +118,7 @@ def test_loop_equals_large_batch(sums: str) -> None:
 
 
 def test_scaler_of_accelerate_alone_is_refused() -> None:
-    scaler = torch.amp.GradScaler("cpu")
+    scaler = GradScaler("cpu")
     with refused(gradaccum.UsageError, "loss_scale=scaler"):
         Run(scaler=scaler).epoch()
 

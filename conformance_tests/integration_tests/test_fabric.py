@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="needs PyTorch")
-pytest.importorskip("lightning", reason="needs Lightning")
+pytest.importorskip("torch")
+pytest.importorskip("lightning")
 
 import torch
 from lightning.fabric import Fabric
@@ -19,19 +19,9 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import gradaccum
-from conformance_tests.integration_tests.lightning_model import (
-    WARNINGS,
-    falling,
-    inner_of,
-    large,
-)
-from conformance_tests.integration_tests.regression import (
-    X,
-    Y,
-    distance,
-    make_net,
-    mean_square,
-)
+
+from .lightning_model import WARNINGS, falling, inner_of, large
+from .regression import X, Y, distance, make_net, mean_square
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in WARNINGS]
 

@@ -2,8 +2,6 @@
 of its own, with the packages that it imports, and asserts its result.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator
@@ -14,8 +12,8 @@ from typing import Any
 import pytest
 
 from conformance_tests.framework_tests.recipes import ALONE, Recipe, run_recipe
+from conformance_tests.programs import ROOT
 
-ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = {
     "torch": {"OMP_NUM_THREADS": "1"},
     "jax": {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
@@ -30,7 +28,7 @@ def programs() -> Iterator[Any]:
         page = ROOT / "backends" / f"gradaccum_{framework}" / "INTEGRATIONS.md"
         command = ALONE
         title = ""
-        for number, part in enumerate(PART.finditer(page.read_text(encoding="utf-8"))):
+        for number, part in enumerate(PART.finditer(page.read_text("utf-8"))):
             heading, bash, code = part.groups()
             if heading:
                 title = heading

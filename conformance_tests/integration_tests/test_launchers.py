@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason="needs PyTorch")
-pytest.importorskip("lightning", reason="needs Lightning")
-pytest.importorskip("accelerate", reason="needs accelerate")
+pytest.importorskip("torch")
+pytest.importorskip("lightning")
+pytest.importorskip("accelerate")
 
 from conformance_tests.framework_tests.recipes import Recipe, run_recipe
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="needs PyTorch")
-pytest.importorskip("lightning", reason="needs Lightning")
+pytest.importorskip("torch")
+pytest.importorskip("lightning")
 
 import lightning.pytorch as pl
 import torch
@@ -23,8 +23,10 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
-import gradaccum
-from conformance_tests.integration_tests.lightning_model import (
+from gradaccum import UsageError
+from gradaccum_torch.integrations.lightning import AccumulationCallback
+
+from .lightning_model import (
     WARNINGS,
     Automatic,
     Manual,
@@ -34,14 +36,7 @@ from conformance_tests.integration_tests.lightning_model import (
     loader,
     trainer,
 )
-from conformance_tests.integration_tests.regression import (
-    X,
-    Y,
-    distance,
-    make_net,
-    mean_square,
-)
-from gradaccum_torch.integrations.lightning import AccumulationCallback
+from .regression import X, Y, distance, make_net, mean_square
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in WARNINGS]
 by_sum = pytest.mark.parametrize("options", [{}, {"separate_sums": True}], ids=str)
@@ -86,7 +81,7 @@ def test_scaler_of_float16_is_the_windows() -> None:
     assert run.optimizers[0].result.optimizer_step == 3
     assert scaler.state_dict()["_growth_tracker"] == 3
     assert distance(model.net.double(), large(1, rows=24)) < 2**-8
-    with pytest.raises(gradaccum.UsageError, match="loss_scale=scaler"):
+    with pytest.raises(UsageError, match="loss_scale=scaler"):
         trainer(plugins=plugins).fit(without_scaler, data)
 
 
@@ -112,7 +107,7 @@ def test_validation_in_mid_window() -> None:
     is in ``.grad``.
     """
     options: dict[str, Any] = {"val_check_interval": 3, "num_sanity_val_steps": 0}
-    with pytest.raises(gradaccum.UsageError, match="separate_sums=True"):
+    with pytest.raises(UsageError, match="separate_sums=True"):
         trainer(**options).fit(Validating({}), loader(), loader())
     model = Validating({"separate_sums": True})
     trainer(**options).fit(model, loader(), loader(size=26))
@@ -121,9 +116,7 @@ def test_validation_in_mid_window() -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"limit_train_batches": 7, "max_steps": -1}, {"max_steps": 7}],
-    ids=str,
+    "options", [{"limit_train_batches": 7, "max_steps": -1}, {"max_steps": 7}], ids=str
 )
 def test_last_window_is_closed_where_training_stops(options: dict[str, int]) -> None:
     model = Automatic({})
@@ -188,13 +181,9 @@ class Scheduling(Automatic):
         return [opt], [{**config, "scheduler": falling(opt)}]
 
 
-REFUSED: list[tuple[type[Automatic], dict[str, Any], str]] = [
+REFUSED = [
     (Automatic, {"gradient_clip_val": 0.05}, r"gradient_clip_val: .*clip_norm=0\.05"),
-    (
-        Automatic,
-        {"accumulate_grad_batches": 2},
-        "accumulate_grad_batches: .*steps=2",
-    ),
+    (Automatic, {"accumulate_grad_batches": 2}, "accumulate_grad_batches: .*steps=2"),
     (
         Automatic,
         {"callbacks": [AccumulationCallback(), GradientAccumulationScheduler({1: 2})]},
@@ -208,13 +197,13 @@ REFUSED: list[tuple[type[Automatic], dict[str, Any], str]] = [
 def test_refused_by_name(
     module: type[Automatic], options: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(gradaccum.UsageError, match=f"^{words}"):
+    with pytest.raises(UsageError, match=f"^{words}"):
         trainer(**options).fit(module({}), loader(8))
 
 
 def test_refused_optimizer() -> None:
     words = r"^configure_optimizers: .*gradaccum\.wrap\(optimizer, steps=4\)"
-    with pytest.raises(gradaccum.UsageError, match=words):
+    with pytest.raises(UsageError, match=words):
         trainer().fit(Automatic(None), loader(8))
 
 
@@ -270,5 +259,5 @@ def test_resumed_in_mid_window(
         assert run.optimizers[0].result.optimizer_step == 8
     if not options:
         run = trainer(pl.Callback())
-        with pytest.raises(gradaccum.UsageError, match="separate_sums=True"):
+        with pytest.raises(UsageError, match="separate_sums=True"):
             run.fit(module(options), Resumable(), ckpt_path=path)

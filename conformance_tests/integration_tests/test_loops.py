@@ -1,22 +1,15 @@
 """A loop of others that accumulates by itself: nanoGPT's."""
 
-from __future__ import annotations
-
 import pytest
 
-pytest.importorskip("torch", reason="needs PyTorch")
+pytest.importorskip("torch")
 
 import torch
 
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
-from conformance_tests.integration_tests.regression import (
-    X,
-    Y,
-    distance,
-    make_net,
-    mean_square,
-)
+
+from .regression import X, Y, distance, make_net, mean_square
 
 
 def test_loop_that_accumulates_is_refused() -> None:

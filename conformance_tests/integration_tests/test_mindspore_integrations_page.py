@@ -2,13 +2,11 @@
 asserts its result.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("mindspore", reason="needs MindSpore")
+pytest.importorskip("mindspore")
 
 import gradaccum_mindspore
 from conformance_tests.framework_tests.recipes import Recipe, recipes_of, run_recipe

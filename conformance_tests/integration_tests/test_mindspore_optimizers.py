@@ -4,37 +4,31 @@ do not run there fail bare as they do wrapped.
 Each class of MindSpore's public modules is tested by its name, also a new one.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 os.environ.setdefault("GLOG_v", "4")
-ms = pytest.importorskip("mindspore", reason="needs MindSpore")
+ms = pytest.importorskip("mindspore")
 
 import numpy as np  # noqa: E402
 from mindspore import nn  # noqa: E402
 from mindspore.experimental import optim as experimental  # noqa: E402
 from mindspore.mint import optim as mint_optim  # noqa: E402
 
-from conformance_tests.integration_tests.mindspore_runs import (  # noqa: E402
+from gradaccum import UsageError  # noqa: E402
+from gradaccum_conformance.deep import deep_but  # noqa: E402
+
+from .mindspore_runs import (  # noqa: E402
     START,
     Make,
     make_net,
     trained,
 )
-from gradaccum import UsageError  # noqa: E402
-from gradaccum_conformance.deep import deep_but  # noqa: E402
 
-PLACES: dict[str, ModuleType] = {
-    "nn": nn,
-    "mint": mint_optim,
-    "experimental": experimental,
-}
+PLACES = {"nn": nn, "mint": mint_optim, "experimental": experimental}
 BASES = (nn.Optimizer, experimental.Optimizer)
 
 

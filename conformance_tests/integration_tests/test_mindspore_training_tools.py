@@ -2,8 +2,6 @@
 with a wrapped optimizer all is as on large batches.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any
@@ -11,28 +9,21 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("GLOG_v", "4")
-ms = pytest.importorskip("mindspore", reason="needs MindSpore")
+pytest.importorskip("mindspore")
 
-import numpy as np  # noqa: E402
-from mindspore import boost, nn, train  # noqa: E402
-from mindspore.dataset import NumpySlicesDataset  # noqa: E402
-from mindspore.train import Model  # noqa: E402
+import numpy as np
+from mindspore import boost, nn, train
+from mindspore.dataset import NumpySlicesDataset
+from mindspore.train import Model
 
-import gradaccum  # noqa: E402
-from conformance_tests.framework_tests.mindspore_common import (  # noqa: E402
+import gradaccum
+from conformance_tests.framework_tests.mindspore_common import (
     pynative_after,  # noqa: F401
     set_mode,
 )
-from conformance_tests.integration_tests.mindspore_runs import (  # noqa: E402
-    PART,
-    START,
-    STEPS,
-    X,
-    Y,
-    make_net,
-    values,
-)
-from gradaccum_mindspore import FlushAtEpochEnd, TrainOneStepCell  # noqa: E402
+from gradaccum_mindspore import FlushAtEpochEnd, TrainOneStepCell
+
+from .mindspore_runs import PART, START, STEPS, X, Y, make_net, values
 
 
 class Run:

@@ -5,8 +5,6 @@ Truth is the bare optimizer on the large batch, in float64. The micro-batches' g
 are taken at the parameters as they move.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
@@ -15,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("optax", reason="optax is not installed")
+pytest.importorskip("optax")
 import jax
 import jax.numpy as jnp
 import optax
@@ -124,7 +122,7 @@ pytestmark = [
     pytest.mark.filterwarnings(
         'ignore:"seed" is deprecated and will be removed in optax'
         " 0.2.7:DeprecationWarning"
-    ),
+    )
 ]
 
 

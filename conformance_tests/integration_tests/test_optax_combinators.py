@@ -2,15 +2,13 @@
 equinox, in flax's `TrainState` and beside jmp's loss scale: where it belongs, and what counts micro-batches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-pytest.importorskip("optax", reason="optax is not installed")
+pytest.importorskip("optax")
 import jax
 import jax.numpy as jnp
 import optax
@@ -84,14 +82,14 @@ Model = tuple[Any, Callable[..., Any]]
 
 def haiku() -> Model:
     """Two levels of dicts, whose names hold slashes."""
-    hk = pytest.importorskip("haiku", reason="haiku is not installed")
+    hk = pytest.importorskip("haiku")
     net = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([3, 1])(x)))
     return net.init(jax.random.key(0), jnp.ones((1, 4))), net.apply
 
 
 def equinox() -> Model:
     """The parameters are the arrays of the model."""
-    eqx = pytest.importorskip("equinox", reason="equinox is not installed")
+    eqx = pytest.importorskip("equinox")
     model = eqx.nn.MLP(4, 1, 3, 1, key=jax.random.key(0), dtype=jnp.float64)
     arrays, rest = eqx.partition(model, eqx.is_inexact_array)
     return arrays, lambda arrays, x: jax.vmap(eqx.combine(arrays, rest))(x)
@@ -116,7 +114,7 @@ def test_model_of_others(make: Callable[[], Model]) -> None:
 
 
 def test_train_state_counts_micro_batches() -> None:
-    states = pytest.importorskip("flax.training.train_state", reason="needs flax")
+    states = pytest.importorskip("flax.training.train_state")
     state = states.TrainState.create(apply_fn=None, params=PARAMS, tx=wrap(INNER))
     for gradient in GRADS[:4]:
         state = state.apply_gradients(grads=gradient)

@@ -2,12 +2,10 @@
 or refused.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,19 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-pytest.importorskip("torch", reason="needs PyTorch")
+pytest.importorskip("torch")
 
 import torch
 from torch import Tensor, nn
 
 import gradaccum
-from conformance_tests.integration_tests.regression import (
-    X,
-    Y,
-    distance,
-    make_net,
-    mean_square,
-)
+
+from .regression import X, Y, distance, make_net, mean_square
 
 pytestmark = [
     pytest.mark.filterwarnings(line)
@@ -194,7 +187,7 @@ def of_schedulefree(library: Any) -> Iterator[tuple[str, Case]]:
         yield name, Case(lambda net, make=make: in_training(make(net)))
 
 
-LIBRARIES: dict[str, Callable[[Any], Iterable[tuple[str, Case]]]] = {
+LIBRARIES: dict[str, Any] = {
     "torch.optim": of_torch,
     "pytorch_optimizer": of_pytorch_optimizer,
     "torch_optimizer": of_torch_optimizer,

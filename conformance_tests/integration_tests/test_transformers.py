@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("torch", reason="needs PyTorch")
-pytest.importorskip("transformers", reason="needs transformers")
-pytest.importorskip("accelerate", reason="needs accelerate")
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
 
 
 import math
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainingArguments
 
@@ -24,9 +25,10 @@ from benchmarks.scoreboard.transformers_rows import bert, gpt2, labelled, sequen
 from conformance_tests.framework_tests.migrating import programs_of
 from conformance_tests.framework_tests.recipes import Recipe, run_recipe
 from conformance_tests.framework_tests.refusing import refused
-from conformance_tests.integration_tests.regression import Items, Regressor, distance
 from gradaccum import UsageError
 from gradaccum_torch.integrations.transformers import AccumulationCallback
+
+from .regression import Items, Regressor, distance
 
 COUNT = 21
 """An epoch of 21 items: windows of four micro-batches of two, the same again, and one
@@ -38,7 +40,7 @@ def bare(
     folder: Any,
     model: nn.Module | None = None,
     data: Any = None,
-    optimizer_type: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    optimizer_type: type[torch.optim.Optimizer] = AdamW,
     kind: type[Trainer] = Trainer,
     **options: Any,
 ) -> Trainer:
@@ -102,7 +104,7 @@ def test_updates_and_logs_equal_large_batch(
     for name in ("loss", "grad_norm", "learning_rate", "train_loss"):
         assert logged(mine, name) == pytest.approx(logged(other, name), rel=1e-6)
     # The Trainer is as it was, and can train on.
-    assert isinstance(mine.optimizer.optimizer, torch.optim.AdamW)
+    assert isinstance(mine.optimizer.optimizer, AdamW)
     assert mine.args.average_tokens_across_devices
     assert not {"training_step", "_prepare_inputs"} & set(vars(mine))
     assert distance(trained(mine).model, trained(other).model) < 1e-5
@@ -192,7 +194,7 @@ def test_token_means_equal_large_batch(tmp_path: Path, loss: Any) -> None:
     models = []
     for make in (accumulating, large):
         options = {"train_sampling_strategy": "sequential"}
-        trainer = make(tmp_path, gpt2(), tokens(), torch.optim.SGD, **options)
+        trainer = make(tmp_path, gpt2(), tokens(), SGD, **options)
         trainer.compute_loss_func = loss
         models.append(trained(trainer).model)
     assert distance(*models) < 1e-6
@@ -202,7 +204,7 @@ def test_token_means_equal_large_batch(tmp_path: Path, loss: Any) -> None:
 def test_loss_that_ignores_the_count(tmp_path: Path) -> None:
     """Under the Trainer's own accumulation its gradients are not divided at all."""
     mine, other, own = [
-        trained(make(tmp_path, bert(), labelled(), torch.optim.SGD, max_grad_norm=0.0))
+        trained(make(tmp_path, bert(), labelled(), SGD, max_grad_norm=0.0))
         for make in (accumulating, large, bare)
     ]
     assert distance(mine.model, other.model) < 1e-12

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("torch", reason="needs PyTorch")
-pytest.importorskip("trl", reason="needs trl")
+pytest.importorskip("torch")
+pytest.importorskip("trl")
 
 
 from collections.abc import Iterator
@@ -17,22 +17,17 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor
+from torch.optim import SGD
 from torch.optim.lr_scheduler import ConstantLR
-from trl import (
-    DPOConfig,
-    DPOTrainer,
-    GRPOConfig,
-    GRPOTrainer,
-    SFTConfig,
-    SFTTrainer,
-)
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 import gradaccum
 from benchmarks.scoreboard.transformers_rows import tokenizer, words
 from benchmarks.scoreboard.trl_rows import gpt2, pairs
 from conformance_tests.framework_tests.refusing import refused
-from conformance_tests.integration_tests.regression import distance
 from gradaccum_torch.integrations.transformers import AccumulationCallback
+
+from .regression import distance
 
 STEPS, RATE = 4, 0.1
 
@@ -61,7 +56,7 @@ def quiet(recwarn: pytest.WarningsRecorder) -> Iterator[None]:
     )
 
 
-OPTIONS: dict[str, Any] = {
+OPTIONS = {
     "max_grad_norm": 0.0,
     "bf16": False,
     "gradient_checkpointing": False,
@@ -77,7 +72,7 @@ def made(
     folder: Path, loss_type: str, steps_per_generation: int
 ) -> tuple[Any, AccumulationCallback]:
     model = gpt2()
-    inner = torch.optim.SGD(model.parameters(), lr=RATE)
+    inner = SGD(model.parameters(), lr=RATE)
     arguments = GRPOConfig(
         str(folder),
         per_device_train_batch_size=2,
@@ -162,7 +157,7 @@ def test_unequal_micro_batches_equal_large_batch(tmp_path: Path, name: str) -> N
     models = []
     for size in (2, 8):
         model = gpt2()
-        inner = torch.optim.SGD(model.parameters(), lr=RATE)
+        inner = SGD(model.parameters(), lr=RATE)
         arguments = config(
             str(tmp_path),
             per_device_train_batch_size=size,

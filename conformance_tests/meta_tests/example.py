@@ -2,8 +2,6 @@
 process of its own.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -27,10 +25,10 @@ def install(site: Path, harness: str = "plain_harness:harness") -> None:
     metadata = site / "plain-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: plain\nVersion: 1.0\n", encoding="utf-8"
+        "Metadata-Version: 2.1\nName: plain\nVersion: 1.0\n", "utf-8"
     )
     (metadata / "entry_points.txt").write_text(
-        ENTRY_POINTS.format(harness=harness), encoding="utf-8"
+        ENTRY_POINTS.format(harness=harness), "utf-8"
     )
 
 
@@ -57,7 +55,7 @@ sys.path[:0] = {list(map(str, _folders(site)))!r}
 sys.argv[1:] = {_arguments(options)!r}
 sys.exit(main())
 """
-    program.write_text(text, encoding="utf-8")
+    program.write_text(text, "utf-8")
     return light.run(program)
 
 

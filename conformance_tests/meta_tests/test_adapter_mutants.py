@@ -2,8 +2,6 @@
 all of them take minutes.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,7 +49,7 @@ def test_mutant_is_caught(
     if adapter not in imported:
         imported[adapter] = Preloaded("pytest", adapter, "gradaccum_conformance")
     program = tmp_path / "planted.py"
-    program.write_text(program_of(adapter, mutant, tmp_path), encoding="utf-8")
+    program.write_text(program_of(adapter, mutant, tmp_path), "utf-8")
     status, said = imported[adapter].run(program)
     assert status == 1, f"{mutant.test} did not notice {mutant.name}:\n{said[-3000:]}"
     assert " failed" in said

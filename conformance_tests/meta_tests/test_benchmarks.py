@@ -2,21 +2,15 @@
 loops end where the page says. No time is compared with a limit here.
 """
 
-from __future__ import annotations
-
 import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.questions import everyday
 from benchmarks.rounds import WARM_UP, Plan, measure
-
-ROOT = Path(__file__).parents[2]
+from conformance_tests.programs import ROOT, run_python
 
 
 def test_rounds_are_interleaved_and_rotate() -> None:
@@ -43,10 +37,8 @@ def printed_by(code: str) -> Any:
     """What `code` calls ``rows``, from a process of its own: MindSpore's compiler
     remembers the graphs of other tests, and JAX has one width of floats per process.
     """
-    command = [sys.executable, "-c", f"{code}; import json; print(json.dumps(rows))"]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
+    program = f"{code}; import json; print(json.dumps(rows))"
+    done = run_python("-c", program, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -55,7 +47,7 @@ def rows_of_page(framework: str) -> list[Any]:
     """The loop, distances and words of each row of the table of everyday loops, whose
     first cells are like ``torch, by hand``.
     """
-    page = (ROOT / "benchmarks/README.md").read_text(encoding="utf-8")
+    page = (ROOT / "benchmarks/README.md").read_text("utf-8")
     section = page.partition("## Everyday loops")[2].partition("\n## ")[0]
     lines = re.findall(rf"^\| {framework}, (.*) \|$", section, re.MULTILINE)
     rows = [re.split(r" *\| *", line) for line in lines]

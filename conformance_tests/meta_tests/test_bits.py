@@ -1,7 +1,5 @@
 """The golden bits: a change far inside of every tolerance is seen."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,7 +54,7 @@ def test_one_unit_in_the_last_place_is_seen(file: Path) -> None:
     """In one micro-batch of the second window, and in each window after it."""
     recorded = bits.bits_of(harness, RUN)
     section = bits.section(bits.environment(harness), RUN)
-    file.write_text(f"{section} | {' '.join(recorded)}\n", encoding="utf-8")
+    file.write_text(f"{section} | {' '.join(recorded)}\n", "utf-8")
     suite.test_bits(harness, RUN, {})
     altered = bits.bits_of(sixth_micro_batch(), RUN)
     same = [a == b for a, b in zip(recorded, altered, strict=True)]
@@ -77,7 +75,7 @@ def test_record_ignores_the_run_that_an_environment_does_not_hold(
 ) -> None:
     """Another processor may hold the first run of an environment only."""
     monkeypatch.setattr(bits, "FILE", file)
-    file.write_text("here; one | a\n", encoding="utf-8")
+    file.write_text("here; one | a\n", "utf-8")
     found = {"here; one": ["a"], "here; two": ["b"]}
     monkeypatch.setattr(bits, "found", lambda names: found.items())
     with pytest.raises(typer.Exit) as end:

@@ -2,8 +2,6 @@
 code.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform
@@ -18,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 import gradaccum
+from conformance_tests.programs import run_python
 from gradaccum import __main__ as command_line
 from gradaccum import versions
 from gradaccum_conformance import cli, selection
@@ -132,9 +131,9 @@ def test_conformance_runs_every_installed_backend(
     assert exit_code == 0
     assert [job.backend for job in jobs] == ["numpy", "torch"]
     assert "jax is not installed. Run: pip install 'gradaccum[jax]'" in output
-    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    page = (tmp_path / "report.html").read_text("utf-8")
     assert "conformance: passed" in page
-    report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    report = json.loads((tmp_path / "report.json").read_text("utf-8"))
     assert report["passed"] is True
 
 
@@ -146,7 +145,7 @@ def test_conformance_fails(
     suite_ends_with(outcome, outcome == "failed")
     arguments = ("--backend", name, "--backend", "numpy", "--report", str(tmp_path))
     assert invoke("conformance", *arguments)[0] == 1
-    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    page = (tmp_path / "report.html").read_text("utf-8")
     assert "conformance: failed" in page
 
 
@@ -208,10 +207,8 @@ def nothing():
 def test_check_prints_the_report(
     tmp_path: Path, argument: str, status: int, text: str
 ) -> None:
-    (tmp_path / "loops.py").write_text(LOOPS, encoding="utf-8")
-    command = [sys.executable, "-m", "gradaccum", "check", argument]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
-    )
+    (tmp_path / "loops.py").write_text(LOOPS, "utf-8")
+    command = ("-m", "gradaccum", "check", argument)
+    done = run_python(*command, cwd=tmp_path, timeout=60)
     assert done.returncode == status
     assert text in done.stdout + done.stderr

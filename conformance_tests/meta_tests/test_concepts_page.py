@@ -1,22 +1,18 @@
 """The page on concepts: its programs run, and its tables have what the code has."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from dataclasses import fields
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 
-import gradaccum
-from gradaccum import available_backends
+from conformance_tests.programs import ROOT
+from gradaccum import DynamicLossScale, available_backends
 from gradaccum.kit import make_options
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "gradaccum/CONCEPTS.md").read_text(encoding="utf-8")
-SCALING = (ROOT / "gradaccum/LOSS_SCALING.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "gradaccum/CONCEPTS.md").read_text("utf-8")
+SCALING = (ROOT / "gradaccum/LOSS_SCALING.md").read_text("utf-8")
 
 
 def test_programs_run() -> None:
@@ -53,11 +49,11 @@ def defaults_on_page(name: str) -> list[float]:
 def test_page_has_the_defaults_of_the_loss_scales() -> None:
     """The first four are those of torch's scaler."""
     page = defaults_on_page("gradaccum.DynamicLossScale")
-    names = [field.name for field in fields(gradaccum.DynamicLossScale)][:5]
+    names = [field.name for field in fields(DynamicLossScale)][:5]
     assert names[4] == "min_scale"
-    scale = gradaccum.DynamicLossScale()
+    scale = DynamicLossScale()
     assert page[:5] == [getattr(scale, name) for name in names]
-    amp = pytest.importorskip("torch.amp", reason="torch is not installed")
+    amp = pytest.importorskip("torch.amp")
     parameters = inspect.signature(amp.GradScaler.__init__).parameters
     theirs = [parameters[name].default for name in names[:4]]
     assert defaults_on_page("torch.amp.GradScaler")[:4] == theirs == page[:4]

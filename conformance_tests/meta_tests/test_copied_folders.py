@@ -2,12 +2,8 @@
 installer writes.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
-import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
@@ -15,8 +11,8 @@ import pytest
 
 import gradaccum
 from conformance_tests.matrix import front_page
+from conformance_tests.programs import ROOT, run_python
 
-ROOT = Path(__file__).parents[2]
 PLACES = ("purelib", "platlib")
 NOT_INSTALLED = """
 from importlib.metadata import PackageNotFoundError, version
@@ -50,19 +46,14 @@ def test_front_page_s_program_runs(name: str, tmp_path: Path, others: Path) -> N
     """Without any site's packages but the `others` and the copy. The program comes from
     a file: MindSpore's compiler reads it.
     """
-    pytest.importorskip(name, reason=f"{name} is not installed")
+    pytest.importorskip(name)
     tree = tmp_path / "tree"
     for folder in (ROOT / "gradaccum", ROOT / f"backends/gradaccum_{name}"):
         shutil.copytree(folder, tree / folder.name)
     facts = {"version": gradaccum.__version__, "tree": str(tree), "backends": (name,)}
     program = tmp_path / "program.py"
     program.write_text(NOT_INSTALLED.format(**facts) + front_page(name), "utf-8")
-    done = subprocess.run(
-        [sys.executable, "-S", program.name],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tree, others)))},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    path = os.pathsep.join(map(str, (tree, others)))
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = run_python("-S", program.name, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]

@@ -2,37 +2,26 @@
 windows send.
 """
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 pytest.importorskip("rich", reason="the command prints a table")
 
-from benchmarks.cost_law import (
-    BUCKET,
-    EACH,
-    NETWORKS,
-    ONCE,
-    WAYS,
-    Window,
-    app,
-    seconds,
-)
+from benchmarks.cost_law import BUCKET, EACH, NETWORKS, ONCE, WAYS, Window, app, seconds
+from conformance_tests.programs import ROOT
 
 BILLIONS = Window(32 * 10**9, 64, 8, tensors=300, units=32)
 SMALL = Window(12 * 1024, 1024, 4, tensors=6, units=2)
-PAGE = Path(__file__).parents[2] / "backends/gradaccum_torch/DISTRIBUTED.md"
+PAGE = ROOT / "backends/gradaccum_torch/DISTRIBUTED.md"
 
 
 def test_the_page_has_what_the_command_prints() -> None:
     done = CliRunner().invoke(app, env={"COLUMNS": "88"})
     assert done.exit_code == 0, done.output
     printed = "\n".join(line.rstrip() for line in done.stdout.splitlines())
-    assert f"```text\n{printed}\n```" in PAGE.read_text(encoding="utf-8")
+    assert f"```text\n{printed}\n```" in PAGE.read_text("utf-8")
 
 
 @pytest.mark.parametrize("window", [BILLIONS, SMALL])

@@ -1,16 +1,14 @@
 """The demo: its exact runs are exact, and it names every fault."""
 
-from __future__ import annotations
-
 import io
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from conformance_tests.programs import run_python
 from gradaccum_conformance.demo import command
 from gradaccum_conformance.demo.batches import LARGE_BATCH, Digits
 from gradaccum_conformance.demo.data import load
@@ -84,9 +82,8 @@ def test_demo_passes_with_every_run(
 
 def test_process_writes_every_epoch(tmp_path: Path) -> None:
     results = tmp_path / "numpy.jsonl"
-    module = (sys.executable, "-m", "gradaccum_conformance.demo")
     options = ("--backend", "numpy", "--epochs", "1", "--results", str(results))
-    subprocess.run([*module, *options], check=True, timeout=300)
-    lines = results.read_text(encoding="utf-8").splitlines()
+    run_python("-m", "gradaccum_conformance.demo", *options, check=True, timeout=300)
+    lines = results.read_text("utf-8").splitlines()
     kinds = [json.loads(line)["kind"] for line in lines]
     assert kinds == ["started", *["epoch"] * len(RECIPES), "finished"]

@@ -2,8 +2,6 @@
 gaps are held strictly.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from conformance_tests.framework_tests.preloaded import Preloaded
@@ -39,7 +37,7 @@ def test_example_passes_the_suite(site, light: Preloaded) -> None:
 def test_bad_declaration_fails_the_run(
     site, light: Preloaded, line: str, options: tuple[str, ...], words: str
 ) -> None:
-    (site / "gaps.txt").write_text(f"{line}\n", encoding="utf-8")
+    (site / "gaps.txt").write_text(f"{line}\n", "utf-8")
     gaps = ("--xfails-file", str(site / "gaps.txt"))
     status, said = run_suite(light, site, *gaps, *options)
     assert status != 0

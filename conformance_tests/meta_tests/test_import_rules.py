@@ -2,10 +2,7 @@
 core's public names and its own framework, the suite no adapter and no framework.
 """
 
-from __future__ import annotations
-
 import ast
-import subprocess
 import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -14,8 +11,8 @@ import pytest
 
 import gradaccum
 import gradaccum.kit
+from conformance_tests.programs import ROOT, run_python
 
-ROOT = Path(__file__).parents[2]
 ADAPTERS = {
     "gradaccum_torch": {"torch"},
     "gradaccum_jax": {"jax", "optax"},
@@ -32,7 +29,7 @@ def imports(folder: Path) -> Iterator[tuple[Path, str, set[str]]]:
 
 
 def imports_of(file: Path) -> Iterator[tuple[Path, str, set[str]]]:
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield file, alias.name, set()
@@ -86,9 +83,7 @@ def test_importing_the_core_imports_nothing_else() -> None:
         f"import sys, gradaccum; gradaccum.available_backends(); print(sorted({heavy!r}"
         " & set(sys.modules)))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
+    done = run_python("-c", code, check=True)
     assert done.stdout.strip() == "[]"
 
 

@@ -1,7 +1,5 @@
 """The page of versions: known cells without a failure, and floors as in the metadata."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 
@@ -10,11 +8,11 @@ from packaging.requirements import Requirement
 
 from conformance_tests.matrix import CELLS, PAGE, ROOT
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 EXTRAS = PROJECT["project"]["optional-dependencies"]
 ROWS = {
     row.split(" | ")[0].strip("| "): row
-    for row in PAGE.read_text(encoding="utf-8").splitlines()
+    for row in PAGE.read_text("utf-8").splitlines()
     if re.match(r"\| \S+-py\S+ \|", row)
 }
 CELLS_OF_PAGE = [cell for cell in CELLS if cell.name in ROWS]
@@ -41,7 +39,8 @@ def test_the_floor_of_the_metadata_was_measured(framework: str) -> None:
     }
     measured: dict[str, set[str]] = {name: set() for name in required}
     for cell in MEASURED:
-        for name, version in (package.split("==") for package in cell.packages):
+        for package in cell.packages.split():
+            name, version = package.split("==")
             if name in required:
                 assert required[name].contains(version), (name, version)
                 measured[name].add(version)

@@ -3,8 +3,6 @@ defect. The vectors alone show each fault that changes a number of one worker's 
 the others are listed with the reason.
 """
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 
@@ -36,7 +34,7 @@ UNSEEN["load_without_checks"] = "all vectors have parameters of the same shapes"
 
 def test_mutants_can_be_planted() -> None:
     files = [*EXAMPLE.glob("*.py"), Path(str(harness.__file__))]
-    sources = {file.name: file.read_text(encoding="utf-8") for file in files}
+    sources = {file.name: file.read_text("utf-8") for file in files}
     for mutant in MUTANTS.values():
         texts = changed(mutant, sources)
         assert texts

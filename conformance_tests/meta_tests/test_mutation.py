@@ -1,15 +1,14 @@
 """The mutants that are made by machine: each is Python, and few live."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 
 import pytest
 
 from conformance_tests.mutation.equivalent import EQUIVALENT, why_equivalent
-from conformance_tests.mutation.packages import PACKAGES, ROOT, Package
+from conformance_tests.mutation.packages import PACKAGES, Package
 from conformance_tests.mutation.running import mutants_of, sample, verdicts
+from conformance_tests.programs import ROOT
 
 
 @pytest.mark.parametrize("package", PACKAGES.values(), ids=PACKAGES)
@@ -17,7 +16,7 @@ def test_every_mutant_is_python(package: Package) -> None:
     mutants = mutants_of(package)
     assert len(mutants) > 400
     for mutant in mutants[::29]:
-        source = (ROOT / mutant.file).read_text(encoding="utf-8")
+        source = (ROOT / mutant.file).read_text("utf-8")
         ast.parse(mutant.mutation.apply(source))
     for test in package.tests:
         assert (ROOT / "conformance_tests" / test.partition("::")[0]).exists()

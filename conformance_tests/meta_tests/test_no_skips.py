@@ -1,7 +1,5 @@
 """With ``--no-skips`` a skipped test fails the run; without it, it does not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,7 +41,7 @@ def run(tmp_path: Path, light: Preloaded) -> Run:
     """
 
     def run(code: str, *options: str) -> tuple[int, str]:
-        (tmp_path / "test_some.py").write_text(code, encoding="utf-8")
+        (tmp_path / "test_some.py").write_text(code, "utf-8")
         (tmp_path / "test_other.py").write_text("def test_other(): pass\n")
         plugins = ("-p", "gradaccum_conformance.plugin", "-p", "no:cacheprovider")
         arguments = ["--backend", "numpy", "-q", *plugins, *options]

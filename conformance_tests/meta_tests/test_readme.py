@@ -2,8 +2,6 @@
 their links lead to files that exist.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -15,11 +13,11 @@ from typing import Any
 import pytest
 
 import gradaccum
+from conformance_tests.programs import ROOT
 
 from .mutants import MUTANTS
 
-ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text("utf-8")
 FOLDERS = (".", ".github", "gradaccum", "backends", "backends/*", "benchmarks")
 PAGES = sorted(
     page.relative_to(ROOT).as_posix()
@@ -38,14 +36,12 @@ FOUND_BY_NAME = (
 def quoted(page: str) -> list[tuple[str, str]]:
     return re.findall(
         r"<!-- file: (\S+) -->\n```python\n(.*?)```",
-        (ROOT / page).read_text(encoding="utf-8"),
+        (ROOT / page).read_text("utf-8"),
         re.DOTALL,
     )
 
 
-MEASURED = json.loads(
-    (ROOT / "benchmarks/scoreboard/results.json").read_text(encoding="utf-8")
-)
+MEASURED = json.loads((ROOT / "benchmarks/scoreboard/results.json").read_text("utf-8"))
 
 
 def shown(row: str, figure: str) -> str:
@@ -85,7 +81,7 @@ def rows_below(page: str, heading: str) -> dict[str, list[str]]:
 
 
 def test_table_is_the_scoreboard_s() -> None:
-    scoreboard = (ROOT / "benchmarks/SCOREBOARD.md").read_text(encoding="utf-8")
+    scoreboard = (ROOT / "benchmarks/SCOREBOARD.md").read_text("utf-8")
     expected = {}
     for name, cells in rows_below(scoreboard, "## Features, one by one").items():
         short_window = IN_SHORT.get(cells[0], cells[0])
@@ -133,7 +129,7 @@ for rate, window in ((1e-3, loader[:4]), (second_rate, loader[4:])):
 
 def names_after(*programs: str, **names: Any) -> dict[str, Any]:
     """Run programs on the same model and items, and return their variables."""
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+    torch = pytest.importorskip("torch")
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 3).double()
     x, y = torch.randn(2, sum(SIZES), 3, dtype=torch.float64)
@@ -155,7 +151,7 @@ def test_loop_makes_the_large_batches_updates(
     page: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And the front page's loop before does not."""
-    text = (ROOT / page).read_text(encoding="utf-8")
+    text = (ROOT / page).read_text("utf-8")
     programs = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     if page == "README.md":
         before, after = programs_of_the_diff()
@@ -176,7 +172,7 @@ def test_loop_makes_the_large_batches_updates(
 
 
 def test_report_is_the_loop_check_s() -> None:
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+    torch = pytest.importorskip("torch")
     section = README[README.index("## Is my loop right?") :]
     program, report = re.findall(r"```(?:py|text)\n(.*?)```", section, re.DOTALL)[:2]
     torch.manual_seed(0)
@@ -201,17 +197,14 @@ def test_quotations_equal_their_files() -> None:
     found = [(page, file, text) for page in PAGES for file, text in quoted(page)]
     assert found
     for page, file, text in found:
-        assert text == (ROOT / file).read_text(encoding="utf-8"), (
+        assert text == (ROOT / file).read_text("utf-8"), (
             f"{page} quotes an older {file}"
         )
 
 
 def prose_of(path: Path) -> str:
     return re.sub(
-        r"^```.*?^```",
-        "",
-        path.read_text(encoding="utf-8"),
-        flags=re.MULTILINE | re.DOTALL,
+        r"^```.*?^```", "", path.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL
     )
 
 

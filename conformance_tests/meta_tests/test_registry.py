@@ -2,15 +2,12 @@
 requested backend is imported.
 """
 
-from __future__ import annotations
-
 import os
-import subprocess
-import sys
 
 import pytest
 
 import gradaccum
+from conformance_tests.programs import run_python
 
 from .example import EXAMPLE, install, python_path
 
@@ -34,13 +31,8 @@ from gradaccum_conformance.reference import Sgd
 print(type(gradaccum.wrap(plain.Optimizer(Sgd({"w": numpy.ones(2)}, 0.1)), steps=2)).__module__)
 print(sorted({"torch", "jax", "mindspore", "gradaccum_torch", "gradaccum_jax", "gradaccum_mindspore"} & set(sys.modules)))
 """
-    printed = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": python_path(tmp_path, EXAMPLE)},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    environment = {**os.environ, "PYTHONPATH": python_path(tmp_path, EXAMPLE)}
+    printed = run_python("-c", code, env=environment, check=True).stdout
     assert printed.split("\n")[:2] == ["plain_backend", "[]"]
 
 
@@ -78,12 +70,7 @@ def test_missing_framework_is_named_with_its_install_command(
     """It stays registered; loading it, and an object of no framework, say how to
     install it.
     """
-    done = subprocess.run(
-        [sys.executable, "-c", LACKING, name, package],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_python("-c", LACKING, name, package)
     assert done.returncode == 0, done.stderr
     loaded, wrapped = done.stdout.splitlines()
     assert loaded.startswith("BackendNotFoundError")

@@ -1,7 +1,5 @@
 """The conformance report: nothing that went wrong may look right in it."""
 
-from __future__ import annotations
-
 import io
 import json
 import math
@@ -139,7 +137,7 @@ def test_json_is_strict_and_complete(tmp_path: Path) -> None:
     errors = (("x", math.inf, 1.0), ("y", math.nan, 1.0))
     run = run_of(ended(record("failed", *errors), exit_code=1))
     write_json(tmp_path / "new" / "report.json", run.as_json())
-    text = (tmp_path / "new" / "report.json").read_text(encoding="utf-8")
+    text = (tmp_path / "new" / "report.json").read_text("utf-8")
     written = json.loads(text, parse_constant=pytest.fail)
     assert written["passed"] is False
     assert written["missing"] == {"jax": "pip install 'gradaccum[jax]'"}

@@ -2,8 +2,6 @@
 rows have a cause for. Its table of scores is of the vectors that there are.
 """
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -15,11 +13,11 @@ from benchmarks.scoreboard.rows import CAUSES, ROWS
 from benchmarks.vectors import __main__ as vectors
 from gradaccum_conformance.vectors.run import KINDS, read
 
-MEASURED = json.loads(RESULTS.read_text(encoding="utf-8"))
+MEASURED = json.loads(RESULTS.read_text("utf-8"))
 
 
 def test_page_shows_what_was_measured() -> None:
-    assert table(MEASURED) in PAGE.read_text(encoding="utf-8")
+    assert table(MEASURED) in PAGE.read_text("utf-8")
     assert MEASURED.keys() == {row.place for row in ROWS}
     assert {row.cause for row in ROWS} - {""} == CAUSES.keys()
     for row in ROWS:
@@ -52,9 +50,9 @@ def test_distance_of_two_gradients() -> None:
 
 
 def test_page_shows_the_scores_of_these_vectors() -> None:
-    scores = json.loads(vectors.RESULTS.read_text(encoding="utf-8"))
+    scores = json.loads(vectors.RESULTS.read_text("utf-8"))
     assert scores.keys() == vectors.CONTESTANTS.keys()
-    assert vectors.table(scores) in vectors.PAGE.read_text(encoding="utf-8")
+    assert vectors.table(scores) in vectors.PAGE.read_text("utf-8")
     number = sum(len(read(kind)) for kind in KINDS)
     for name, score in scores.items():
         total = vectors.total(score)

@@ -1,12 +1,9 @@
 """The page on troubleshooting: its messages are those of the sources."""
 
-from __future__ import annotations
-
 import re
 import runpy
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from conformance_tests.programs import ROOT
 
 
 def test_messages_are_those_of_the_sources() -> None:
@@ -16,7 +13,7 @@ def test_messages_are_those_of_the_sources() -> None:
         for folder in errors["FOLDERS"].values()
         for entry in errors["entries_in"](folder)
     ]
-    page = (ROOT / "gradaccum/TROUBLESHOOTING.md").read_text(encoding="utf-8")
+    page = (ROOT / "gradaccum/TROUBLESHOOTING.md").read_text("utf-8")
     messages = re.findall(r"^\| `expected (.+?)` \|", page, flags=re.MULTILINE)
     assert len(messages) >= 5
     for message in messages:

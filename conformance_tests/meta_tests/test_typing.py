@@ -2,22 +2,19 @@
 it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from conformance_tests.programs import ROOT, run_python
 from gradaccum import available_backends
 
-ROOT = Path(__file__).parents[2]
 SOURCES = [str(ROOT), str(ROOT / "backends")]
 MYPY = (
     "--strict --ignore-missing-imports --follow-imports=silent"
@@ -38,15 +35,9 @@ Place = tuple[str, int]
 
 
 def output_of(folder: Path, *arguments: str) -> str:
-    return subprocess.run(
-        [sys.executable, "-m", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env={**os.environ, "MYPYPATH": os.pathsep.join(SOURCES)},
-        timeout=600,
-        check=False,
-    ).stdout
+    environment = {**os.environ, "MYPYPATH": os.pathsep.join(SOURCES)}
+    done = run_python("-m", *arguments, cwd=folder, env=environment, timeout=600)
+    return done.stdout
 
 
 def by_mypy(folder: Path) -> set[Place]:
@@ -57,7 +48,7 @@ def by_mypy(folder: Path) -> set[Place]:
 
 def by_pyright(folder: Path) -> set[Place]:
     options = {"typeCheckingMode": "standard", "extraPaths": SOURCES}
-    (folder / "pyrightconfig.json").write_text(json.dumps(options), encoding="utf-8")
+    (folder / "pyrightconfig.json").write_text(json.dumps(options), "utf-8")
     said = output_of(folder, "pyright", "--outputjson", "--pythonpath", sys.executable)
     return {
         (Path(each["file"]).name, each["range"]["start"]["line"] + 1)
@@ -79,7 +70,7 @@ def test_type_checker_names_the_mistakes(
     wrong = set()
     for script in SCRIPTS:
         shutil.copy(script, tmp_path)
-        lines = script.read_text(encoding="utf-8").splitlines()
+        lines = script.read_text("utf-8").splitlines()
         found = {
             (script.name, number)
             for number, line in enumerate(lines, 1)

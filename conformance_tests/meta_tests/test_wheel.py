@@ -2,21 +2,17 @@
 points, and nothing else.
 """
 
-from __future__ import annotations
-
 import runpy
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 
 import gradaccum
+from conformance_tests.programs import ROOT, run_python
 
 pytest.importorskip("hatchling", reason="hatchling builds the wheel")
 
-ROOT = Path(__file__).parents[2]
 PACKAGES = {
     "gradaccum": ROOT / "gradaccum",
     "gradaccum_torch": ROOT / "backends/gradaccum_torch",
@@ -28,8 +24,8 @@ PACKAGES = {
 
 
 def test_wheel(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d"]
-    subprocess.run([*command, tmp_path], cwd=ROOT, check=True, capture_output=True)
+    options = ("-t", "wheel", "-d", str(tmp_path))
+    run_python("-m", "hatchling", "build", *options, cwd=ROOT, check=True)
     wheel = zipfile.ZipFile(next(tmp_path.glob("*.whl")))
     names = set(wheel.namelist())
     metadata = next(name for name in names if name.endswith("/METADATA"))
@@ -55,7 +51,7 @@ def test_wheel(tmp_path: Path) -> None:
 
 
 def test_citation_names_this_version() -> None:
-    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    citation = (ROOT / "CITATION.cff").read_text("utf-8")
     assert f"\nversion: {gradaccum.__version__}\n" in citation
     assert "\nlicense: Apache-2.0\n" in citation
 
@@ -63,7 +59,7 @@ def test_citation_names_this_version() -> None:
 def test_front_page_of_the_package_leads_to_the_repository() -> None:
     """Once there is one: pictures as they are, other files as pages."""
     absolute = runpy.run_path(str(ROOT / ".docs/package.py"))["absolute"]
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    page = (ROOT / "README.md").read_text("utf-8")
     assert absolute(page, "") == page
     linked = absolute(page, "https://h/p")
     assert "(https://h/p/raw/HEAD/benchmarks/figures/scoreboard.svg)" in linked

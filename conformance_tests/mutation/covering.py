@@ -2,8 +2,6 @@
 the order that finds a fault soonest.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -91,7 +89,7 @@ class Recording:
                     if test not in ran.setdefault(line, []):
                         ran[line].append(test)
         self.file.write_text(
-            json.dumps(Covered(self.seconds, tests)._asdict()), encoding="utf-8"
+            json.dumps(Covered(self.seconds, tests)._asdict()), "utf-8"
         )
 
 
@@ -120,9 +118,7 @@ class Chosen:
 
     def __init__(self, file: str) -> None:
         self.file = Path(file).resolve()
-        self.seconds: dict[str, float] = json.loads(
-            self.file.read_text(encoding="utf-8")
-        )
+        self.seconds: dict[str, float] = json.loads(self.file.read_text("utf-8"))
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -136,7 +132,7 @@ class Chosen:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
-            self.file.write_text(json.dumps({report.nodeid: 0.0}), encoding="utf-8")
+            self.file.write_text(json.dumps({report.nodeid: 0.0}), "utf-8")
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, exitstatus: int) -> None:

@@ -1,7 +1,5 @@
 """The mutants that no test can notice, each with the reason."""
 
-from __future__ import annotations
-
 from .running import Mutant
 
 KINDS = "the order of kinds means nothing where one of them is looked for"
@@ -43,10 +41,10 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         ),
     },
     "gradaccum/refusals.py": {
-        "return bytes(mark >> bit & 1 for bit in range(33))": "the bit above 32 bits is 0",
+        "return bytes(mark >> bit & 1 for bit in range(33))": "the bit above 32 bits is 0"
     },
     "gradaccum/saving.py": {
-        "_DEFAULTS = make_options(2)": "the steps are shown in another way",
+        "_DEFAULTS = make_options(2)": "the steps are shown in another way"
     },
     "gradaccum/splitting.py": dict.fromkeys(
         (
@@ -134,7 +132,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         **dict.fromkeys(
             ("pass  # self._last_end = 0.0", "self._last_end = 1.0"),
             "to add a listener sets it, and without one no window is noted",
-        ),
+        )
     },
     "backends/gradaccum_jax/gradient_sum.py": {
         'return jnp.dtype("float32") if (leaf_dtype.itemsize <= 4) else leaf_dtype': "the floating dtype of 4 bytes is float32 itself",

@@ -2,12 +2,10 @@
 notice.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[2]
+from conformance_tests.programs import ROOT
 
 
 class Package(NamedTuple):
@@ -82,14 +80,7 @@ CORE = Package(
 
 BESIDE = ("coupled", "large_batch", "one_call", "verify", "workers")
 """Of the suite: what is not about the window."""
-TOPICS = (
-    "counts",
-    "everyday",
-    "misuse",
-    "masters",
-    "half_precision",
-    "checkpoint",
-)
+TOPICS = ("counts", "everyday", "misuse", "masters", "half_precision", "checkpoint")
 """Of the tests that one framework alone has: those of the window, in every adapter."""
 
 
@@ -165,14 +156,7 @@ JAX = JAX._replace(
 MINDSPORE = _adapter(
     "mindspore",
     ("window", "state.py", "gradient_sum.py"),
-    (
-        "calls",
-        "loss_scale",
-        "sums",
-        "schedule",
-        "training_cell",
-        "interrupted",
-    ),
+    ("calls", "loss_scale", "sums", "schedule", "training_cell", "interrupted"),
 )
 MINDSPORE = MINDSPORE._replace(
     last_tests=(WORKERS, "framework_tests/test_mindspore_workers.py"),

@@ -2,8 +2,6 @@
 before the package itself on the path.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import json
@@ -15,10 +13,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from conformance_tests.framework_tests.preloaded import Preloaded
+from conformance_tests.programs import ROOT
 
 from .covering import Covered
 from .operators import Mutation, mutations_of
-from .packages import ROOT, Package
+from .packages import Package
 
 TESTS = ROOT / "conformance_tests"
 WALL_SECONDS = 3600.0
@@ -55,7 +54,7 @@ def mutants_of(package: Package) -> list[Mutant]:
     return [
         Mutant(file.relative_to(ROOT), mutation)
         for file in package.files()
-        for mutation in mutations_of(file.read_text(encoding="utf-8"))
+        for mutation in mutations_of(file.read_text("utf-8"))
     ]
 
 
@@ -97,7 +96,7 @@ def verdicts(
                 raise RuntimeError(
                     f"the tests fail without a mutant too:\n{said[-3000:]}"
                 )
-        covered = Covered(**json.loads(record.read_text(encoding="utf-8")))
+        covered = Covered(**json.loads(record.read_text("utf-8")))
         promises = Counter(
             {test: 30 / lines for test, lines in covered.lines().items()}
         )
@@ -160,7 +159,7 @@ def statement_at(file: Path, line: int) -> range:
     before the body.
     """
     found = range(line, line + 1)
-    for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse((ROOT / file).read_text("utf-8"))):
         if isinstance(node, ast.stmt):
             body = getattr(node, "body", None)
             lines = range(
@@ -185,12 +184,12 @@ def _killer(
         for test in tests
     }
     program = _program(package, mutant, site, "Chosen('tests.json')", files)
-    (site / "tests.json").write_text(json.dumps(tests), encoding="utf-8")
+    (site / "tests.json").write_text(json.dumps(tests), "utf-8")
     try:
         status = server.run(program, WALL_SECONDS)[0]
     except TimeoutError:
         return "it never ends"
-    left = list(json.loads((site / "tests.json").read_text(encoding="utf-8")))
+    left = list(json.loads((site / "tests.json").read_text("utf-8")))
     shutil.rmtree(site, ignore_errors=True)
     if status == 5:
         raise RuntimeError(f"no test was run on {mutant}")
@@ -244,9 +243,7 @@ def _program(
     )
     if mutant is not None:
         changed = copy / mutant.file.relative_to(package.folder)
-        changed.write_text(
-            mutant.mutation.apply(changed.read_text(encoding="utf-8")), encoding="utf-8"
-        )
+        changed.write_text(mutant.mutation.apply(changed.read_text("utf-8")), "utf-8")
     program = site / "run.py"
     # pytest's own setting of the path would put the checkout before the copy.
     options = (
@@ -257,9 +254,7 @@ def _program(
         "-W",
         "ignore::pytest.PytestAssertRewriteWarning",
     )
-    program.write_text(
-        pytest_program(site, tests, *options, plugin=plugin), encoding="utf-8"
-    )
+    program.write_text(pytest_program(site, tests, *options, plugin=plugin), "utf-8")
     return program
 
 

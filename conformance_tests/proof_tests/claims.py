@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import z3
 
-from conformance_tests.proof_tests.terms import FLOAT32, INT32, Term, make
 from gradaccum.kit import ScaleRule, State
+
+from .terms import FLOAT32, INT32, Term, make
 
 SECONDS = 30
 """For one claim; the longest takes some three."""
-LARGEST, TINY = 3.4028234663852886e38, 2.0**-126
+TINY = 2.0**-126
 COUNTERS = ("micro_step", "optimizer_step", "skipped_windows", "growth_tracker")
 MOST = 2**31 - 2
 """Counters end there, or the next would be negative."""

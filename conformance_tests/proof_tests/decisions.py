@@ -10,15 +10,11 @@ from typing import Any, NamedTuple
 
 import z3
 
-from conformance_tests.proof_tests.claims import (
-    Claim,
-    any_state,
-    holds,
-    is_finite,
-    is_normal,
-    number,
-)
-from conformance_tests.proof_tests.terms import (
+from gradaccum.kit import Options, State, make_options
+from gradaccum.options import ON_OVERFLOW, REDUCTIONS
+
+from .claims import Claim, any_state, holds, is_finite, is_normal, number
+from .terms import (
     FLOAT32,
     RECORD,
     Term,
@@ -28,8 +24,6 @@ from conformance_tests.proof_tests.terms import (
     quotient,
     where,
 )
-from gradaccum.kit import Options, State, make_options
-from gradaccum.options import ON_OVERFLOW, REDUCTIONS
 
 
 class Decided(NamedTuple):

@@ -16,20 +16,21 @@ import pytest
 z3 = pytest.importorskip("z3", reason="needs the extra `proof`")
 
 # They register their properties.
-from conformance_tests.proof_tests import (  # noqa: E402
+from gradaccum import transitions  # noqa: E402
+
+from . import (  # noqa: E402
     decisions,  # noqa: F401
     windows,  # noqa: F401
 )
-from conformance_tests.proof_tests.claims import PROPERTIES, Claim, refutation  # noqa: E402
-from conformance_tests.proof_tests.faults import FAULTS, faulty  # noqa: E402
-from conformance_tests.proof_tests.terms import (  # noqa: E402
+from .claims import PROPERTIES, Claim, refutation  # noqa: E402
+from .faults import FAULTS, faulty  # noqa: E402
+from .terms import (  # noqa: E402
     FLOAT32,
     Bool,
     make,
     product_is_known,
     where,
 )
-from gradaccum import transitions  # noqa: E402
 
 
 @pytest.mark.parametrize("name", PROPERTIES)
@@ -61,7 +62,7 @@ def test_scalars_refuse_to_be_looked_at() -> None:
 
 def test_scalars_compute_as_numbers_do() -> None:
     """With constants each operation gives what NumPy gives in float32."""
-    numpy = pytest.importorskip("numpy", reason="numpy is not installed")
+    numpy = pytest.importorskip("numpy")
     values = [
         numpy.float32(value)
         for value in (0.0, -1.5, 0.1, 3e38, 1e-45, numpy.inf, numpy.nan)

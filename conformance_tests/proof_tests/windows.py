@@ -9,7 +9,10 @@ from typing import Any, NamedTuple
 
 import z3
 
-from conformance_tests.proof_tests.claims import (
+from gradaccum import DynamicLossScale
+from gradaccum.kit import ScaleRule, State, make_options
+
+from .claims import (
     Claim,
     any_state,
     holds,
@@ -21,9 +24,7 @@ from conformance_tests.proof_tests.claims import (
     unchanged,
     within,
 )
-from conformance_tests.proof_tests.terms import FLOAT32, make, where
-from gradaccum import DynamicLossScale
-from gradaccum.kit import ScaleRule, State, make_options
+from .terms import FLOAT32, make, where
 
 RULES = {
     "a scale that never moves": None,

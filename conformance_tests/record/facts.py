@@ -1,7 +1,5 @@
 """Facts in sections, and the file that holds them."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +16,7 @@ def file_of(part: str) -> Path:
 
 def read(file: Path) -> Facts:
     facts: Facts = {}
-    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+    for line in file.read_text("utf-8").splitlines() if file.exists() else ():
         if not line.startswith("#"):
             section, _, fact = line.partition(" | ")
             facts.setdefault(section, []).append(fact)
@@ -29,10 +27,10 @@ def write(facts: Facts, file: Path) -> None:
     """Write the file anew, below its comment."""
     comment = [HEADER]
     if file.exists():
-        text = file.read_text(encoding="utf-8").splitlines(keepends=True)
+        text = file.read_text("utf-8").splitlines(keepends=True)
         comment = [line for line in text if line.startswith("#")]
     text = [f"{line}\n" for line in lines(facts)]
-    file.write_text("".join([*comment, *text]), encoding="utf-8")
+    file.write_text("".join([*comment, *text]), "utf-8")
 
 
 def lines(facts: Facts) -> list[str]:

@@ -5,16 +5,14 @@ A raised call of another class, or of a function that makes an error, is a line 
 that name alone.
 """
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
+
+from conformance_tests.programs import ROOT
 
 from .facts import Facts
 
-ROOT = Path(__file__).parents[2]
 FOLDERS = [
     ROOT / "gradaccum",
     *(

@@ -2,8 +2,6 @@
 conformance_tests.framework_tests.jax_workers FILE DEVICES NAME...``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -30,7 +28,7 @@ def main(file: Path, names: list[str]) -> None:
         except Exception:
             report[name] = traceback.format_exc()
         print(f"{time.perf_counter() - begin:5.1f} s  {name}", file=sys.stderr)
-    file.write_text(json.dumps(report), encoding="utf-8")
+    file.write_text(json.dumps(report), "utf-8")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,6 @@
 its share of every micro-batch, and nothing gathers the batch.
 """
 
-from __future__ import annotations
-
 import re
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -12,10 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
+from numpy.testing import assert_array_equal
 
 import gradaccum_jax
-from conformance_tests.framework_tests.jax_versions import on_mesh
-from conformance_tests.framework_tests.jax_workers.common import COLLECTIVE, P
+
+from ..jax_versions import on_mesh
+from .common import COLLECTIVE, P
 
 ITEMS, WIDTH = 1024, 32
 RNG = np.random.default_rng(0)
@@ -120,11 +120,7 @@ def outside_of_jit() -> None:
     """A call that compiles itself sees the sharding: sizes that the devices cannot share
     are rounded up, and each device has as many items in every micro-batch.
     """
-    for steps, items, sizes in (
-        (4, 24, {8}),
-        (3, 1000, {336, 328}),
-        (5, 8, {8}),
-    ):
+    for steps, items, sizes in ((4, 24, {8}), (3, 1000, {336, 328}), (5, 8, {8})):
         seen: list[int] = []
 
         def loss(params: Any, x: Any, y: Any, seen: list[int] = seen) -> Any:
@@ -182,12 +178,12 @@ def whole_batches() -> None:
     )
     one, explicit = jnp.ones(()), EIGHT._replace(kind=AxisType.Explicit)
     wanted = jax.jit(call)(one, tens)
-    np.testing.assert_array_equal(wanted[0][1], [0, 4, 8, 12])
+    assert_array_equal(wanted[0][1], [0, 4, 8, 12])
     with explicit.context():
         arguments = explicit.put(one, P()), explicit.put(tens, P())
         on_explicit_mesh = jax.jit(call)(*arguments)
     for made in (call(one, tens), call(one, EIGHT.put(tens, P())), on_explicit_mesh):
-        jax.tree.map(np.testing.assert_array_equal, made, wanted)
+        jax.tree.map(assert_array_equal, made, wanted)
 
 
 def nested_batches() -> None:
@@ -209,12 +205,7 @@ def nested_batches() -> None:
     key, scale = jax.random.key(0), np.float32(2)
     wanted = jax.value_and_grad(loss, has_aux=True)(PARAMS, batch, key, scale)
     call = gradaccum_jax.value_and_grad(
-        loss,
-        has_aux=True,
-        merge_aux="concatenate",
-        steps=8,
-        axes=axes,
-        weight=tokens,
+        loss, has_aux=True, merge_aux="concatenate", steps=8, axes=axes, weight=tokens
     )
     for function in (call, jax.jit(call)):
         near(function(PARAMS, shared, key, scale), wanted)

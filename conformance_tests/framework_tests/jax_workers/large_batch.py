@@ -2,8 +2,6 @@
 added up over the devices is so once per call.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -11,20 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import gradaccum_jax
-from conformance_tests.framework_tests.jax_large_batch import (
-    close,
-    data,
-    errors,
-    mean_loss,
-    model,
-    numbers,
-)
-from conformance_tests.framework_tests.jax_workers.common import (
-    COLLECTIVE,
-    DEVICES,
-    P,
-    inside,
-)
+
+from ..jax_large_batch import close, data, errors, mean_loss, model, numbers
+from .common import COLLECTIVE, DEVICES, P, inside
 
 ITEMS = 24
 X, Y = data(ITEMS)

@@ -2,8 +2,6 @@
 reduction per part.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -14,12 +12,8 @@ import optax
 
 import gradaccum
 import gradaccum_jax
-from conformance_tests.framework_tests.jax_workers.common import (
-    DEVICES,
-    adam,
-    assert_close,
-    over,
-)
+
+from .common import DEVICES, adam, assert_close, over
 
 LAYERS, WIDTH = 3, 2 * DEVICES
 

@@ -1,7 +1,5 @@
 """Meshes of several axes, explicit ones, and programs that the compiler partitions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -11,17 +9,10 @@ import optax
 
 import gradaccum
 import gradaccum_jax
-from conformance_tests.framework_tests.jax_versions import on_mesh
-from conformance_tests.framework_tests.jax_workers.common import (
-    MESH,
-    P,
-    adam,
-    assert_close,
-    inside,
-    over,
-    placed,
-)
-from conformance_tests.framework_tests.jax_workers.windows import collectives
+
+from ..jax_versions import on_mesh
+from .common import MESH, P, adam, assert_close, inside, over, placed
+from .windows import collectives
 
 RNG = np.random.default_rng(30)
 X = RNG.normal(size=(6, 8, 6))

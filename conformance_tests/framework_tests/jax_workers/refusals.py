@@ -2,8 +2,6 @@
 Beside them what is nearly the same, and right.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -11,13 +9,10 @@ import jax.numpy as jnp
 import optax
 
 import gradaccum
-from conformance_tests.framework_tests.jax_workers.common import (
-    P,
-    inside,
-    over,
-)
-from conformance_tests.framework_tests.refusing import refused
 from gradaccum_jax.sharding import vary
+
+from ..refusing import refused
+from .common import P, inside, over
 
 lax, DATA, SGD = jax.lax, frozenset(["data"]), optax.sgd(1.0)
 
@@ -129,19 +124,12 @@ CASES: dict[str, tuple[Any, ...]] = {
         lambda: run(step_of(optax.adam(0.1)), state=optax.adam(0.1).init(W)),
         "state: expected step to return (params, state)",
     ),
-    "init of one device": (
-        lambda: over(ALONE.init)(W),
-        "state",
-        "axis_name=('data',)",
-    ),
+    "init of one device": (lambda: over(ALONE.init)(W), "state", "axis_name=('data',)"),
     "window's end": (
         lambda: inside(ending_apart, BATCH)(W, X),
         f"state.micro_step: {SAME}",
     ),
-    "last": (
-        lambda: run(step_of(TX, last=lambda w, x: x[0] > 2)),
-        f"last: {SAME}",
-    ),
+    "last": (lambda: run(step_of(TX, last=lambda w, x: x[0] > 2)), f"last: {SAME}"),
     "parameters given": (
         lambda: run(step_of(HINTED, own), HINTED),
         "params: expected",

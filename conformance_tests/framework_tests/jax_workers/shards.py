@@ -2,8 +2,6 @@
 device with all of them would.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -14,13 +12,9 @@ import optax
 
 import gradaccum
 import gradaccum_jax
-from conformance_tests.framework_tests.jax_workers.common import (
-    DEVICES,
-    P,
-    assert_close,
-    inside,
-)
-from conformance_tests.framework_tests.refusing import refused
+
+from ..refusing import refused
+from .common import DEVICES, P, assert_close, inside
 
 SIDE = math.isqrt(DEVICES)
 MESH = jax.make_mesh(

@@ -2,8 +2,6 @@
 other numbers of devices.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -15,8 +13,10 @@ import optax
 import gradaccum
 import gradaccum_jax
 from benchmarks.questions import jax_workers as question
-from conformance_tests.framework_tests.jax_versions import partition
-from conformance_tests.framework_tests.jax_workers.common import (
+
+from ..jax_versions import partition
+from ..refusing import refused
+from .common import (
     COLLECTIVE,
     DEVICES,
     P,
@@ -27,7 +27,6 @@ from conformance_tests.framework_tests.jax_workers.common import (
     parameters,
     placed,
 )
-from conformance_tests.framework_tests.refusing import refused
 
 
 def scan() -> None:

@@ -2,11 +2,7 @@
 Each check has its own line in the report.
 """
 
-from conformance_tests.framework_tests.mindspore_workers import (
-    refusals,
-    sharded,
-    windows,
-)
-from conformance_tests.framework_tests.mindspore_workers.checks import CHECKS
+from . import refusals, sharded, windows
+from .checks import CHECKS
 
 __all__ = ["CHECKS", "refusals", "sharded", "windows"]

@@ -2,8 +2,6 @@
 the current folder.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -32,7 +30,7 @@ def main(rank: int) -> int:
             report[name] = "passed"
         except Exception:
             report[name] = traceback.format_exc()
-        Path(f"{rank}.json").write_text(json.dumps(report), encoding="utf-8")
+        Path(f"{rank}.json").write_text(json.dumps(report), "utf-8")
         if report[name] != "passed":
             # The workers may be at different calls now. msrun then ends the other one,
             # which may wait for this one.

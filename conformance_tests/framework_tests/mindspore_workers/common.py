@@ -13,8 +13,9 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import BIAS, WEIGHT, set_mode
 from gradaccum_mindspore import TrainOneStepCell
+
+from ..mindspore_common import BIAS, WEIGHT, set_mode
 
 WORLD = 2
 COUNTS = (6, 3)

@@ -2,8 +2,6 @@
 them.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 
@@ -14,8 +12,9 @@ from mindspore.communication import get_group_size
 
 import gradaccum
 from benchmarks.cost_law import WAYS, Sent, Window
-from conformance_tests.framework_tests.mindspore_graphs import saved_graphs
 from gradaccum_mindspore import AccumulatingOptimizer
+
+from ..mindspore_graphs import saved_graphs
 
 MODELS = ((3, 1000), (30, 2**18 - 1), (2, 2**18))
 """How many tensors, and the elements of each: small ones in one bucket, small ones in

@@ -1,7 +1,5 @@
 """Refusals, and saved windows that resume."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +9,12 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_workers.checks import check
-from conformance_tests.framework_tests.mindspore_workers.common import (
+from gradaccum import ArgumentValueError, CheckpointError, UsageError
+from gradaccum_mindspore import load_checkpoint_into, redistributed
+
+from ..refusing import refused
+from .checks import check
+from .common import (
     WORLD,
     Worker,
     micro_batches,
@@ -20,11 +22,6 @@ from conformance_tests.framework_tests.mindspore_workers.common import (
     reference,
     require_equal,
     require_same_everywhere,
-)
-from conformance_tests.framework_tests.refusing import refused
-from gradaccum_mindspore import (
-    load_checkpoint_into,
-    redistributed,
 )
 
 
@@ -53,7 +50,7 @@ def each_mistake_is_refused(rank: int) -> None:
         finally:
             ms.reset_auto_parallel_context()
 
-    usage, value = gradaccum.UsageError, gradaccum.ArgumentValueError
+    usage, value = UsageError, ArgumentValueError
     mistakes: tuple[tuple[Callable[[], object], type[Exception], str], ...] = (
         (lambda: gradaccum.wrap(sgd(), steps=2), usage, "data_parallel=True"),
         (lambda: wrapped(steps=2 + rank), value, "options"),
@@ -107,7 +104,7 @@ def windows_of_two_optimizers_never_meet(rank: int) -> None:
         opts = critics(steps=2)
         for opt in opts:
             opt(gradient)
-        with refused(gradaccum.UsageError, f"on rank {rank}", "optimizer"):
+        with refused(UsageError, f"on rank {rank}", "optimizer"):
             opts[rank].flush() if flushes else opts[rank](gradient)
         for opt in opts:
             opt.flush()
@@ -124,7 +121,7 @@ def compiled_windows_of_two_optimizers_never_meet(rank: int) -> None:
         return opts[rank]((gradient,))
 
     first(*gradient)
-    with refused(gradaccum.UsageError, f"on rank {rank}", "optimizer"):
+    with refused(UsageError, f"on rank {rank}", "optimizer"):
         print(opts[rank].result)
     assert values_of(opts) == [1.0, 1.0]
     for opt in opts:
@@ -164,9 +161,9 @@ def window_of_four_goes_on_with_two(rank: int) -> None:
 def open_window_of_others_is_refused(rank: int) -> None:
     """Another number of workers, or another worker's file."""
     own = files(rank, opened(rank).cell)
-    with refused(gradaccum.CheckpointError, "redistributed"):
+    with refused(CheckpointError, "redistributed"):
         load_checkpoint_into(Worker(steps=None, data_parallel=False).cell, own[rank])
-    with refused(gradaccum.CheckpointError, f"rank {1 - rank}"):
+    with refused(CheckpointError, f"rank {1 - rank}"):
         load_checkpoint_into(Worker(steps=None).cell, own[1 - rank])
 
 

@@ -2,8 +2,6 @@
 norm, one overflow flag, and files of their own.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import mindspore as ms
@@ -11,19 +9,13 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import (
-    Descent,
-    entries_of,
-    set_mode,
-)
-from conformance_tests.framework_tests.mindspore_workers.checks import check
-from conformance_tests.framework_tests.mindspore_workers.common import (
-    WORLD,
-    require_same_everywhere,
-)
-from conformance_tests.framework_tests.mindspore_workers.refusals import files
-from conformance_tests.framework_tests.refusing import refused
 from gradaccum_mindspore import load_checkpoint_into, redistributed
+
+from ..mindspore_common import Descent, entries_of, set_mode
+from ..refusing import refused
+from .checks import check
+from .common import WORLD, require_same_everywhere
+from .refusals import files
 
 CLASSES = (5, 3)
 """Of each worker."""

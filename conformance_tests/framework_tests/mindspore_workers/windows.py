@@ -2,8 +2,6 @@
 and in `Model.train`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -18,12 +16,13 @@ from mindspore.experimental.optim.lr_scheduler import StepLR
 from mindspore.train import Model
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import (
-    set_mode,
-)
-from conformance_tests.framework_tests.mindspore_graphs import saved_graphs
-from conformance_tests.framework_tests.mindspore_workers.checks import check
-from conformance_tests.framework_tests.mindspore_workers.common import (
+from gradaccum_mindspore import FlushAtEpochEnd
+
+from ..mindspore_common import set_mode
+from ..mindspore_graphs import saved_graphs
+from ..refusing import refused
+from .checks import check
+from .common import (
     ROWS,
     WORLD,
     Worker,
@@ -34,11 +33,7 @@ from conformance_tests.framework_tests.mindspore_workers.common import (
     require_equal,
     require_same_everywhere,
 )
-from conformance_tests.framework_tests.mindspore_workers.law import require_the_law
-from conformance_tests.framework_tests.refusing import refused
-from gradaccum_mindspore import (
-    FlushAtEpochEnd,
-)
+from .law import require_the_law
 
 
 @check

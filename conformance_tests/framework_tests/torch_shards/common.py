@@ -2,8 +2,6 @@
 micro-batches.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import gradaccum
-from conformance_tests.framework_tests.torch_workers.common import (
+
+from ..torch_workers.common import (
     Batch,
     Branches,
     alone,
@@ -25,7 +24,7 @@ from conformance_tests.framework_tests.torch_workers.common import (
     sgd,
     whole,
 )
-from conformance_tests.framework_tests.torch_workers.jobs import Check
+from ..torch_workers.jobs import Check
 
 CHECKS = {}
 """Each runs on all workers at once, in the order in which it was added."""

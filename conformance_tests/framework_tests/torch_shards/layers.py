@@ -1,7 +1,5 @@
 """Layered windows of two workers, whose layers are copies."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -13,9 +11,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradaccum
-from conformance_tests.framework_tests.refusing import refused
 from gradaccum_torch import backward, layered_backward
 
+from ..refusing import refused
 from .common import check, mesh_of, require_equal
 
 ITEMS, STEPS, LAYERS = (5, 7), 3, 4

@@ -1,7 +1,5 @@
 """The loops that FSDP users write, and their checkpoints."""
 
-from __future__ import annotations
-
 import gc
 import math
 import tempfile
@@ -12,9 +10,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 
 import gradaccum
-from conformance_tests.framework_tests.refusing import refused
 from gradaccum_torch.torch_private.fsdp import units_of
 
+from ..refusing import refused
 from .common import (
     DTYPE,
     FLAT,

@@ -1,7 +1,5 @@
 """Refusals that every worker raises, before anything is lost."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -10,9 +8,9 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import gradaccum
-from conformance_tests.framework_tests.refusing import refused
 from gradaccum import ArgumentValueError, UsageError
 
+from ..refusing import refused
 from .common import (
     FLAT,
     WAYS,

@@ -1,7 +1,5 @@
 """The sum over the workers of a window, and the large batch in one call."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial
@@ -14,11 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
 
 import gradaccum
-from conformance_tests.framework_tests.refusing import refused
 from gradaccum_torch.large_batch import backward, coupled_backward
 
+from ..refusing import refused
 from .common import (
     FLAT,
     alone,
@@ -114,7 +113,7 @@ def train_experts(
         run = dense
         groups = [[*dense.parameters()], [*expert.parameters()]]
         options["gradient_sync"] = kind
-    inner = torch.optim.SGD([{"params": each} for each in groups], lr=0.1)
+    inner = SGD([{"params": each} for each in groups], lr=0.1)
     opt = gradaccum.wrap(inner, steps=2, module=module, **options)
     for index, (x, _) in enumerate(batches(rank, 4)):
         is_bad = overflow and (rank, index) == (1, 3)
@@ -128,9 +127,7 @@ def train_all_experts(overflow: bool, **options: Any) -> tuple[nn.Module, Any, A
     """Train all experts in one process."""
     dense, experts = make_layers()
     parameters = nn.ModuleList([dense, *experts]).parameters()
-    opt = gradaccum.wrap(
-        torch.optim.SGD(parameters, lr=0.1), 4, process_group="alone", **options
-    )
+    opt = gradaccum.wrap(SGD(parameters, lr=0.1), 4, process_group="alone", **options)
     everyone = [batches(worker, 4) for worker in range(2)]
     for index in (0, 2):
         for worker, expert in enumerate(experts):

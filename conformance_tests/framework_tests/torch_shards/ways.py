@@ -2,16 +2,11 @@
 workers.
 """
 
-from __future__ import annotations
-
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from conformance_tests.framework_tests.torch_workers.common import (
-    require_same_everywhere,
-)
-
 from ..torch_fsdp import GLOO_SUMS
+from ..torch_workers.common import require_same_everywhere
 from .common import (
     FLAT,
     WAITING,

@@ -2,8 +2,6 @@
 JOB RANK FOLDER``.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

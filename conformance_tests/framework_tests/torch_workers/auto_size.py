@@ -1,7 +1,5 @@
 """Automatic sizes of micro-batches, which both workers must share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import gradaccum
-from conformance_tests.framework_tests.refusing import refused
 from gradaccum import AutoMicroBatchSize, UsageError
 from gradaccum_torch.large_batch import backward
 
+from ..refusing import refused
 from .common import build, ddp, require_same_everywhere, sgd
 from .jobs import check
 

@@ -2,8 +2,6 @@
 that share them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

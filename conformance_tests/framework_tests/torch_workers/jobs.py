@@ -2,8 +2,6 @@
 start, which leaves none behind.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import subprocess
@@ -16,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import gradaccum
+from conformance_tests.programs import ROOT
 
 from .common import WORLD
 
@@ -51,7 +50,7 @@ def run_checks(checks: Mapping[str, Check], rank: int, folder: Path) -> None:
             report[name] = "passed"
         except Exception:
             report[name] = traceback.format_exc()
-        (folder / f"{rank}.json").write_text(json.dumps(report), encoding="utf-8")
+        (folder / f"{rank}.json").write_text(json.dumps(report), "utf-8")
         if report[name] != "passed":
             # The workers may be at different calls now, and each further check would
             # wait for the other.
@@ -70,7 +69,6 @@ def wrap_in_an_earlier_group(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-ROOT = Path(__file__).parents[3]
 SECONDS = 500
 """A loaded machine took 240 for jobs of two workers that need 60."""
 
@@ -91,7 +89,7 @@ def reports_of(job: str, folder: Path) -> list[dict[str, str]]:
             process.kill()
             process.wait()
     return [
-        json.loads((folder / f"{rank}.json").read_text(encoding="utf-8"))
+        json.loads((folder / f"{rank}.json").read_text("utf-8"))
         for rank in range(WORLD)
     ]
 

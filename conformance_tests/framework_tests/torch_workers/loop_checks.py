@@ -1,7 +1,5 @@
 """The loop check over two workers: a row of coefficients for each."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -9,8 +7,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradaccum
-from conformance_tests.framework_tests.refusing import refused
 
+from ..refusing import refused
 from .jobs import check
 
 SIZES = ((5, 3, 4), (2, 6, 1))

@@ -2,8 +2,6 @@
 whatever a worker does in between, and no worker is left waiting.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,9 +13,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gradaccum
-from conformance_tests.framework_tests.refusing import refused
+from gradaccum import UsageError
 from gradaccum_torch.workers import overlap
 
+from ..refusing import refused
 from .common import (
     WORLD,
     Batch,
@@ -108,16 +107,14 @@ def second_pass_after_the_reduction_is_refused(rank: int) -> None:
             opt.backward(loss_of(parallel, batches[3]))
             loss = loss_of(parallel, batches[3])
             with refused(
-                gradaccum.UsageError,
-                "on the sum of the micro-batch's losses",
-                "opt.discard()",
+                UsageError, "on the sum of the micro-batch's losses", "opt.discard()"
             ):
                 if is_plain:
                     loss.backward()
                 else:
                     opt.backward(loss)
             if is_plain:
-                with refused(gradaccum.UsageError, "discard()"):
+                with refused(UsageError, "discard()"):
                     opt.step()
             opt.discard()
             require_third_window(model, parallel, opt, batches)
@@ -130,10 +127,10 @@ def changed_gradients_are_noticed(rank: int) -> None:
         opt.backward(loss_of(parallel, batches[3]))
         assert model.first.weight.grad is not None
         for call in (opt.zero_grad, opt.state_dict, opt.flush):
-            with refused(gradaccum.UsageError, "between backward() and step()"):
+            with refused(UsageError, "between backward() and step()"):
                 call()
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-        with refused(gradaccum.UsageError, "clip_norm"):
+        with refused(UsageError, "clip_norm"):
             opt.step()
         opt.discard()
         require_third_window(model, parallel, opt, batches)
@@ -179,14 +176,14 @@ def discarding_worker_is_reported(rank: int) -> None:
                     opt.backward(loss)
                 handle.remove()
                 del head.forward
-                with refused(gradaccum.UsageError, "discard()"):
+                with refused(UsageError, "discard()"):
                     opt.step()
             else:
                 opt.backward(loss)
             if rank == 0:
-                with refused(gradaccum.UsageError, "called discard()"):
+                with refused(UsageError, "called discard()"):
                     opt.step()
-                with refused(gradaccum.UsageError, "discard()"):
+                with refused(UsageError, "discard()"):
                     opt.step()
             opt.discard()
             require_third_window(model, parallel, opt, batches)

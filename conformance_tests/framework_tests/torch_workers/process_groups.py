@@ -2,8 +2,6 @@
 in its own ``step``, as nanochat's.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable
@@ -13,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
 
 import gradaccum
-from conformance_tests.framework_tests.refusing import refused
 
+from ..refusing import refused
 from .common import (
     WORLD,
     all_windows,
@@ -32,7 +31,7 @@ from .common import (
 from .jobs import check
 
 
-class Averaging(torch.optim.SGD):
+class Averaging(SGD):
     """Averages gradients over workers before its update."""
 
     @torch.no_grad()
@@ -52,7 +51,7 @@ def reducing_optimizer_has_the_window_of_all(rank: int) -> None:
     """
     for options in ({"clip_norm": 0.05}, {"reduction": "sum"}):
         reference, other = alone(all_windows(), **options)
-        for kind in (Averaging, torch.optim.SGD):
+        for kind in (Averaging, SGD):
             model = build()
             inner = kind(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
             opt = gradaccum.wrap(
@@ -118,7 +117,7 @@ def order_of_parameters_is_the_same_on_every_worker(rank: int) -> None:
         {"process_group": dist.group.WORLD},
     ):
         with refused(gradaccum.ArgumentValueError, "same order", "weight", "on rank 1"):
-            gradaccum.wrap(torch.optim.SGD(named, lr=0.1), steps=1, **options)
+            gradaccum.wrap(SGD(named, lr=0.1), steps=1, **options)
 
 
 @check

@@ -1,7 +1,5 @@
 """Refusals that every worker raises, and saved windows that resume."""
 
-from __future__ import annotations
-
 import datetime
 import gc
 from typing import Any
@@ -13,10 +11,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradaccum
-from conformance_tests.framework_tests.refusing import refused
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum_torch import window
 
+from ..refusing import refused
 from .common import (
     WORLD,
     all_windows,

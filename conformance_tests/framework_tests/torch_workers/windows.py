@@ -2,8 +2,6 @@
 the large batch in one call.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -15,10 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
 
 import gradaccum
-from conformance_tests.framework_tests.refusing import refused
+from gradaccum import UsageError
 from gradaccum_torch.large_batch import backward, coupled_backward
 from gradaccum_torch.workers.overlap import BucketReduction
 
+from ..refusing import refused
 from .common import (
     WORLD,
     all_windows,
@@ -160,7 +159,7 @@ def schedules_that_drift_apart_are_refused(rank: int) -> None:
     model, parallel, opt = make_shared()
     learn(parallel, opt, micro_batches(rank)[0])
     opt.param_groups[0]["lr"] *= 1 + rank
-    with refused(gradaccum.UsageError, f"learning rates on rank {rank}", "listener"):
+    with refused(UsageError, f"learning rates on rank {rank}", "listener"):
         opt.flush()
     opt.param_groups[0]["lr"] /= 1 + rank
     opt.discard()
@@ -227,7 +226,7 @@ def large_batch_of_all_workers(rank: int) -> None:
 @check
 def large_batch_needs_the_optimizer(rank: int) -> None:
     unwrapped = ddp(build())
-    with refused(gradaccum.UsageError, "module=module"):
+    with refused(UsageError, "module=module"):
         backward(partial(loss_of, unwrapped), *batch_of(rank), steps=2)
-    with refused(gradaccum.UsageError, "module=module"):
+    with refused(UsageError, "module=module"):
         coupled_backward(unwrapped, Tensor.std, batch_of(rank)[0], steps=2)

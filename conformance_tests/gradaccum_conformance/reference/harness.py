@@ -2,8 +2,6 @@
 plain attributes show the rest.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle
@@ -16,12 +14,7 @@ import numpy as np
 
 import gradaccum
 from gradaccum import GradientError, StepResult
-from gradaccum.kit import (
-    State,
-    require_weight,
-    resumed,
-    terms_of,
-)
+from gradaccum.kit import State, require_weight, resumed, terms_of
 from gradaccum_conformance import oracle
 from gradaccum_conformance.coupled_loss import TEMPERATURE, contrast, mirrored
 from gradaccum_conformance.harness import (
@@ -305,11 +298,7 @@ def _typed_weights(call: LargeBatchCall) -> Arrays:
 
 
 def loss_gradient_aux(
-    model: Model,
-    weights: Arrays,
-    loss: Loss,
-    returns: Returns | None,
-    piece: Batch,
+    model: Model, weights: Arrays, loss: Loss, returns: Returns | None, piece: Batch
 ) -> tuple[Any, Arrays, Any]:
     """What a loss function of `piece` gives: the loss, its gradient, and the aux if
     `returns` has one, or None.

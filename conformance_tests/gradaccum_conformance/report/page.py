@@ -1,7 +1,5 @@
 """The report as one web page that needs no other file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -36,7 +34,7 @@ def render_page(run: Run) -> str:
 def write_page(path: Path, run: Run) -> None:
     """Write the page."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render_page(run), encoding="utf-8")
+    path.write_text(render_page(run), "utf-8")
 
 
 def _skips(results: BackendResults) -> dict[str, int]:

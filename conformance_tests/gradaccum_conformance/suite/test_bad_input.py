@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 import gradaccum
+from gradaccum import ArgumentTypeError, ArgumentValueError, GradAccumError
 from gradaccum_conformance.harness import Harness, Option
 from gradaccum_conformance.scenarios import (
     contents_of,
@@ -17,7 +18,7 @@ from gradaccum_conformance.scenarios import (
 from gradaccum_conformance.specs import LINEAR
 from gradaccum_conformance.workers import Crews, WorkerError
 
-VALUE, TYPE = gradaccum.ArgumentValueError, gradaccum.ArgumentTypeError
+VALUE, TYPE = ArgumentValueError, ArgumentTypeError
 
 
 class ForeignScaler:
@@ -38,7 +39,7 @@ class ForeignScaler:
         return 100
 
 
-BAD_OPTIONS: list[tuple[str, type[Exception], list[Option]]] = [
+BAD_OPTIONS = [
     ("steps", VALUE, [0, [], [(1, 2)], [(0, 2), (0, 3)], [(0, 0)]]),
     ("steps", TYPE, [True, 2.5, "4"]),
     ("reduction", VALUE, ["average"]),
@@ -83,7 +84,7 @@ def test_bad_weight_changes_nothing(
     session = start(backend, steps=4, mode=mode)
     session.gradients(random_tree(LINEAR, 0))
     before = contents_of(session)
-    with pytest.raises(gradaccum.GradAccumError, match="weight"):
+    with pytest.raises(GradAccumError, match="weight"):
         session.gradients(random_tree(LINEAR, 1), weight=weight)
     require_same_contents(session, before)
 
@@ -95,17 +96,12 @@ def test_gradient_of_another_shape_changes_nothing(backend: Harness) -> None:
         session.gradients(tree)
         before = contents_of(session)
         first = next(iter(tree))
-        with pytest.raises(gradaccum.GradAccumError, match="expected"):
+        with pytest.raises(GradAccumError, match="expected"):
             session.gradients({**tree, first: tree[first][:1]})
         require_same_contents(session, before)
 
 
-BAD_DENOMINATORS: list[tuple[Option, Option]] = [
-    (None, 0.0),
-    (None, math.nan),
-    (None, "5"),
-    (2, 5.0),
-]
+BAD_DENOMINATORS = [(None, 0.0), (None, math.nan), (None, "5"), (2, 5.0)]
 
 
 @pytest.mark.parametrize(("steps", "denominator"), BAD_DENOMINATORS)
@@ -116,7 +112,7 @@ def test_bad_denominator_changes_nothing(
     session = start(backend, steps=steps)
     session.gradients(random_tree(LINEAR, 0), weight=3.0)
     before = contents_of(session)
-    with pytest.raises(gradaccum.GradAccumError, match="denominator: expected"):
+    with pytest.raises(GradAccumError, match="denominator: expected"):
         session.flush(denominator=denominator)
     require_same_contents(session, before)
     session.flush()
@@ -125,10 +121,7 @@ def test_bad_denominator_changes_nothing(
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"steps": 2, "reduction": "sum_per_item"},
-        {"steps": gradaccum.until_weight(4)},
-    ],
+    [{"steps": 2, "reduction": "sum_per_item"}, {"steps": gradaccum.until_weight(4)}],
     ids=str,
 )
 def test_weight_is_asked_for(

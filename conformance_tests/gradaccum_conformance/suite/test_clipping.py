@@ -128,7 +128,5 @@ def test_mixed_magnitudes_have_a_right_norm(
     squares = sum(float(((array * 2.0**76) ** 2).sum()) for array in tree.values())
     truth = 2.0**-76 * math.sqrt(squares)
     errors.check(
-        "norm",
-        abs(session.result().grad_norm - truth) / truth,
-        gamma(200, "float32"),
+        "norm", abs(session.result().grad_norm - truth) / truth, gamma(200, "float32")
     )

@@ -26,7 +26,7 @@ WAYS = {
     "ragged": {"micro_batch_size": 5},
     "more steps than items": {"steps": 99},
 }
-LIMITS: dict[Dtype, float] = {"float64": 1e-13, "float32": 1e-4}
+LIMITS = {"float64": 1e-13, "float32": 1e-4}
 """The terms of the loss cancel; float64 is the proof."""
 
 

@@ -49,7 +49,7 @@ def transposed(memory: Array) -> Arrays:
 
 
 LAYOUTS = (side_by_side, overlapping, expanded, transposed)
-OPTIONS: list[dict[str, Option]] = [
+OPTIONS = [
     {"on_overflow": "ignore"},
     {"on_overflow": "drop_micro_batch"},
     {"clip_norm": 1e9},

@@ -7,8 +7,6 @@ that. The test raises where a call of the backend, of the core or of the framewo
 optimizer begins.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from collections import Counter
@@ -28,7 +26,7 @@ from gradaccum_conformance.scenarios import coarse, feed_gradients, same, start
 from gradaccum_conformance.specs import LINEAR, Arrays, Optimizer
 
 SCALE = gradaccum.DynamicLossScale(init_scale=4.0, growth_interval=1)
-VARIANTS: dict[str, dict[str, Option]] = {
+VARIANTS = {
     "plain": {},
     "clipped, scaled": {"clip_norm": 1.0, "loss_scale": SCALE},
     "skipped": {"skip_norm": 20.0},

@@ -4,8 +4,6 @@ reached, and through long random sequences.
 After each event every field is equal, and every sum is equal exactly.
 """
 
-from __future__ import annotations
-
 import math
 import resource
 from collections import Counter
@@ -34,7 +32,7 @@ from gradaccum_conformance.walking import state_of, walk
 DYNAMIC = gradaccum.DynamicLossScale(
     init_scale=4.0, growth_interval=2, min_scale=1.0, max_scale=16.0
 )
-VARIANTS: dict[str, dict[str, Option]] = {
+VARIANTS = {
     "skip window": {"steps": 2, "loss_scale": DYNAMIC, "clip_norm": 2.0},
     "drop micro-batch": {
         "steps": 2,
@@ -174,7 +172,7 @@ def test_long_random_sequences(
 GROWING = gradaccum.DynamicLossScale(
     init_scale=4.0, growth_interval=5, min_scale=1.0, max_scale=2.0**16
 )
-LONG: dict[str, Option] = {
+LONG = {
     "steps": [(0, 1), (3000, 2), (6000, 3)],
     "loss_scale": GROWING,
     "clip_norm": 2.0,

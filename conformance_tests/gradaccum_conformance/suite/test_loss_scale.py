@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-import gradaccum
+from gradaccum import DynamicLossScale
 from gradaccum_conformance.harness import Harness
 from gradaccum_conformance.scenarios import (
     feed_gradients,
@@ -24,7 +24,7 @@ GRADIENTS = {".": GOOD, "x": poisoned(GOOD, math.inf)}
 
 
 class Case(NamedTuple):
-    rule: gradaccum.DynamicLossScale
+    rule: DynamicLossScale
     micro_batches: str
     scales: list[float]
     """After each micro-batch."""
@@ -33,7 +33,7 @@ class Case(NamedTuple):
 
 CASES = {
     "factors, floor and ceiling": Case(
-        gradaccum.DynamicLossScale(
+        DynamicLossScale(
             init_scale=2.0,
             growth_factor=4.0,
             backoff_factor=0.25,
@@ -45,7 +45,7 @@ CASES = {
         [2.0, 8.0, 8.0, 2.0, 2.0, 8.0, 8.0, 8.0, 2.0, 0.5, 0.5],
     ),
     "once per skipped window": Case(
-        gradaccum.DynamicLossScale(init_scale=8.0, growth_interval=2),
+        DynamicLossScale(init_scale=8.0, growth_interval=2),
         "xx......",
         [8.0, 4.0, 4.0, 4.0, 4.0, 8.0, 8.0, 8.0],
         steps=2,

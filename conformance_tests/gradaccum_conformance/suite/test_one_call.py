@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 from gradaccum_conformance import oracle
 from gradaccum_conformance.bounds import (
@@ -33,16 +34,9 @@ from gradaccum_conformance.scenarios import (
     standard_batch,
     window_gradient,
 )
-from gradaccum_conformance.specs import (
-    LINEAR,
-    MLP,
-    MODELS,
-    Batch,
-    Model,
-    make_weights,
-)
+from gradaccum_conformance.specs import LINEAR, MLP, MODELS, Batch, Model, make_weights
 
-WAYS: dict[str, tuple[dict[str, int], int]] = {
+WAYS = {
     "one step": ({"steps": 1}, 1),
     "even steps": ({"steps": 3}, 3),
     "ragged steps": ({"steps": 5}, 4),
@@ -197,7 +191,7 @@ def test_outputs_of_each_micro_batch(
     """Without a way to merge them, there is one for each micro-batch, in order."""
     options = {"has_aux": True}
     got = split(backend, options, mode=large_batch_mode, returns=with_mean)
-    np.testing.assert_allclose(got.aux["mean"], MEANS, rtol=1e-12)
+    assert_allclose(got.aux["mean"], MEANS, rtol=1e-12)
 
 
 def test_outputs_concatenated(
@@ -206,7 +200,7 @@ def test_outputs_concatenated(
     """One row per item, in the order of the items, the short last micro-batch too."""
     options = {"has_aux": True, "merge_aux": "concatenate"}
     got = split(backend, options, mode=large_batch_mode, returns=with_rows)
-    np.testing.assert_allclose(got.aux["rows"], LOGITS, rtol=1e-12)
+    assert_allclose(got.aux["rows"], LOGITS, rtol=1e-12)
     check(errors, got, [BATCH])
 
 
@@ -218,7 +212,7 @@ def test_outputs_merged_by_a_function(
     got = split(backend, options, mode=large_batch_mode, returns=with_mean)
     mean = np.average(MEANS, axis=0, weights=TOKENS_OF_PIECES)
     assert np.abs(mean - LOGITS.mean(0)).max() > 1e-3
-    np.testing.assert_allclose(got.aux["mean"], mean, rtol=1e-12)
+    assert_allclose(got.aux["mean"], mean, rtol=1e-12)
 
 
 @pytest.mark.parametrize("reduction", deep_but(("mean",), REDUCTIONS))

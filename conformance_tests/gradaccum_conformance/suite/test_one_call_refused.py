@@ -18,7 +18,7 @@ BATCH = standard_batch(LINEAR)
 CALL = LargeBatchCall(LINEAR, make_weights(LINEAR), options={"steps": 2})
 ROWS = np.ones((2, 4), np.float32)
 
-BAD_OPTIONS: list[tuple[dict[str, Option], type[Exception], str]] = [
+BAD_OPTIONS = [
     ({}, VALUE, "steps: expected either steps or micro_batch_size; got neither"),
     (
         {"steps": 2, "micro_batch_size": 3},
@@ -32,7 +32,7 @@ BAD_OPTIONS: list[tuple[dict[str, Option], type[Exception], str]] = [
     ({"steps": 2, "reduction": "average"}, VALUE, "reduction: expected one of"),
 ]
 WORDS = "weight: expected 12 finite numbers >= 0"
-BAD_FOR_THE_BATCH: list[tuple[dict[str, Option], type[Exception], str]] = [
+BAD_FOR_THE_BATCH = [
     ({"weight": np.ones(11)}, VALUE, WORDS),
     ({"weight": np.r_[np.ones(11), -1.0]}, VALUE, WORDS),
     ({"weight": np.r_[np.nan, np.ones(11)]}, VALUE, WORDS),
@@ -40,12 +40,12 @@ BAD_FOR_THE_BATCH: list[tuple[dict[str, Option], type[Exception], str]] = [
     ({"axes": (0, 0, 0)}, VALUE, "axes: expected one value, or a structure with"),
 ]
 """What shows when the batch is there, beside ``steps=2``."""
-BAD_WEIGHTS: dict[str, Callable[..., Any]] = {
+BAD_WEIGHTS = {
     "negative": lambda x, y: -1.0,
     "not finite": lambda x, y: np.nan,
     "one per item": lambda x, y: x.sum(1),
 }
-UNNAMED_LISTS: dict[str, Any] = {
+UNNAMED_LISTS = {
     "plain values": [{"angle": 0.5}, {"angle": 0.25}],
     "boxes": [{"boxes": ROWS, "labels": ROWS[:, 0]}] * 2,
     "a tuple of arrays": (ROWS, ROWS),

@@ -28,7 +28,7 @@ BATCH = standard_batch(LINEAR)
 BAD_ITEM = Batch(BATCH.x.copy(), BATCH.y)
 BAD_ITEM.x[6] = np.inf
 DYNAMIC = DynamicLossScale(init_scale=8.0, growth_interval=2)
-CASES: dict[str, tuple[dict[str, Option], Batch, set[str]]] = {
+CASES = {
     "plain": ({}, BATCH, {"applied"}),
     "clipped": ({"clip_norm": 0.05}, BATCH, {"applied"}),
     "skipped": ({"skip_norm": 1e-3}, BATCH, {"skipped"}),

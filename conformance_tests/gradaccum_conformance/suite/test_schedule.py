@@ -3,6 +3,7 @@
 import pytest
 
 import gradaccum
+from gradaccum import ArgumentTypeError, ArgumentValueError
 from gradaccum.kit import Scalar
 from gradaccum_conformance.harness import Harness, Option
 from gradaccum_conformance.scenarios import outcome_of, random_tree, same, start
@@ -18,10 +19,7 @@ def growing(optimizer_step: Scalar) -> Scalar:
 
 @pytest.mark.parametrize(
     ("steps", "ends"),
-    [
-        ([(0, 1), (2, 3), (3, 2)], [0, 1, 4, 6, 8]),
-        (growing, [0, 2, 5, 9]),
-    ],
+    [([(0, 1), (2, 3), (3, 2)], [0, 1, 4, 6, 8]), (growing, [0, 2, 5, 9])],
     ids=["pairs", "callable"],
 )
 def test_schedule_sets_window_sizes(
@@ -45,10 +43,10 @@ def vanishing(optimizer_step: Scalar) -> Scalar:
 @pytest.mark.parametrize(
     ("value", "kind"),
     [
-        (0, gradaccum.ArgumentValueError),
-        (2.5, gradaccum.ArgumentTypeError),
-        (None, gradaccum.ArgumentTypeError),
-        (gradaccum.until_weight(4), gradaccum.ArgumentTypeError),
+        (0, ArgumentValueError),
+        (2.5, ArgumentTypeError),
+        (None, ArgumentTypeError),
+        (gradaccum.until_weight(4), ArgumentTypeError),
     ],
     ids=repr,
 )
@@ -72,7 +70,7 @@ def test_later_zero_size_makes_no_update(
     before = session.parameters()
     if mode in ("eager", "separate", "pynative"):
         words = r"^steps\(1\): expected an int >= 1"
-        with pytest.raises(gradaccum.ArgumentValueError, match=words):
+        with pytest.raises(ArgumentValueError, match=words):
             session.gradients(TREE)
         assert session.state().micro_step == 0
     else:

@@ -20,10 +20,7 @@ from gradaccum_conformance.workers import Crew, Crews
 from gradaccum_conformance.workers.options import DROPPING
 from gradaccum_conformance.workers.shares import Share, Shares, feed, require_equal
 
-VARIANTS: dict[str, dict[str, Option]] = {
-    "skip window": {},
-    "drop micro-batch": DROPPING,
-}
+VARIANTS = {"skip window": {}, "drop micro-batch": DROPPING}
 GOOD, LARGE = coarse(MLP, 0, 2.0**-4), coarse(MLP, 1, 1.0)
 KINDS = {
     "good": (Share(GOOD), 8),

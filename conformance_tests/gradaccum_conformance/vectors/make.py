@@ -6,8 +6,6 @@ give it another name and other events, whose numbers may be plain, and run this 
 ``transitions.json`` has each event in each state that its options and events reach.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from functools import partial
@@ -129,7 +127,7 @@ def walk_vectors(page: Page) -> list[dict[str, Any]]:
 
 def file_text(kind: str) -> str:
     """Return the text of a file: JSON with one vector in a line."""
-    text = (FOLDER / f"{kind}.json").read_text(encoding="utf-8")
+    text = (FOLDER / f"{kind}.json").read_text("utf-8")
     page: Page = decode(json.loads(text))
     vectors = page.pop("vectors")
     if kind == "transitions":
@@ -168,7 +166,7 @@ def with_hexadecimal_floats(value: Any) -> Any:
 def main() -> None:
     """Write every file."""
     for kind, text in file_texts().items():
-        (FOLDER / f"{kind}.json").write_text(text, encoding="utf-8")
+        (FOLDER / f"{kind}.json").write_text(text, "utf-8")
         vectors = json.loads(text)["vectors"]
         print(f"{kind}: {len(vectors)} vectors")
 

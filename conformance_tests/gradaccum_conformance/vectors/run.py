@@ -69,7 +69,7 @@ def run(start: Start, kind: str) -> dict[str, str]:
 
 
 def read(kind: str) -> list[dict[str, Any]]:
-    page = decode(json.loads((FOLDER / f"{kind}.json").read_text(encoding="utf-8")))
+    page = decode(json.loads((FOLDER / f"{kind}.json").read_text("utf-8")))
     vectors: list[dict[str, Any]] = page["vectors"]
     for vector in vectors:
         vector["options"] = page["options"][vector["options"]]

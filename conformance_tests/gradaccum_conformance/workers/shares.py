@@ -2,8 +2,6 @@
 give together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import NamedTuple
@@ -85,12 +83,7 @@ def truth_and_bound(shares: Shares, reduction: str = "mean") -> tuple[Arrays, fl
 
 
 def check_update(
-    errors: Errors,
-    crew: Crew,
-    shares: Shares,
-    *,
-    calls: int,
-    reduction: str = "mean",
+    errors: Errors, crew: Crew, shares: Shares, *, calls: int, reduction: str = "mean"
 ) -> None:
     """The window that ended applied one update on every worker, by the gradient of all
     of them, which reports its norm.

@@ -1,7 +1,5 @@
 """One worker: a process that joined the others, and its sessions by number."""
 
-from __future__ import annotations
-
 import os
 import queue
 import threading
@@ -12,11 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from gradaccum.watching import ClosedWindow
-from gradaccum_conformance.harness import (
-    Session,
-    Setup,
-    WorkersHarness,
-)
+from gradaccum_conformance.harness import Session, Setup, WorkersHarness
 from gradaccum_conformance.loading import load_harness
 from gradaccum_conformance.workers.messages import Answered, Raised, Request
 

@@ -1,7 +1,5 @@
 """Sessions of the conformance suite over the JAX backend."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,15 +10,7 @@ import numpy as np
 
 from gradaccum import StepResult
 from gradaccum.kit import FIELD_DTYPES, State
-from gradaccum_conformance import (
-    Captured,
-    Dtype,
-    Harness,
-    Loss,
-    Model,
-    Session,
-    Setup,
-)
+from gradaccum_conformance import Captured, Dtype, Harness, Loss, Model, Session, Setup
 from gradaccum_conformance.harness import GradientTree
 from gradaccum_conformance.specs import Array, Arrays, Batch
 from gradaccum_harnesses.jax.files import read, write

@@ -1,7 +1,5 @@
 """The calls that take the large batch, as the conformance suite makes them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,11 +31,7 @@ from gradaccum_harnesses.mindspore.session import (
     MindSporeSession,
     context_mode,
 )
-from gradaccum_harnesses.mindspore.trainer import (
-    build_network,
-    ms_dtype,
-    plain,
-)
+from gradaccum_harnesses.mindspore.trainer import build_network, ms_dtype, plain
 from gradaccum_harnesses.mindspore.workers import MindSporeWorkers
 from gradaccum_mindspore.gradient_sum import write
 from gradaccum_mindspore.large_batch.coupled import coupled_value_and_grad
@@ -182,11 +176,7 @@ class MindSporeLargeBatch(MindSporeWorkers, VerifyingHarness, LargeBatchHarness)
         with context_mode(call.mode or self.modes[0]):
             outputs_fn = _from_python(network.outputs, call.mode)
             take = coupled_value_and_grad(
-                outputs_fn,
-                loss_fn,
-                weights,
-                modules=(network,),
-                **dict(call.options),
+                outputs_fn, loss_fn, weights, modules=(network,), **dict(call.options)
             )
             loss, gradients = take(
                 *(Tensor(x, network.dtype) for x in (batch.x, mirrored(batch.x))),

@@ -4,10 +4,8 @@ Compiling a step takes about a second, so a compiled trainer goes back to a pool
 the next session of the same shape borrows it.
 """
 
-from __future__ import annotations
-
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import chdir, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,16 +15,15 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
-from gradaccum import StepResult
-from gradaccum.kit import FIELD_DTYPES, Listener, State, require_weight
+from gradaccum.kit import FIELD_DTYPES, State, require_weight
 from gradaccum_conformance.harness import (
     Captured,
     Dtype,
     GradientTree,
     Harness,
     Loss,
+    OptimizerSession,
     Option,
-    Session,
     Setup,
 )
 from gradaccum_conformance.specs import Array, Arrays, Batch, Model, Optimizer
@@ -54,7 +51,7 @@ def context_mode(mode: str) -> Iterator[None]:
             ms.set_context(mode=before)
 
 
-class MindSporeSession(Session):
+class MindSporeSession(OptimizerSession):
     """One borrowed trainer."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -104,14 +101,6 @@ class MindSporeSession(Session):
                 tuple(self._handed[p.name] for p in self.trainer.parameters)
             )
 
-    def listen(self, listener: Listener) -> bool:
-        self.optimizer.add_listener(listener)
-        return True
-
-    def on_update(self, function: Callable[[], object]) -> bool:
-        self.optimizer.on_update(function)
-        return True
-
     def flush(self, denominator: Option = None) -> None:
         with context_mode(self.trainer.mode):
             self.optimizer.flush(denominator=denominator)
@@ -119,10 +108,6 @@ class MindSporeSession(Session):
     def discard(self) -> None:
         with context_mode(self.trainer.mode):
             self.optimizer.discard()
-
-    def result(self) -> StepResult:
-        result: StepResult = self.optimizer.result
-        return result
 
     def state(self) -> State:
         entries = self.trainer.entries()

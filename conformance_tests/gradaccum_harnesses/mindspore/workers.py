@@ -2,8 +2,6 @@
 the call that the suite makes in it.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -14,10 +12,7 @@ from mindspore import nn
 from mindspore.communication import init
 
 from gradaccum_conformance import Setup, WorkersHarness
-from gradaccum_harnesses.mindspore.session import (
-    MindSporeHarness,
-    MindSporeSession,
-)
+from gradaccum_harnesses.mindspore.session import MindSporeHarness, MindSporeSession
 
 HOST = "127.0.0.1"
 SECONDS = "120"

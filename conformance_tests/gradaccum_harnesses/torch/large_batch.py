@@ -1,7 +1,5 @@
 """The calls that take the large batch, as the conformance suite makes them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -28,11 +26,7 @@ from gradaccum_conformance import (
     VerifyingHarness,
     mirrored,
 )
-from gradaccum_harnesses.torch.session import (
-    SpecModel,
-    TorchSession,
-    to_numpy,
-)
+from gradaccum_harnesses.torch.session import SpecModel, TorchSession, to_numpy
 from gradaccum_harnesses.torch.workers import TorchWorkers
 from gradaccum_torch.large_batch import backward, coupled_backward
 

@@ -2,8 +2,6 @@
 them, for the conformance suite.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.optim import SGD
 
 import gradaccum
-from gradaccum import StepResult
-from gradaccum.kit import Listener, State
+from gradaccum.kit import State
 from gradaccum_conformance import (
     Array,
     Arrays,
@@ -27,18 +25,12 @@ from gradaccum_conformance import (
     Loss,
     Model,
     Optimizer,
+    OptimizerSession,
     Session,
     Setup,
 )
 from gradaccum_conformance import Harness as BaseHarness
-from gradaccum_conformance.specs import (
-    AvgPool,
-    Conv,
-    Dense,
-    Flatten,
-    Layer,
-    Tanh,
-)
+from gradaccum_conformance.specs import AvgPool, Conv, Dense, Flatten, Layer, Tanh
 
 _DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -48,7 +40,7 @@ _DTYPES: dict[str, torch.dtype] = {
 }
 
 
-class CaptureSGD(torch.optim.SGD):
+class CaptureSGD(SGD):
     """Plain SGD that keeps its number of runs and its last gradients in its state."""
 
     @torch.no_grad()
@@ -118,9 +110,9 @@ def make_optimizer(model: SpecModel, spec: Optimizer) -> torch.optim.Optimizer:
         case "capture":
             return CaptureSGD(parameters, lr=rate)
         case "sgd":
-            return torch.optim.SGD(parameters, lr=rate)
+            return SGD(parameters, lr=rate)
         case "momentum":
-            return torch.optim.SGD(parameters, lr=rate, momentum=0.9)
+            return SGD(parameters, lr=rate, momentum=0.9)
         case "adam":
             return torch.optim.Adam(parameters, lr=rate)
         case "adamw":
@@ -157,7 +149,7 @@ class _GivenGradients(torch.autograd.Function):
         return None, None, *(scale * gradient for gradient in ctx.gradients)
 
 
-class TorchSession(Session):
+class TorchSession(OptimizerSession):
     """A model and its optimizer, trained by the loop of torch's tutorials."""
 
     def __init__(
@@ -219,23 +211,11 @@ class TorchSession(Session):
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def listen(self, listener: Listener) -> bool:
-        self.optimizer.add_listener(listener)
-        return True
-
-    def on_update(self, function: Callable[[], object]) -> bool:
-        self.optimizer.on_update(function)
-        return True
-
     def flush(self, denominator: Any = None) -> None:
         self.optimizer.flush(denominator=denominator)
 
     def discard(self) -> None:
         self.optimizer.discard()
-
-    def result(self) -> StepResult:
-        result: StepResult = self.optimizer.result
-        return result
 
     def state(self) -> State:
         entry = self.optimizer.state_dict()["gradaccum"]

@@ -2,8 +2,6 @@
 `DistributedDataParallel` modules.
 """
 
-from __future__ import annotations
-
 import datetime
 from pathlib import Path
 from typing import ClassVar
@@ -13,11 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import gradaccum
-from gradaccum_conformance import (
-    Session,
-    Setup,
-    WorkersHarness,
-)
+from gradaccum_conformance import Session, Setup, WorkersHarness
 from gradaccum_harnesses.torch.session import (
     SpecModel,
     TorchHarness,

@@ -2,15 +2,13 @@
 the path of a program that runs a test.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import NamedTuple
 
 from conformance_tests.mutation.running import pytest_program
+from conformance_tests.programs import ROOT
 
-ROOT = Path(__file__).parents[3]
 SUITE = "gradaccum_conformance/suite/"
 OWN = "framework_tests/"
 
@@ -39,7 +37,7 @@ def places(adapter: str, mutant: Mutant) -> list[Path]:
     return [
         file
         for file in sorted(folder_of(adapter).rglob("*.py"))
-        for _ in range(file.read_text(encoding="utf-8").count(mutant.old))
+        for _ in range(file.read_text("utf-8").count(mutant.old))
     ]
 
 
@@ -62,7 +60,7 @@ def program_of(adapter: str, mutant: Mutant, site: Path) -> str:
     shutil.copytree(
         folder_of(adapter), copy, ignore=shutil.ignore_patterns("__pycache__")
     )
-    (copy / file).write_text(text, encoding="utf-8")
+    (copy / file).write_text(text, "utf-8")
     folder = OWN if mutant.test.startswith(f"test_{adapter}_") else SUITE
     only = ("-k", mutant.only) if mutant.only else ()
     return pytest_program(site, [folder + mutant.test], "--backend", adapter, *only)

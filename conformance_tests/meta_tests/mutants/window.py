@@ -2,8 +2,6 @@
 its loss, and its saving.
 """
 
-from __future__ import annotations
-
 from gradaccum.kit import State
 
 from .planting import Mutant
@@ -127,8 +125,7 @@ SUMS = (
         },
     ),
     Mutant(
-        "ignore_the_weights",
-        {CONTRIBUTION: "        factor = 1.0\n        terms = {"},
+        "ignore_the_weights", {CONTRIBUTION: "        factor = 1.0\n        terms = {"}
     ),
     Mutant(
         "drop_nothing",
@@ -413,8 +410,7 @@ SAVING_AND_INPUT = (
         },
     ),
     Mutant(
-        "resume_under_any_terms",
-        {RESUMED: f"state if state.micro_step else {RESUMED}"},
+        "resume_under_any_terms", {RESUMED: f"state if state.micro_step else {RESUMED}"}
     ),
     Mutant(
         "resume_with_the_saved_scale",
@@ -446,11 +442,4 @@ SAVING_AND_INPUT = (
         },
     ),
 )
-WINDOW = (
-    *COUNTERS,
-    *SUMS,
-    *DECISIONS,
-    *SCALE,
-    *LOSS_AND_WEIGHT,
-    *SAVING_AND_INPUT,
-)
+WINDOW = (*COUNTERS, *SUMS, *DECISIONS, *SCALE, *LOSS_AND_WEIGHT, *SAVING_AND_INPUT)
