@@ -5,6 +5,8 @@ full collection walks all of them, and MindSpore and the tests of freed memory a
 many: for a tenth of the whole run.
 """
 
+from __future__ import annotations
+
 import gc
 
 import pytest

@@ -11,6 +11,8 @@ CI takes the newest release of a framework on the newest Python,
 ``--cell torch-newest --suite-only``; its full run also its own tests and the floors.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import platform

@@ -22,6 +22,8 @@ refusals       ``raise``, what builds its message, and functions that only check
 production     all files of the packages
 """
 
+from __future__ import annotations
+
 import argparse
 import ast
 import io

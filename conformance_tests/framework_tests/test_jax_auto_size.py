@@ -2,6 +2,8 @@
 but memory makes it smaller.
 """
 
+from __future__ import annotations
+
 import gc
 import weakref
 from collections.abc import Callable

@@ -2,6 +2,8 @@
 the state takes such variables, and those that are no parameters are refused.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax.numpy as jnp

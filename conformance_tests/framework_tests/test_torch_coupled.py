@@ -2,6 +2,8 @@
 statistics, wrapped optimizers and dtypes.
 """
 
+from __future__ import annotations
+
 import copy
 import random
 from typing import Any

@@ -1,5 +1,7 @@
 """Learning-rate schedulers on a wrapped optimizer, gated and not."""
 
+from __future__ import annotations
+
 import copy
 from typing import Any
 

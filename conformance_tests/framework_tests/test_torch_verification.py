@@ -2,6 +2,8 @@
 models, and leaves everything of the user's as it was.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,5 +1,7 @@
 """FSDP2 on a CPU, on which torch before 2.8 raises."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule

@@ -1,5 +1,7 @@
 """Finds a backend's harness by name, and imports nothing else."""
 
+from __future__ import annotations
+
 from functools import cache
 from importlib import import_module
 from typing import cast

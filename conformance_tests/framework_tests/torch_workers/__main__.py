@@ -2,6 +2,8 @@
 JOB RANK FOLDER``.
 """
 
+from __future__ import annotations
+
 import sys
 from pathlib import Path
 

@@ -1,5 +1,7 @@
 """Automatic sizes of micro-batches, which both workers must share."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

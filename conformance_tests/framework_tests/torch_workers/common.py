@@ -2,6 +2,8 @@
 that share them.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

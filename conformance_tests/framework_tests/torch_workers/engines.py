@@ -2,6 +2,8 @@
 the buffers of a batch norm.
 """
 
+from __future__ import annotations
+
 import copy
 import inspect
 import math

@@ -2,6 +2,8 @@
 start, which leaves none behind.
 """
 
+from __future__ import annotations
+
 import datetime
 import json
 import subprocess

@@ -1,5 +1,7 @@
 """The loop check over two workers: a row of coefficients for each."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -2,6 +2,8 @@
 whatever a worker does in between, and no worker is left waiting.
 """
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager

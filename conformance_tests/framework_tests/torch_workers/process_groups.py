@@ -2,6 +2,8 @@
 in its own ``step``, as nanochat's.
 """
 
+from __future__ import annotations
+
 import math
 import warnings
 from collections.abc import Callable

@@ -3,6 +3,8 @@ lengths, weights, branches, overflows, several backward passes of a micro-batch,
 workers that end at different times, with large sums reduced under the last pass.
 """
 
+from __future__ import annotations
+
 import random
 from typing import Any, NamedTuple
 from unittest import mock

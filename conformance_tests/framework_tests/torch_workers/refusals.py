@@ -1,5 +1,7 @@
 """Refusals that every worker raises, and saved windows that resume."""
 
+from __future__ import annotations
+
 import datetime
 import gc
 from typing import Any

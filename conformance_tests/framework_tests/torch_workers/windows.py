@@ -2,6 +2,8 @@
 the large batch in one call.
 """
 
+from __future__ import annotations
+
 from functools import partial
 from typing import Any
 from unittest import mock

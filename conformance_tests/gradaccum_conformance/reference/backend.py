@@ -1,5 +1,7 @@
 """The reference as a backend: ``gradaccum.wrap(Sgd(...), steps=4)``."""
 
+from __future__ import annotations
+
 from typing import cast
 
 import ml_dtypes

@@ -2,6 +2,8 @@
 plain attributes show the rest.
 """
 
+from __future__ import annotations
+
 import copy
 import math
 import pickle

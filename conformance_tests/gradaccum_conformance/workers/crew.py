@@ -1,5 +1,7 @@
 """One session on each worker of a pool, over one model: their windows are shared."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast

@@ -1,5 +1,7 @@
 """One worker: a process that joined the others, and its sessions by number."""
 
+from __future__ import annotations
+
 import os
 import queue
 import threading
