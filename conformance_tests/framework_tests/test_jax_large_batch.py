@@ -105,10 +105,12 @@ def test_leaves_that_take_no_part() -> None:
     tx = gradaccum.wrap(optax.sgd(1.0), steps=None)
     held = {**params, "key": jax.random.key(0)}
     step = gradaccum_jax.value_and_update(loss, tx, steps=2)
-    _, updates, _ = step(held, tx.init(held), x)
+    _, updates, state = step(held, tx.init(held), x)
     close(updates["w"], -wanted["w"])
     assert updates["unused"].tolist() == [0, 0]
     assert updates["n"].tolist() == [0, 0]
+    moved = gradaccum_jax.apply_updates(held, updates, state)
+    assert moved["key"] is held["key"]
     assert updates["key"] is updates["none"] is None
 
 
