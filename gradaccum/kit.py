@@ -100,6 +100,7 @@ from gradaccum.splitting import (
     require_item_weights,
     require_items,
     require_one_size,
+    require_rows,
     scalar_loss_error,
 )
 from gradaccum.state import (
@@ -236,6 +237,7 @@ __all__ = [
     "require_items",
     "require_one_size",
     "require_reduction",
+    "require_rows",
     "require_same_rates",
     "require_steps",
     "require_weight",

@@ -232,6 +232,7 @@ class MicroBatch(NamedTuple):
     """The factor by which the micro-batch's loss and gradient are multiplied. It is 0
     if the micro-batch's weight is 0.
     """
+    items: int
 
 
 class LargeBatch:
@@ -288,7 +289,7 @@ class LargeBatch:
             if callable(self._weight):
                 weight = require_weight(self._weight(*arguments))
             factor = float(contribution(weight, options)) if weight else 0.0
-            yield MicroBatch(arguments, weight, factor)
+            yield MicroBatch(arguments, weight, factor, cut.items)
 
     def weight_of(self, cut: Cut) -> float:
         """Return the weight of the micro-batch that consists of the items in `cut`.
@@ -368,6 +369,27 @@ def concatenated(
         *([leaf.value for leaf in leaves_of(nest)] for nest in nests), strict=True
     )
     return with_leaves(nests[0], (concatenate(list(column)) for column in columns))
+
+
+def require_rows(name: str, shape: tuple[int, ...], items: int) -> None:
+    """Raise `ArgumentValueError` unless an output of a micro-batch has the same number
+    of rows for each item.
+
+    Args:
+        name: the name of the output in the error: "outputs_fn" or "aux".
+        shape: the shape of the output.
+        items: the number of items in the micro-batch.
+    """
+    if shape and shape[0] % items == 0:
+        return
+    instead = "pass a function as merge_aux"
+    if name == "outputs_fn":
+        instead = "compute it in loss_fn from the outputs of all items"
+    raise ArgumentValueError(
+        f"{name}: expected the same number of rows for each item, because the rows of"
+        f" all micro-batches are concatenated; got shape {shape} for a micro-batch of"
+        f" {items} items. Return one value per item, or {instead}."
+    )
 
 
 def require_one_size(

@@ -152,7 +152,8 @@ def apply_updates(params: Params, updates: Updates, state: Tree) -> Params:
     to its rounded master, regardless of its previous value.
 
     The result differs from `optax.apply_updates` only for a parameter that shrinks by
-    more than three orders of magnitude in one update, or that is inf or NaN.
+    more than three orders of magnitude in one update, or that is inf or NaN. Unlike
+    there, a parameter whose update is None, such as a random key, stays as it is.
 
     Args:
         params: the parameters, which may be flax nnx variables.
@@ -177,6 +178,8 @@ def apply_updates(params: Params, updates: Updates, state: Tree) -> Params:
     def new_parameter(parameter: Array, update: Array) -> Array:
         master = None if parameter is None else next(remaining)
         if master is None:
+            if update is None:
+                return parameter
             return optax.apply_updates(parameter, update)
         return jnp.asarray(master).astype(jnp.result_type(parameter))
 

@@ -61,9 +61,8 @@ def test_every_micro_batch_has_its_own_key(legacy: bool) -> None:
     """
     key = jax.random.PRNGKey(7) if legacy else jax.random.key(7)
     step = gradaccum_jax.value_and_grad(
-        lambda params, x, key: (jnp.sum(params * x), jax.random.normal(key, (1,))),
+        lambda params, x, key: (jnp.sum(params * x), jax.random.normal(key)),
         has_aux=True,
-        merge_aux="concatenate",
         micro_batch_size=4,
         axes=(0, "key") if legacy else 0,
     )
@@ -106,11 +105,13 @@ def test_leaves_that_take_no_part() -> None:
     tx = gradaccum.wrap(optax.sgd(1.0), steps=None)
     held = {**params, "key": jax.random.key(0)}
     step = gradaccum_jax.value_and_update(loss, tx, steps=2)
-    _, updates, _ = step(held, tx.init(held), x)
+    _, updates, state = step(held, tx.init(held), x)
     close(updates["w"], -wanted["w"])
     assert updates["unused"].tolist() == [0, 0]
     assert updates["n"].tolist() == [0, 0]
     assert updates["key"] is updates["none"] is None
+    moved = gradaccum_jax.apply_updates(held, updates, state)
+    assert moved["key"] is held["key"]
 
 
 def test_open_window_belongs_to_the_update() -> None:

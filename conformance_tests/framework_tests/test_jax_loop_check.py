@@ -101,7 +101,7 @@ def test_problem_is_named(name: str) -> None:
 def test_wrapped_loop_is_right(options: dict[str, Any]) -> None:
     recorder = LoopRecorder()
     state = train(gradaccum.wrap(recorder, steps=3, **options), DATA, flush=True)
-    report = recorder.report(state, loss_fn, PARAMS, DATA, steps=3, clip_norm=0.1)
+    report = recorder.report(state, loss_fn, PARAMS, DATA, steps=3, **options)
     assert report.right, report
     assert len(report.updates) == 2
 

@@ -104,6 +104,23 @@ CASES: dict[str, Any] = {
         TYPE,
         "tx: expected a wrapped optimizer",
     ),
+    "outputs that are not per item": (
+        lambda: gradaccum_jax.coupled_value_and_grad(
+            lambda params, x: params, loss, steps=2
+        )(jnp.ones(2), jnp.ones(6)),
+        gradaccum.ArgumentValueError,
+        "outputs_fn: .*(2,).* 3 items",
+    ),
+    "aux that is not per item": (
+        lambda: gradaccum_jax.value_and_grad(
+            lambda params, x: (params, params),
+            has_aux=True,
+            merge_aux="concatenate",
+            steps=2,
+        )(1.0, jnp.ones(4)),
+        gradaccum.ArgumentValueError,
+        "aux: expected the same",
+    ),
     "clipped layers": (
         lambda: layered(wrap(steps=None, on_overflow="ignore", clip_norm=1.0)),
         USAGE,

@@ -9,6 +9,7 @@ from mindspore import Parameter, Tensor, nn, ops
 
 from gradaccum import ArgumentValueError, UsageError
 from gradaccum_mindspore.large_batch.coupled import coupled_value_and_grad
+from gradaccum_mindspore.large_batch.value_and_grad import value_and_grad
 
 from .mindspore_common import pynative_after, set_mode  # noqa: F401
 from .mindspore_large_batch import (
@@ -162,12 +163,33 @@ def function_without_its_cells():
     coupled_value_and_grad(lambda x: norm(x), squared_sum, trained(norm), steps=3)
 
 
+def outputs_not_per_item():
+    net = Net()
+    call = coupled_value_and_grad(lambda x: net(x)[0], len, [], steps=2, modules=[net])
+    call(*tensors(X))
+
+
+def aux_not_per_item():
+    net = Net()
+    call = value_and_grad(
+        lambda x: [net(x).sum()] * 2,
+        None,
+        [net.weight],
+        True,
+        merge_aux="concatenate",
+        steps=2,
+    )
+    call(*tensors(X))
+
+
 @pytest.mark.parametrize(
     ("call", "kind", "words"),
     [
         (other_outputs_again, UsageError, "outputs_fn: expected a function"),
         (compiled_call, AttributeError, ".*'construct' is not defined"),
         (function_without_its_cells, ArgumentValueError, "modules: expected the Cells"),
+        (outputs_not_per_item, ArgumentValueError, "outputs_fn: .*(2,).* 4 items"),
+        (aux_not_per_item, ArgumentValueError, "aux: expected the same"),
     ],
 )
 def test_refused(call, kind, words):

@@ -343,18 +343,20 @@ def concatenate_micro_batches(stacks: Stacks) -> Tree:
     return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *stacks)
 
 
-def concatenate_items(batch: LargeBatch, stacks: Stacks) -> Tree:
+def concatenate_items(batch: LargeBatch, stacks: Stacks, name: str) -> Tree:
     """Concatenate the rows of all micro-batches, in the order of the items in the large
     batch.
+
+    Raises:
+        ArgumentValueError: an array does not have the same number of rows for each
+            item. The error calls the arrays `name`.
     """
     parts = batch.parts()
 
     def concatenate(*arrays: Array) -> Array:
-        blocks = batch.blocks
         for part, array in zip(parts, arrays, strict=True):
-            if array.shape[1] % part.items:  # the rows are not items
-                blocks = 1
-        by_block = [_rows_by_block(array, blocks) for array in arrays]
+            kit.require_rows(name, array.shape[1:], part.items)
+        by_block = [_rows_by_block(array, batch.blocks) for array in arrays]
         return merge_axis(jnp.concatenate(by_block, axis=1), 0)
 
     return jax.tree.map(concatenate, *stacks)

@@ -63,8 +63,9 @@ def coupled_value_and_grad(
 
     Args:
         outputs_fn: ``outputs_fn(params, *micro_batch)`` returns a tree of arrays with
-            one or more rows per item along the leading axis. It is called twice for
-            each micro-batch, so random numbers must come from a key in the batch.
+            the same number of rows for each item along the leading axis. It is called
+            twice for each micro-batch, so random numbers must come from a key in the
+            batch.
         loss_fn: ``loss_fn(params, outputs)`` returns a floating scalar, computed from
             the rows of the whole batch in the order of the items; or ``(loss, aux)``
             with `has_aux`. `loss_fn` is called once. If you use a loss scale, multiply
@@ -85,8 +86,9 @@ def coupled_value_and_grad(
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an option is invalid; or, when the
-            returned function is called, the batch cannot be divided as requested, or
-            `loss_fn` does not return a scalar.
+            returned function is called, the batch cannot be divided as requested, an
+            output does not have the same number of rows for each item, or `loss_fn`
+            does not return a scalar.
     """
     return CoupledValueAndGrad(
         Splitting(make_division(steps, micro_batch_size), axes, None),
@@ -136,7 +138,7 @@ class CoupledValueAndGrad(LargeBatchFunction):
         # The loss of all outputs is computed and differentiated in one step.
         def loss_of_all(params_and_outputs: tuple[Params, Stacks]) -> Any:
             params, output_stacks = params_and_outputs
-            outputs = concatenate_items(batch, output_stacks)
+            outputs = concatenate_items(batch, output_stacks, "outputs_fn")
             return self.loss_on_first_device(params, outputs)
 
         loss, aux, gradients = value_and_gradients(

@@ -116,7 +116,7 @@ def merge_auxes(
     if merge_aux is None:
         return concatenate_micro_batches(auxes)
     if merge_aux == "concatenate":
-        return concatenate_items(batch, auxes)
+        return concatenate_items(batch, auxes, "aux")
     aux_list: list[Tree] = []
     for part, stack in zip(batch.parts(), auxes, strict=True):
         places = range(part.micro_batches)

@@ -105,10 +105,10 @@ def value_and_grad(
             If an argument is a list of similar arrays that may be as long as the batch,
             pass an axis for each element, such as ``[0, 0]``.
         merge_aux: with None, each leaf of aux gets a new first axis with one entry per
-            micro-batch. With "concatenate", each leaf must have a row per item, and the
-            rows are returned in the order of the items. A function
-            ``merge_aux(auxes, weights)`` gets a list of the micro-batches' auxes and a
-            list of their weights; it returns the aux of the whole batch.
+            micro-batch. With "concatenate", each leaf must have the same number of rows
+            for each item, and the rows are returned in the order of the items. A
+            function ``merge_aux(auxes, weights)`` gets a list of the micro-batches'
+            auxes and a list of their weights; it returns the aux of the whole batch.
         accumulate_dtype: the dtype in which gradients are summed; by default float32
             for half precision, otherwise the gradient's own dtype. The returned
             gradient has its parameter's dtype.
@@ -126,8 +126,9 @@ def value_and_grad(
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an option is invalid; or, when the
-            returned function is called, the batch cannot be divided as requested, or
-            the loss is not a scalar.
+            returned function is called, the batch cannot be divided as requested, the
+            loss is not a scalar, or aux does not have the same number of rows for each
+            item although `merge_aux` is "concatenate".
     """
     options = make_options(
         None, reduction=reduction, accumulate_dtype=require_dtype(accumulate_dtype)

@@ -22,10 +22,11 @@ from mindspore.common import _no_grad
 
 from gradaccum import ArgumentValueError, UsageError
 from gradaccum.kit import (
+    MicroBatch,
     Nest,
-    leaves_of,
     make_division,
     make_options,
+    require_rows,
     with_leaves,
 )
 from gradaccum_mindspore.gradient_sum import HALF, working_dtype
@@ -34,6 +35,7 @@ from gradaccum_mindspore.large_batch.gradients import (
     Function,
     TensorSum,
     require_scalar,
+    tensors_of,
 )
 from gradaccum_mindspore.large_batch.replay import (
     RandomReplay,
@@ -82,26 +84,28 @@ class CoupledPasses:
             SavedState(self.modules) as state,
             RandomReplay(self.modules) as replay,
         ):
-            arguments = [part.arguments for part in self.options.micro_batches(batch)]
-            outputs = self.first_pass(arguments, replay)
+            micro_batches = list(self.options.micro_batches(batch))
+            outputs = self.first_pass(micro_batches, replay)
             loss, cotangents = self.differentiated_loss(outputs, total)
             state.restore()
-            self.second_pass(arguments, replay, outputs, cotangents, total)
+            self.second_pass(micro_batches, replay, outputs, cotangents, total)
         gradients = total.quotients(1.0)
         return loss, gradients[0] if self.is_single else gradients
 
     def first_pass(
-        self, arguments: Sequence[Batch], replay: RandomReplay
+        self, micro_batches: Sequence[MicroBatch], replay: RandomReplay
     ) -> list[Nest]:
         """Run `outputs_fn` on each micro-batch, and return the list of its outputs."""
         outputs = []
-        for number, micro_batch in enumerate(arguments):
+        for number, micro_batch in enumerate(micro_batches):
             replay.begin(number)
             # MindSpore may already be recording operators, for an outer gradient or
             # after an error. Without this block, it would then keep the activations of
             # all micro-batches.
             with _no_grad():
-                outputs.append(self.outputs_fn(*micro_batch))
+                outputs.append(self.outputs_fn(*micro_batch.arguments))
+            for tensor in tensors_of(outputs[-1]):
+                require_rows("outputs_fn", tensor.shape, micro_batch.items)
         return outputs
 
     def differentiated_loss(
@@ -136,7 +140,7 @@ class CoupledPasses:
 
     def second_pass(
         self,
-        arguments: Sequence[Batch],
+        micro_batches: Sequence[MicroBatch],
         replay: RandomReplay,
         outputs: Sequence[Nest],
         cotangents: dict[int, Sequence[Tensor]],
@@ -158,10 +162,10 @@ class CoupledPasses:
             return product, tuple(leaves)
 
         backward = ms.value_and_grad(products, None, self.parameters, True)
-        for number, micro_batch in enumerate(arguments):
+        for number, micro_batch in enumerate(micro_batches):
             replay.begin(number)
             rows = tuple(parts[number] for parts in cotangents.values())
-            (_, leaves), gradients = backward(rows, *micro_batch)
+            (_, leaves), gradients = backward(rows, *micro_batch.arguments)
             require_same(tensors_of(outputs[number]), leaves)
             total.add(gradients)
             del leaves, gradients  # Free the memory for the next gradients.
@@ -216,8 +220,8 @@ def coupled_value_and_grad(
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an option is invalid; or, on a call, the
-            batch is empty, its arrays have unequal numbers of items, or the loss is not
-            a scalar.
+            batch is empty, its arrays have unequal numbers of items, an output does not
+            have the same number of rows for each item, or the loss is not a scalar.
         UsageError: on a call, `outputs_fn` does not return the same outputs in both
             passes, for example because it draws random numbers under `mindspore.jit`.
 
@@ -251,10 +255,6 @@ def coupled_value_and_grad(
         known_modules,
     )
     return CoupledGradient(passes)
-
-
-def tensors_of(outputs: Nest) -> list[Any]:
-    return [leaf.value for leaf in leaves_of(outputs)]
 
 
 def require_same(first_pass: Sequence[Tensor], second_pass: Sequence[Tensor]) -> None:

@@ -94,6 +94,10 @@ def require_scalar(shape: tuple[int, ...]) -> None:
         raise kit.scalar_loss_error(f"a Tensor of shape {tuple(shape)}")
 
 
+def tensors_of(outputs: Nest) -> list[Any]:
+    return [leaf.value for leaf in kit.leaves_of(outputs)]
+
+
 def run_micro_batches(
     backward: Function,
     batch: Batch,
@@ -115,6 +119,9 @@ def run_micro_batches(
     auxes: list[Nest] = []
     for micro_batch in options.micro_batches(batch):
         (_, loss, *aux), gradients = backward(*micro_batch.arguments)
+        if options.merge_aux == "concatenate":
+            for tensor in tensors_of(aux):
+                kit.require_rows("aux", tensor.shape, micro_batch.items)
         add(gradients, loss, micro_batch)
         del gradients  # Free the memory for the next gradients.
         losses.add([loss], micro_batch.factor)

@@ -144,8 +144,9 @@ def value_and_grad(
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an option is invalid; or, on a call, the
-            batch is empty, its arrays have unequal numbers of items, or the loss is not
-            a scalar.
+            batch is empty, its arrays have unequal numbers of items, the loss is not a
+            scalar, or aux does not have the same number of rows for each item although
+            `merge_aux` is "concatenate".
 
     Examples:
         >>> import mindspore as ms

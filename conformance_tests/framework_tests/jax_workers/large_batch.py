@@ -82,12 +82,10 @@ def keys() -> None:
     """They differ between devices."""
 
     def loss(params: Any, x: Any, key: Any) -> Any:
-        return jnp.mean(params * x), jax.random.key_data(key)[None]
+        return jnp.mean(params * x), jax.random.key_data(key)
 
     key = jax.random.key(5)
-    call = gradaccum_jax.value_and_grad(
-        loss, has_aux=True, merge_aux="concatenate", steps=2, axis_name="data"
-    )
+    call = gradaccum_jax.value_and_grad(loss, has_aux=True, steps=2, axis_name="data")
     step = inside(call, (P(), SPREAD, P()), ((P(), SPREAD), P()))
     drawn = step(jnp.ones(()), np.ones(16), key)[0][1]
     wanted = [jax.random.fold_in(key, i) for i in range(2 * DEVICES)]

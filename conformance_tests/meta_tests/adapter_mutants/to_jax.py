@@ -273,8 +273,8 @@ MUTANTS = (
     ),
     Mutant(
         "concatenate_rows_as_they_were_run",
-        "            if array.shape[1] % part.items:  # the rows are not items\n",
-        "            if array.shape[1]:\n",
+        "_rows_by_block(array, batch.blocks)",
+        "_rows_by_block(array, 1)",
         "test_jax_workers.py::test_eight_devices",
         "fair_share",
     ),
