@@ -42,6 +42,10 @@ MOST_ROUNDING = 0.02
 `loop_report` ignores a larger result of `rounding_of`, because something other than
 rounding must have changed the gradient.
 """
+MOST_NOISE = 0.1
+"""If the coefficients may be off by more than this fraction of the largest coefficient,
+the check cannot tell whether the loop is right.
+"""
 SHOWN = 8
 """The report shows the coefficients of at most this many updates."""
 
@@ -186,7 +190,7 @@ class LoopReader:
                     f"The gradient of {self._names(flat)} is zero, so the check cannot"
                     " tell where it went. Use other data, or set the weight to 0."
                 )
-            if update.unexplained <= self.limit and update.uncertainty > 0.1:
+            if update.unexplained <= self.limit and self._noise_of(update) > MOST_NOISE:
                 return (
                     "The micro-batches' gradients are too similar to distinguish in"
                     f" update {number}. Check with other data, with more parameters"
@@ -252,11 +256,21 @@ class LoopReader:
         steps = self.steps or self._length
         unreached = set(range(len(self.weights))).difference(*self.members)
         pairs = pairwise([set(), *self.members])
+        workers = range(0, len(self.weights), self._length)
+        unseen_places = {
+            place
+            for place in range(self._length)
+            if self._unseen.issuperset(worker + place for worker in workers)
+        }
         start = 0
         for number, (before, members) in enumerate(pairs, 1):
             kinds = {problem.kind for problem in self.problems}
             places = {k % self._length for k in members}
             window = set(range(self._length)[start : start + steps])
+            while window and window <= unseen_places:
+                # No update is needed for a window of weight 0.
+                start += steps
+                window = set(range(self._length)[start : start + steps])
             if members:
                 start += steps
             is_off = places != window and window.isdisjoint(unreached)
@@ -602,36 +616,41 @@ def recorded_batches(micro_batches: Iterable[Any]) -> list[tuple[Any, ...]]:
     """Return the arguments of each micro-batch.
 
     Raises:
-        ArgumentValueError: there are no micro-batches, or `micro_batches` is an
-            iterable that yields other micro-batches when it is iterated again, as a
-            shuffling data loader does.
+        ArgumentValueError: there are no micro-batches; or `micro_batches` yields other
+            micro-batches when it is iterated again, as a shuffling data loader does.
     """
-    batches = [as_arguments(each) for each in micro_batches]
-    is_repeatable = isinstance(micro_batches, list | tuple) or are_same(
-        batches, [as_arguments(each) for each in micro_batches]
-    )
-    if not batches or not is_repeatable:
+    iterator = iter(micro_batches)
+    batches = [as_arguments(each) for each in iterator]
+    kind = type(micro_batches).__name__
+    problem = "" if batches else f"an object of type {kind} that contains none"
+    if iterator is not micro_batches and not isinstance(micro_batches, list | tuple):
+        second_batches = [as_arguments(each) for each in micro_batches]
+        if not may_be_same(batches, second_batches):
+            problem = f"a {kind} that yields others when it is iterated again"
+    if problem:
         raise ArgumentValueError(
             "micro_batches: expected the micro-batches on which the loop trains; got"
-            f" an object of type {type(micro_batches).__name__} that is empty, or that"
-            " yields other micro-batches when it is iterated again. Write"
-            " micro_batches = list(loader), and train on this list."
+            f" {problem}. Write micro_batches = list(loader), and train on this list."
         )
     return batches
 
 
-def are_same(batches: Nest, other_batches: Nest) -> bool:
-    """True if two nested structures of arrays contain the same values."""
-    values = [leaf.value for leaf in leaves_of(batches)]
-    other_values = [leaf.value for leaf in leaves_of(other_batches)]
+def may_be_same(batches: Nest, other_batches: Nest) -> bool:
+    """True if no array shows that two nested structures contain different values."""
+    values: list[Any] = [leaf.value for leaf in leaves_of(batches)]
+    other_values: list[Any] = [leaf.value for leaf in leaves_of(other_batches)]
     if len(values) != len(other_values):
         return False
     for value, other_value in zip(values, other_values, strict=True):
-        if getattr(value, "shape", ()) != getattr(other_value, "shape", ()):
-            return False
-        is_equal: Any = value == other_value
-        if not (is_equal.all() if hasattr(is_equal, "all") else is_equal):
-            return False
+        try:
+            if value.shape != other_value.shape:
+                return False
+            # NaN is the only value that differs from itself.
+            is_same: Any = (value == other_value) | (value != value)
+            if not is_same.all():
+                return False
+        except (AttributeError, TypeError, RuntimeError):
+            continue  # These values cannot be compared.
     return True
 
 

@@ -62,6 +62,7 @@ def kinds(report):
             ["empty"],
         ),
         ([RIGHT], {"clip_norm": 0.9}, ["not_clipped"]),
+        ([(0, 0, 0.5, 0.5)], {"weights": (0, 0, 1, 1), "steps": 2}, []),
         ([(1 - 3e-4, 3e-4)], {"weights": (1, 3e-4)}, []),
         ([(1, 0)], {"weights": (1, 3e-4)}, ["lost"]),
         ([(1, 0)], {"weights": (1, 3e-4), "rounding": 1e-3}, []),
@@ -150,6 +151,15 @@ def test_it_says_that_it_cannot_tell(uncertainty: float) -> None:
     assert str(report).startswith("Cannot tell")
 
 
+def test_coarse_rounding_of_similar_gradients_is_not_called_right() -> None:
+    gradients = np.array([[1.0, 0.0, 0.0], [1.0, 0.1, 0.0]])
+    update = GradientBasis(gradients).weighted_sum(gradients.sum(axis=0) / 2)
+    assert update.condition == pytest.approx(10, rel=0.1)
+    weights = (1.0, 1.0)
+    assert LoopReport([update], weights, rounding=0.005).right
+    assert "too similar" in LoopReport([update], weights, rounding=0.02).uncertain
+
+
 def test_reduction_is_checked() -> None:
     with pytest.raises(gradaccum.ArgumentValueError, match="reduction"):
         read(RIGHT, reduction="median")
@@ -208,8 +218,10 @@ def test_micro_batches_are_the_same_in_each_iteration() -> None:
 
     x = np.arange(3.0)
     assert recorded_batches([x]) == [(x,)]
-    assert recorded_batches({0: x}.values()) == [(x,)]
-    for unsteady in ([], iter([x]), Shuffled(order=[x, -x])):
+    gap = np.array([math.nan])
+    for steady in (iter([gap]), {0: gap}.values(), {"name": 1}):
+        assert len(recorded_batches(steady)) == 1
+    for unsteady in ([], Shuffled(order=[x, -x])):
         with pytest.raises(gradaccum.ArgumentValueError, match="train on this list"):
             recorded_batches(unsteady)
 
