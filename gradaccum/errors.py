@@ -32,7 +32,7 @@ class GradientError(GradAccumError, ValueError):
 
 class CheckpointError(GradAccumError, ValueError):
     """The saved state does not match the parameters, or it contains an open window that
-    was accumulated with other options.
+    was accumulated with different options.
     """
 
 

@@ -687,7 +687,7 @@ def rounding_of(
     is divided by 3. Without rounding, no gradient would change. So the result is the
     largest relative change of a gradient.
 
-    Return 0 if a gradient changes for another reason than rounding: the loss is random,
+    Return 0 if a gradient changes for a reason other than rounding: the loss is random,
     or its backward pass is not linear. To detect this, each gradient is also computed
     with the factor 4 instead of 3. Rounding hardly changes this gradient, because 4 is
     a power of two. So something other than rounding is the reason if the factor 4
@@ -756,8 +756,8 @@ def loop_report(
 
 
 def are_equal(numbers: Sequence[float], rooms: Iterable[float]) -> bool:
-    """True if all numbers may be the same number. Each number may be off by half of its
-    entry in `rooms`, relative to the number.
+    """True if all numbers are equal up to their errors. The relative error of each
+    number is at most half of its entry in `rooms`.
     """
     errors = [
         abs(number) * room / 2 for number, room in zip(numbers, rooms, strict=True)

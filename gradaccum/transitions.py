@@ -199,10 +199,10 @@ def denominator(weight: Scalar, options: Options, where: Where) -> Scalar:
 def with_denominator(
     state: Fields, denominator: Scalar, options: Options, where: Where
 ) -> tuple[Fields, Options]:
-    """Return a state and options with which the window's gradient sum is divided by
-    `denominator` instead of the window's weight. Pass both to `divisor`, `decide` and
-    `gradaccum.kit.window_loss`. If the window's weight is 0, the weight in the returned
-    state is 0 too, so that `decide` still skips the window.
+    """Return a changed state and changed options, which make `divisor`, `decide` and
+    `gradaccum.kit.window_loss` divide the window's gradient sum by `denominator`
+    instead of the window's weight. If the window's weight is 0, the weight in the
+    returned state is 0 too, so that `decide` still skips the window.
 
     - `state`: the state of all workers after the window's last micro-batch.
     - `denominator`: a finite scalar > 0. With any other value, `decide` skips the

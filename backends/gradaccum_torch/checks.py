@@ -30,9 +30,9 @@ def window_size(options: Options, optimizer_step: int) -> Size:
 
 
 def known_window_size(options: Options, optimizer_step: int) -> Size:
-    """Return the size of the window that begins when `optimizer_step` updates have been
-    applied. If the size comes from the user's function, return None if this function
-    raises an error or returns an invalid size.
+    """Return the size of the window that begins after `optimizer_step` updates. If the
+    user's function determines the size, but raises an error or returns an invalid size,
+    return None.
     """
     try:
         return window_size(options, optimizer_step)

@@ -299,8 +299,8 @@ class Comparison:
         return floors
 
     def coefficients(self, parts: Parts) -> Coefficients | None:
-        """Return the coefficients with which the sum of the micro-batches' gradients
-        comes nearest to the large batch's gradient; None if the micro-batches'
+        """Fit a weighted sum of the micro-batches' gradients to the large batch's
+        gradient, and return its coefficients. Return None if the micro-batches'
         gradients are too similar to distinguish.
 
         Each parameter is measured in units of its own rounding error, so that large

@@ -180,7 +180,7 @@ def read_batch(
     arguments: tuple[Tree, ...], keywords: dict[str, Any], splitting: Splitting
 ) -> LargeBatch:
     """Check the arguments of a call, and return them as a `LargeBatch`. The batch is
-    not split yet: its `size` is the number of all items. `cut_batch` splits the batch
+    not split yet: its `size` is the total number of items. `cut_batch` splits the batch
     later.
     """
     axes = spread_over(splitting.axes, arguments, "axes")

@@ -53,8 +53,8 @@ devices.
 class ParamsType(Enum):
     """The type that the parameters have while `data_parallel` traces a step. Inside
     `jax.shard_map`, the type of an array says whether the array is the same on all
-    devices or may differ between devices. The step is traced with both types of
-    parameters, because each type has a disadvantage.
+    devices or may differ between devices. Each type has a disadvantage, which is
+    described below, so the step is traced with both types.
     """
 
     SAME = "same on all devices"

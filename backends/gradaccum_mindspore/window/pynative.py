@@ -56,7 +56,7 @@ class PyNativeWindow:
         loss: float | None = None,
     ) -> State:
         """Add the checked gradients of one micro-batch. If `loss` is not None, add the
-        loss too. Write and return the state after the micro-batch.
+        loss too. Store the new state, and return it.
         """
         state = self.storage.pull()
         if state.micro_step and kit.ends(state, size, kit.select):

@@ -133,8 +133,8 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         counts, the loss and the learning rates, as one vector. The constants `WEIGHT`
         to `RATES` are the indices of these totals.
 
-        Compiled code cannot raise, so a window with a size below 1 gets an infinite
-        weight, which makes all workers skip the window.
+        A size below 1 is an error, but compiled code cannot raise. The weight is
+        infinite in this case, so that all workers skip the window.
         """
         storage = self.storage
         is_sound = self.true

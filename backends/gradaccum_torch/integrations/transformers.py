@@ -183,7 +183,8 @@ def divides_by_tokens(trainer: Trainer) -> bool:
     trainer without a ``loss_type`` is assumed to have such a loss.
 
     Raises:
-        UsageError: gradaccum does not know by which number TRL divides the loss.
+        UsageError: gradaccum does not know the number by which TRL divides this kind
+            of loss.
     """
     kind = getattr(trainer, "loss_type", None)
     if kind in _MEANS:

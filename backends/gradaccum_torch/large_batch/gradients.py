@@ -164,8 +164,9 @@ class GradientsInGrad:
         self.note_sums()
 
     def note_sums(self) -> None:
-        """Copy each new gradient whose memory other code may write to. Record how often
-        each gradient sum was written to.
+        """Record which tensor is the gradient sum of each leaf, and how often this
+        tensor was written to. Before that, copy each gradient that shares its memory
+        with other tensors.
         """
         if self._without_gradient:
             for leaf in self._without_gradient:

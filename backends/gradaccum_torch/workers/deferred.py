@@ -127,8 +127,8 @@ class DeferredReduction:
         return [bool(number) for number in numbers.tolist()]
 
     def look_after_forward(self) -> list[RemovableHandle]:
-        """Register forward hooks. When a forward pass has gathered parameters for the
-        first time, the hooks begin to watch the gradients of these parameters.
+        """Register forward hooks. Once a forward pass gathers a parameter, the hooks
+        watch the gradient of this parameter.
         """
         # Use a weak reference, because a hook that refers to this object would keep it
         # alive.
