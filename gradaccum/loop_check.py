@@ -150,6 +150,12 @@ class LoopReader:
         self.uncertain = self._why_uncertain()
         """Why the check cannot tell whether the loop is right; empty if it can tell."""
         if not self.uncertain:
+            light = {k for k in self._unseen if self.weights[k]}
+            if light:
+                self.notes.append(
+                    f"The weight of {self._names(light)} is too small to check, because"
+                    " the gradients are rounded too coarsely."
+                )
             self._find_problems()
 
     def _noise_of(self, update: WeightedSum) -> float:

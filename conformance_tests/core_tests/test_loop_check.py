@@ -157,6 +157,8 @@ def test_coarse_rounding_of_similar_gradients_is_not_called_right() -> None:
     assert update.condition == pytest.approx(10, rel=0.1)
     weights = (1.0, 1.0)
     assert LoopReport([update], weights, rounding=0.005).right
+    light = LoopReport([update], (1.0, 0.01), rounding=0.005)
+    assert "Note: The weight of micro-batch 2 is too small to check" in str(light)
     assert "too similar" in LoopReport([update], weights, rounding=0.02).uncertain
 
 
