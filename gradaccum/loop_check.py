@@ -380,9 +380,7 @@ class LoopReader:
                 f" was taken, so the update is about {count} times too large.",
             ),
             (
-                share < 1
-                and is_whole
-                and (same(ratios, share) or same(coefficients, 1 / full_size)),
+                share < 1 and same(ratios, share),
                 "short_window",
                 short,
             ),

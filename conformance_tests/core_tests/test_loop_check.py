@@ -108,6 +108,14 @@ def test_clip_of_the_whole_is_a_note() -> None:
     assert "Note: Update 2 was clipped as a whole." in str(report)
 
 
+def test_report_in_words() -> None:
+    """The loss was divided once too often, in more updates than are shown."""
+    words = str(read(*[tuple(part / 4 for part in RIGHT)] * 9))
+    assert "the loss was divided by 4 once too often" in words
+    assert "Update 1, factors" in words
+    assert words.endswith("and 1 more updates.")
+
+
 def test_one_clipped_update_needs_the_norm() -> None:
     row = tuple(part / 10 for part in RIGHT)
     assert "If the loop clips each window, pass clip_norm=" in str(read(row))
