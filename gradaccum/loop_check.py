@@ -182,10 +182,13 @@ class LoopReader:
         for number, update in enumerate(self.updates, 1):
             pairs = zip(update.norms, self.weights, strict=False)
             flat = {k for k, (norm, weight) in enumerate(pairs) if weight and not norm}
-            norms = dict(enumerate(update.norms))
-            infinite = {k for k, norm in norms.items() if not math.isfinite(norm)}
+            finite = map(math.isfinite, update.norms)
+            infinite = {k for k, is_finite in enumerate(finite) if not is_finite}
             if infinite:
-                return f"The gradient of {self._names(infinite)} is not finite."
+                return (
+                    f"The gradient of {self._names(infinite)} is not finite. Use other"
+                    " data."
+                )
             if not math.isfinite(update.norm):
                 return (
                     f"The gradient of update {number} is not finite. If the loss is"
@@ -268,17 +271,14 @@ class LoopReader:
             for place in range(self._length)
             if self._unseen.issuperset(worker + place for worker in workers)
         }
-        start = 0
+        starts = range(0, self._length, steps)
+        windows = [set(range(self._length)[start : start + steps]) for start in starts]
+        # A window of weight 0 needs no update, so no update is expected for it.
+        expected_windows = iter([each for each in windows if each - unseen_places])
         for number, (before, members) in enumerate(pairs, 1):
             kinds = {problem.kind for problem in self.problems}
             places = {k % self._length for k in members}
-            window = set(range(self._length)[start : start + steps])
-            while window and window <= unseen_places:
-                # No update is needed for a window of weight 0.
-                start += steps
-                window = set(range(self._length)[start : start + steps])
-            if members:
-                start += steps
+            window = next(expected_windows, set()) if members else set()
             is_off = places != window and window.isdisjoint(unreached)
             if members & before:
                 self._say(
@@ -763,11 +763,13 @@ def are_equal(numbers: Sequence[float], rooms: Iterable[float]) -> bool:
     """True if all numbers are equal up to their errors. The relative error of each
     number is at most half of its entry in `rooms`.
     """
-    errors = [
-        abs(number) * room / 2 for number, room in zip(numbers, rooms, strict=True)
-    ]
-    pairs = list(zip(numbers, errors, strict=True))
-    return max(n - error for n, error in pairs) <= min(n + error for n, error in pairs)
+    least = -math.inf
+    most = math.inf
+    for number, room in zip(numbers, rooms, strict=True):
+        error = abs(number) * room / 2
+        least = max(least, number - error)
+        most = min(most, number + error)
+    return least <= most
 
 
 def are_clipped(sizes: Sequence[float], norms: Sequence[float], room: float) -> bool:

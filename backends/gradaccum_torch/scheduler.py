@@ -31,7 +31,7 @@ _GATE_NAMES = frozenset(
         "_updates",
         "_has_loaded",
         "_called_at",
-        "_is_called_each_time",
+        "_calls_are_consecutive",
     }
 )
 _ANY = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
@@ -85,7 +85,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
     """The number of updates, and the number of micro-batches in the open window, when
     the scheduler was last called.
     """
-    _is_called_each_time: bool
+    _calls_are_consecutive: bool
     """Whether there was only one micro-batch between the last two calls."""
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -102,7 +102,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         self._updates = optimizer._window.updates
         self._has_loaded = False
         self._called_at = self._position()
-        self._is_called_each_time = True
+        self._calls_are_consecutive = True
         optimizer._window.schedulers.add(self)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -133,7 +133,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         This is false for a scheduler that is called once per epoch, so a ``flush`` does
         not step it.
         """
-        return self._is_called_each_time and self._called_at == self._position()
+        return self._calls_are_consecutive and self._called_at == self._position()
 
     def follow(self) -> None:
         """Step the scheduler, unless its ``step`` method needs an argument, such as a
@@ -217,7 +217,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
             updates, micro_step = self._called_at
             # The micro-batch has left the window open, or the window was skipped, or
             # its update was applied.
-            self._is_called_each_time = position in (
+            self._calls_are_consecutive = position in (
                 (updates, micro_step + 1),
                 (updates, 0),
                 (updates + 1, 0),

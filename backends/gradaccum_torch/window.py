@@ -490,9 +490,10 @@ class Window:
         # The micro-batch has no backward pass of its own. Its gradients come from
         # another wrapped optimizer's backward pass, or the user has computed them.
         other_factors = self.watch.factors
-        if (other_factors or {1.0}) - right_factors and self._holds_users():
-            if other_factors:
+        if other_factors:
+            if other_factors - right_factors and self._holds_users():
                 raise checks.not_scaled_error()
+        elif 1.0 not in right_factors and self._holds_users():
             raise checks.not_weighed_error(weight)
 
     def _has_begun(self) -> bool:

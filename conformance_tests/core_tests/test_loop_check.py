@@ -133,6 +133,10 @@ def test_gradient_of_zero_is_not_called_lost() -> None:
     row = (0.5, 0.0, 0.5)
     report = read(row, weights=(1.0, 1.0, 1.0), norms=(1.0, 0.0, 1.0))
     assert "micro-batch 2 is zero" in report.uncertain
+    report = read(row, weights=(1.0, 1.0, 1.0), norms=(1.0, math.nan, 1.0))
+    assert "micro-batch 2 is not finite" in report.uncertain
+    overflowed = WeightedSum((math.nan,), math.inf, 0.0, math.inf)
+    assert "smaller scale" in LoopReport([overflowed], (1.0,)).uncertain
     assert read(row, weights=(1.0, 0.0, 1.0), norms=(1.0, 0.0, 1.0)).right
 
 
