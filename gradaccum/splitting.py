@@ -382,13 +382,13 @@ def require_rows(name: str, shape: tuple[int, ...], items: int) -> None:
     """
     if shape and shape[0] % items == 0:
         return
-    instead = "pass a function as merge_aux"
+    alternative = "pass a function as merge_aux"
     if name == "outputs_fn":
-        instead = "compute it in loss_fn from the outputs of all items"
+        alternative = "compute it in loss_fn from the outputs of all items"
     raise ArgumentValueError(
         f"{name}: expected the same number of rows for each item, because the rows of"
         f" all micro-batches are concatenated; got shape {shape} for a micro-batch of"
-        f" {items} items. Return one value per item, or {instead}."
+        f" {items} items. Return one value per item, or {alternative}."
     )
 
 

@@ -265,18 +265,22 @@ class LoopRecord:
         """Inside the block, the trained parameters require gradients, and each module
         has the mode that it had in the first update.
         """
-        frozen = [each for each in trained_parameters if not each.requires_grad]
-        switched = [(each, mode) for each, mode in self._modes if each.training != mode]
+        frozen_parameters = [
+            each for each in trained_parameters if not each.requires_grad
+        ]
+        switched_modules = [
+            (each, mode) for each, mode in self._modes if each.training != mode
+        ]
         try:
-            for parameter in frozen:
+            for parameter in frozen_parameters:
                 parameter.requires_grad_()
-            for module, mode in switched:
+            for module, mode in switched_modules:
                 module.training = mode
             yield
         finally:
-            for parameter in frozen:
+            for parameter in frozen_parameters:
                 parameter.requires_grad_(False)
-            for module, mode in switched:
+            for module, mode in switched_modules:
                 module.training = not mode
 
     def _dense(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
@@ -320,8 +324,8 @@ def instances_of(kind: type[T]) -> list[T]:
 def changed_parameters_error(update: int) -> UsageError:
     return UsageError(
         "optimizer: expected an optimizer that trains the same parameters in every"
-        " recorded update; got one of whose parameters some were added, frozen or"
-        f" unfrozen before update {update}. Check the updates before and after this"
+        " recorded update; got an optimizer some of whose parameters were added,"
+        f" frozen or unfrozen before update {update}. Check the updates before and after this"
         " change separately, each in its own recording."
     )
 

@@ -62,11 +62,15 @@ def kinds(report):
             ["empty"],
         ),
         ([RIGHT], {"clip_norm": 0.9}, ["not_clipped"]),
-        ([(0, 0, 0.5, 0.5)], {"weights": (0, 0, 1, 1), "steps": 2}, []),
+        (
+            [(0, 0, 0.5, 0.5, 0, 0), (0, 0, 0, 0, 0.5, 0.5)],
+            {"weights": (0, 0, 1, 1, 1, 1), "steps": 2},
+            [],
+        ),
         ([(1 - 3e-4, 3e-4)], {"weights": (1, 3e-4)}, []),
         ([(1, 0)], {"weights": (1, 3e-4)}, ["lost"]),
         ([(1, 0)], {"weights": (1, 3e-4), "rounding": 1e-3}, []),
-        ([(0.9, 0.1005)], {"weights": (9, 1), "rounding": 1e-3}, []),
+        ([(0.9, 0.1008)], {"weights": (9, 1), "rounding": 1e-3}, []),
     ],
 )
 def test_kind(rows, options, found):
