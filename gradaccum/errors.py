@@ -1,6 +1,7 @@
-"""The errors that gradaccum raises. Every message has the form
-``argument: expected ...; got .... One fix.``, and the page that lists all errors is
-generated from these messages.
+"""The errors that gradaccum raises. Every message names the argument, says what was
+expected and what was given, and ends with one way to correct the call:
+``argument: expected <condition>; got <value>. <correction>.`` The page that lists all
+errors is generated from these messages.
 """
 
 from __future__ import annotations

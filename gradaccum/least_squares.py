@@ -16,9 +16,9 @@ Vector: TypeAlias = Any
 and ``* float``.
 """
 PIVOT = 1e-6
-"""If one gradient is nearly a weighted sum of the earlier gradients, the gradients are
-too similar to distinguish. This is the case if the norm of the difference between the
-gradient and the nearest such sum is at most this fraction of the gradient's norm.
+"""The distance between a gradient and the nearest weighted sum of the earlier gradients
+must be larger than this fraction of the gradient's norm. Otherwise, the gradients are
+too similar to distinguish.
 """
 
 
@@ -43,8 +43,9 @@ class WeightedSum(NamedTuple):
     norms: tuple[float, ...] = ()
     """The 2-norm of each micro-batch's gradient."""
     condition: float = 1.0
-    """How much an error of the gradients can grow in the coefficients: 1 if the
-    micro-batches' gradients are orthogonal, more if they are similar.
+    """A condition number: the factor by which the coefficients may magnify a relative
+    error of the gradients. It is 1 if the micro-batches' gradients are orthogonal, and
+    larger if they are similar.
     """
 
 
@@ -80,8 +81,8 @@ class GradientBasis:
         self.norms = tuple(norm_of(gradient) for gradient in gradients)
         self.directions: list[Vector] = []
         self.recipes: list[list[float]] = []
-        """For each direction, the coefficients that express the direction as a weighted
-        sum of the gradients.
+        """For each of the orthonormal vectors in `directions`, the coefficients that
+        express the vector as a weighted sum of the micro-batches' gradients.
         """
         self.freedom = len(gradients[0]) - sum(norm != 0 for norm in self.norms)
         """The degrees of freedom of the residual: the number of elements of a gradient

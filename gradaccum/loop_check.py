@@ -34,8 +34,10 @@ ROOM = 0.004
 mistake in a loop causes a much larger difference.
 """
 LEAST = 1e-3
-"""A coefficient counts as zero if it is below this fraction of the largest coefficient.
-For a micro-batch of very small weight, half of the expected coefficient is the limit.
+"""A coefficient counts as zero if it is at most this fraction of the largest
+coefficient. This limit is lower for a micro-batch of very small weight: half of the
+micro-batch's expected coefficient. Otherwise, even the right coefficient could count as
+zero.
 """
 MOST_ROUNDING = 0.02
 """The largest relative change of a gradient that rounding can cause, even in bfloat16.
@@ -140,9 +142,10 @@ class LoopReader:
             for before, members in pairwise([set(), *self.members])
         ]
         """For each update, the coefficients that a correct loop would give: one
-        coefficient per micro-batch, 0 for a micro-batch that does not belong to the
-        update. A micro-batch that leaked into the update from the previous update does
-        not belong to it, unless all micro-batches of the update leaked.
+        coefficient per micro-batch. The coefficient is 0 if the micro-batch did not
+        contribute to the update, or if it already contributed to the previous update.
+        If all micro-batches of the update already contributed to the previous update,
+        they count as new, because the update would otherwise contain no micro-batch.
         """
         self.problems: list[LoopProblem] = []
         self.notes: list[str] = []
@@ -640,7 +643,11 @@ def recorded_batches(micro_batches: Iterable[Any]) -> list[tuple[Any, ...]]:
 
 
 def may_be_same(batches: Nest, other_batches: Nest) -> bool:
-    """True if no array shows that two nested structures contain different values."""
+    """Return False if two nests (nested structures of tuples, lists and dicts) are
+    certainly different: they have different numbers of values, or two arrays at the
+    same place have different shapes or elements. Values that cannot be compared count
+    as equal.
+    """
     values: list[Any] = [leaf.value for leaf in leaves_of(batches)]
     other_values: list[Any] = [leaf.value for leaf in leaves_of(other_batches)]
     if len(values) != len(other_values):
@@ -687,14 +694,14 @@ def rounding_of(
     gradients: Sequence[Vector], gradient_of: Callable[[int, float], Vector]
 ) -> float:
     """Return the relative rounding error of the micro-batches' gradients. To measure
-    it, each gradient is computed again: the loss is multiplied by 3, and the gradient
-    is divided by 3. Without rounding, no gradient would change. So the result is the
+    the error, each gradient is computed again from the loss multiplied by 3, and then
+    divided by 3. Without rounding, no gradient would change, so the result is the
     largest relative change of a gradient.
 
-    Return 0 if a gradient changes for a reason other than rounding: the loss is random,
-    or its backward pass is not linear. To detect this, each gradient is also computed
-    with the factor 4 instead of 3. Rounding hardly changes this gradient, because 4 is
-    a power of two. So something other than rounding is the reason if the factor 4
+    Return 0 if something other than rounding changes a gradient, because the loss is
+    random or its backward pass is not linear. To detect this, each gradient is also
+    computed with the factor 4. This factor causes hardly any rounding error, because 4
+    is a power of two. So something other than rounding is the reason if the factor 4
     causes more than a tenth of the change that the factor 3 causes.
 
     Args:
@@ -760,8 +767,10 @@ def loop_report(
 
 
 def are_equal(numbers: Sequence[float], rooms: Iterable[float]) -> bool:
-    """True if all numbers are equal up to their errors. The relative error of each
-    number is at most half of its entry in `rooms`.
+    """True if all numbers count as equal, because a single value lies within the
+    tolerance of every number. The relative tolerance of a number is half of its entry
+    in `rooms`, so that two numbers with the entry r count as equal if their relative
+    difference is at most about r.
     """
     least = -math.inf
     most = math.inf
@@ -774,14 +783,15 @@ def are_equal(numbers: Sequence[float], rooms: Iterable[float]) -> bool:
 
 def are_clipped(sizes: Sequence[float], norms: Sequence[float], room: float) -> bool:
     """True if the loop seems to have clipped each micro-batch's gradient separately,
-    because the clipped gradients have the same norm.
+    because the clipped gradients have the same norm. The micro-batches with the largest
+    entry in `sizes` are left out, because their gradients may have been too small to be
+    clipped.
 
-    `sizes` contains, for each micro-batch, the factor by which the loop multiplied its
-    gradient: the micro-batch's coefficient, or the ratio of this coefficient to the
-    right coefficient. `norms` contains the norms of the gradients before this
-    multiplication. The micro-batches with the largest size are ignored, because their
-    gradients may have been too small to be clipped. `room` is the relative difference
-    up to which two numbers count as equal.
+    - `sizes`: for each micro-batch, the factor by which the loop multiplied its
+      gradient. The caller passes the micro-batches' coefficients, or the coefficients
+      divided by the right coefficients.
+    - `norms`: the norms of the micro-batches' gradients before they were multiplied.
+    - `room`: the relative difference up to which two numbers count as equal.
     """
     largest = max(sizes)
     clipped_norms = [
@@ -799,10 +809,11 @@ def are_multiplied(sizes: Sequence[float], room: float) -> bool:
 
     The result is True in two cases:
 
-    - The ratio of consecutive sizes is constant, because the sum was multiplied by the
-      same number after each micro-batch.
-    - The sizes never decrease, because the sum was multiplied by numbers <= 1, as
-      clipping does.
+    - The ratio of consecutive sizes is constant. This happens if the sum was multiplied
+      by the same number after each micro-batch.
+    - The sizes never decrease. This happens if the sum was multiplied by numbers <= 1,
+      as clipping does, because the gradients of earlier micro-batches are then
+      multiplied more often.
 
     With fewer than three micro-batches the result is False, because any two sizes have
     a constant ratio.

@@ -126,13 +126,12 @@ def lists_of_one_kind(
     batch: Nest, axes: Nest, path: str = "batch"
 ) -> list[tuple[str, int]]:
     """Find the lists and tuples inside `batch` whose elements may be the items of the
-    batch. The elements may be items if all elements, except those that are None, have
-    the same type, dtype and rank. Return the path and the length of each such list or
-    tuple.
+    batch. Return the path and the length of each such list or tuple.
 
-    A list or tuple is left out if `axes` contains None for the whole list, or a
-    separate entry for each element, because the user has then said how the list is
-    split.
+    The elements may be the items if they all have the same type, dtype and rank.
+    Elements that are None are ignored in this comparison. A list or tuple is left out
+    if `axes` says how the list is split. This is the case if `axes` contains None for
+    the whole list, or a separate entry for each element.
 
     Args:
         batch: a tuple of arguments, or another nest.

@@ -45,8 +45,8 @@ def accumulate_dtype_error(got: object) -> GradAccumError:
 
 
 def half_made_error() -> UsageError:
-    """Return the error for calls after an exception interrupted an update or the
-    addition of a gradient to the sum.
+    """Return the error for a window that an exception has left incomplete. The
+    exception interrupted an update, or the addition of a gradient to the sum.
     """
     return UsageError(
         "optimizer: expected the last update to have completed, or not to have started;"

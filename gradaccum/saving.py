@@ -107,13 +107,14 @@ def decode_terms(codes: Iterable[SupportsInt]) -> Terms:
 
 
 def resumed(fields: State, saved_terms: Terms, options: Options) -> State:
-    """Return the state from which a saved run resumes with `options`.
+    """Return the state from which a saved run resumes with `options`. The saved state
+    is returned unchanged in two cases:
 
-    If a window is open, the saved state is returned unchanged. A full window whose
-    update was interrupted also counts as open. If no window is open, the loss scale
-    starts again at the initial scale of `options`, unless both the saved run and the
-    resuming run use a dynamic scale. In this case, the saved loss scale and growth
-    tracker are kept.
+    - A window is open. A full window whose update was interrupted also counts as open.
+    - Both the saved run and the resuming run use a dynamic loss scale.
+
+    Otherwise, the loss scale starts again at the initial scale of `options`, and the
+    growth tracker starts again at 0.
 
     Args:
         fields: the saved state, as Python numbers.

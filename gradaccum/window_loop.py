@@ -107,8 +107,9 @@ class Sizes:
         self, reduction: str, fix: str = "pass the number of items as weight="
     ) -> None:
         self.weighed = True
-        """bool: True if `see` need not check the last micro-batch, because the
-        micro-batch had a weight or has already been checked.
+        """bool: Whether the method `see` ignores the last micro-batch. This is the case
+        if the user has passed a weight for the micro-batch, or if `see` has already
+        checked it.
         """
         self._looks = reduction == "mean"
         self._first = 0

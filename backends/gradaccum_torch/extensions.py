@@ -58,7 +58,11 @@ class MicroBatch:
     in ``opt.scale(loss).backward()``.
     """
     divided_losses = 0
-    """The number of losses that the user has divided by the size of the first window."""
+    """The number of losses for which `is_divided_by` is True: the user has most likely
+    divided them by the number of micro-batches in a window. The number stays 0 after
+    the first window, because `DividedLossWarning` checks only the losses of the first
+    window.
+    """
     is_first = False
     """Whether this micro-batch is the first of its window."""
     passes = 0
@@ -111,10 +115,13 @@ class Extension:
         """
 
     def window_closed(self, state: Fields, options: Options) -> None:
-        """Called after the window was closed. `state` contains the window's weight, or
-        the denominator that was passed to ``flush`` instead. `WindowLoss` divides the
-        sum of the losses by this number, because the gradient sum was divided by the
-        same number. With ``reduction="sum"`` in `options`, neither sum is divided.
+        """Called after the window was closed. `state` contains the window's weight. If
+        a denominator was passed to ``flush``, `state` contains the denominator instead
+        of the weight.
+
+        With ``reduction="sum"`` in `options`, the gradient sum was not divided.
+        Otherwise, it was divided by the weight or denominator in `state`. `WindowLoss`
+        treats the sum of the losses in the same way.
         """
 
     def window_discarded(self) -> None:
@@ -311,14 +318,15 @@ def rate_mark(rate: object) -> object:
 
 
 class LeftoverLoopWarning(Extension):
-    """Warns if the loop most likely still calls ``step`` inside an ``if``, as it had to
-    before it used gradaccum. Let n be the number of micro-batches in a window. The
-    warning is issued if n backward passes ran before each of the first two ``step``
-    calls.
+    """Warns if the loop most likely still calls ``step`` inside an ``if``, as the loop
+    had to before it used gradaccum. In such a loop, the number of backward passes
+    before each ``step`` equals the number of micro-batches in a window. The warning is
+    issued if these numbers are equal, and at least 3, for each of the first two
+    ``step`` calls.
 
-    No warning is issued if n is 2, because a GAN's discriminator normally has two
-    losses, and therefore two backward passes per ``step``. `DividedLossWarning` issues
-    it if both losses were divided by 2.
+    If both numbers are 2, this class issues no warning, because a GAN's discriminator
+    normally has two losses, and therefore two backward passes per ``step``. In this
+    case, `DividedLossWarning` issues the same warning if both losses were divided by 2.
     """
 
     def __init__(self, warn: Warnings) -> None:
@@ -359,13 +367,15 @@ class NonFiniteLossWarning(Extension):
 
 def is_divided_by(division: Division | None, steps: int, reduction: str) -> bool:
     """True if the user has most likely made the mistake of dividing a loss by `steps`,
-    the number of micro-batches in a window. The function assumes this mistake if the
-    last operation on the loss was a division by `steps`, except in three cases:
+    the number of micro-batches in a window. This is assumed if the last operation on
+    the loss was a division by `steps`. Such a division is not a mistake in three cases:
 
-    - The reduction is ``"sum"``, with which gradaccum itself does not divide.
-    - The division computes the mean of exactly `steps` terms.
-    - The reduction is ``"mean"``, and the division may compute the mean over items,
-      because every divided term is a sum over items.
+    - The reduction is ``"sum"``, because gradaccum itself then does not divide.
+    - The division is applied to a sum of exactly `steps` terms, because the quotient is
+      then the mean of the terms.
+    - The reduction is ``"mean"``, and every divided term is itself a sum over items.
+      `steps` may then be the number of items, so that the quotient is the mean over the
+      items.
     """
     if division is None or not math.isclose(division.divisor, steps):
         return False
@@ -374,10 +384,15 @@ def is_divided_by(division: Division | None, steps: int, reduction: str) -> bool
 
 
 class DividedLossWarning(Extension):
-    """Warns if the user has divided a loss of the first window by the number of
-    micro-batches in the window. The gradient would be too small, because gradaccum
-    divides by this number too. If a micro-batch has as many divided losses as the
-    window has micro-batches, the warning is that of `LeftoverLoopWarning`.
+    """Warns if the user has most likely made the mistake of dividing every loss of a
+    micro-batch by the number of micro-batches in the window. The gradient would be too
+    small, because gradaccum divides by this number too. Only the first window is
+    checked.
+
+    If the micro-batch has one loss, the warning tells the user to delete the division.
+    If it has as many losses as the window has micro-batches, the loop most likely calls
+    ``step`` inside an ``if``, so the text of the warning is the same as in
+    `LeftoverLoopWarning`. With any other number of losses, there is no warning.
     """
 
     def __init__(self, options: Options, warn: Warnings) -> None:

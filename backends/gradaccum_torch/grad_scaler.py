@@ -36,11 +36,12 @@ overflow, and the scale could never grow again.
 SET_BACK: WeakKeyDictionary[torch.amp.GradScaler, tuple[Any, int]] = WeakKeyDictionary()
 """The scalers whose growth tracker was set to one less than its true value. This is
 done because the user's next ``scaler.update()`` adds one to the growth tracker. Each
-scaler is mapped to a pair: the scaler's record for the next ``update`` (see
-`pending_update`), and the true value of the growth tracker.
+scaler is mapped to a pair: the object that `pending_update` returned at that time, and
+the true value of the growth tracker.
 
-An entry is valid only until ``update`` is called. The record then shows that the entry
-is out of date, because ``update`` replaces the scaler's record with a new record.
+The pair is out of date as soon as ``scaler.update()`` has been called.
+`ScalerLink.with_scale` detects this, because `pending_update` then returns another
+object.
 """
 
 

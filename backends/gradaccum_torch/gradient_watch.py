@@ -96,19 +96,19 @@ class WatchedGradient:
 
     def _was_added(self, noted_gradient: Tensor) -> bool:
         """True if autograd may have produced ``.grad`` by adding one gradient to
-        `noted_gradient`. Called if the version of `noted_gradient` has not increased by
-        exactly 1, as it normally does in such an addition.
+        `noted_gradient`. Normally, such an addition increases the version of
+        `noted_gradient` by exactly 1. This method is called if the version has not
+        increased by 1. The result is True in these cases:
 
-        If ``.grad`` is still `noted_gradient`, the result is True for a sparse
-        gradient, because one addition may increase its version by more than 1. The
-        result is also True for a `DTensor`, because its version is not recorded.
-
-        If ``.grad`` is a new tensor, the result is True if this tensor requires a
-        gradient, because autograd creates such a tensor with ``create_graph=True``. The
-        result is also True if `noted_gradient` is sparse, because autograd creates a
-        new tensor when it adds a dense gradient to a sparse gradient.
-
-        If ``.grad`` is None, the result is True.
+        - ``.grad`` is None.
+        - ``.grad`` is still `noted_gradient`, a sparse tensor. One addition may
+          increase the version of a sparse gradient by more than 1.
+        - ``.grad`` is still `noted_gradient`, an instance of a subclass of `Tensor`,
+          such as `DTensor`. The version of a `DTensor` is not recorded.
+        - ``.grad`` is a new tensor that requires a gradient. With
+          ``create_graph=True``, autograd puts the sum into a new tensor.
+        - ``.grad`` is a new tensor, and `noted_gradient` is sparse. Autograd creates a
+          new tensor when it adds a dense gradient to a sparse gradient.
         """
         gradient = self.parameter.grad
         if gradient is noted_gradient:
@@ -141,10 +141,9 @@ class GradientWatch:
         the last ``step``.
         """
         self.was_changed = False
-        """Whether other code has changed a gradient, and the gradient's
-        `WatchedGradient` no longer shows this change. This happens if autograd adds to
-        the changed gradient, because the `WatchedGradient` then records the result as
-        the work of autograd.
+        """Whether other code has changed a gradient before autograd added to the
+        gradient again. The gradient's `WatchedGradient` does not show this change,
+        because it records only the result of the last addition.
         """
         self.has_plain_pass = False
         """Whether a plain ``loss.backward()`` has added a gradient since the last

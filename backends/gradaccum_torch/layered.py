@@ -180,11 +180,12 @@ class Border:
     def __init__(self, nest: Any) -> None:
         tensors = tensors_of(nest)
         self.roots = [tensor for tensor in tensors if tensor.requires_grad]
-        """The activations that require a gradient. The backward pass of the layer that
-        computed these activations starts from them. The list is emptied when the
+        """The activations that require a gradient. The layer that computed these
+        activations starts its backward pass from them. The list is emptied when the
         layer's graph is no longer needed, because the activations keep the graph alive.
-        With ``within="recompute"``, this is right after the forward pass, because the
-        backward pass then starts from recomputed activations.
+
+        With ``within="recompute"``, the list is emptied right after the layer's forward
+        pass, because the layer's backward pass starts from recomputed activations.
         """
         self.gradients: list[Tensor | None] = [None] * len(self.roots)
         """For each activation that requires a gradient, the gradient that the backward
@@ -249,8 +250,9 @@ def without_graph(leaf: object) -> object:
 
 class Enter(torch.autograd.Function):
     """The first operation of a layer's graph. The operation's backward pass stores the
-    gradient of the layer's input in a list, so that no leaf of the graph keeps the
-    activations alive.
+    gradient of the layer's input in a list. The layer's input is therefore not a leaf
+    of the graph. This saves memory, because a graph keeps its leaves alive, and this
+    leaf would contain activations.
     """
 
     @staticmethod

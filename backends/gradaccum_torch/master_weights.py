@@ -165,13 +165,15 @@ class MasterWeights:
     @contextmanager
     def required_to_move(self, sums: Mapping[Tensor, Tensor]) -> Iterator[None]:
         """Raise at the end of the block if the inner optimizer has ignored the master
-        weights, although they have gradients.
+        weights. An optimizer ignores the master weights if it neither modifies a master
+        weight nor has state for one.
 
-        Only the first update is checked, unless the gradients or the learning rates
-        are 0. An optimizer has not ignored the master weights if it has modified one of
-        them or has state for one of them.
+        If all learning rates are 0, or if the gradient of the smallest master weight is
+        0, no error is raised, because even a correct optimizer may then change nothing.
+        In this case, the next update is checked too. Once the optimizer has used a
+        master weight, no later update is checked.
 
-        - `sums`: the gradients.
+        - `sums`: the gradient of each parameter.
         """
         masters = {self.masters[each]: each for each in sums if each in self.masters}
         if self.are_known_to_move or not masters:

@@ -116,16 +116,17 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
     def weigh(self, weight: float) -> None:
         """Set the weight of the current micro-batch, which the next ``step()`` will
-        count. You can call this without calling this optimizer's ``backward``.
+        count.
+
+        You can call ``weigh`` without calling this optimizer's ``backward``. For
+        example, several optimizers with ``reduction="sum_per_item"`` can share a single
+        ``loss.backward()`` of a summed loss. If you call ``weigh`` on each optimizer,
+        each optimizer divides by its own number of items.
 
         With ``reduction="mean"``, the gradient has to be multiplied by the weight.
-        ``backward`` and ``scale`` multiply the loss, so ``.grad`` then contains the
-        gradient times the weight and the loss scale. If you clip ``.grad`` yourself,
-        multiply the limit by both.
-
-        For example, several optimizers with ``reduction="sum_per_item"`` can share a
-        single ``loss.backward()`` of a summed loss. If you call ``weigh`` on each
-        optimizer, each of them divides by its own number of items.
+        ``backward`` and ``scale`` do this by multiplying the loss by the weight and the
+        loss scale. If you clip ``.grad`` yourself, multiply the maximum norm by both
+        numbers, because ``.grad`` contains the multiplied gradient.
 
         Args:
             weight: the number of items, >= 0.

@@ -189,22 +189,31 @@ class LoopRecord:
         **options: Any,
     ) -> kit.LoopReport:
         """Report which micro-batches each update contained, and with what weight. This
-        is a collective call if several processes are running.
+        is a collective call if several processes are running. The recorded model is the
+        `model` that was passed to `gradaccum.recording`.
 
         Args:
             loss_fn: ``loss_fn(*micro_batch)`` returns the loss, neither divided nor
-                weighted. Default: the loss that `model` returned.
+                weighted. Default: the loss that the recorded model returns.
             micro_batches: this worker's micro-batches, in the order of the loop.
-                Default: the calls of `model`, whose arguments are then passed to
-                `loss_fn` and `weight`.
-            weight: ``weight(*micro_batch)``. Default: the number of items.
+                Default: one micro-batch for each call of the recorded model that
+                returned a loss. The arguments of the call are then passed to `loss_fn`
+                and `weight`.
+            weight: ``weight(*micro_batch)`` returns the weight of a micro-batch.
+                Default: the number of items. If `micro_batches` is not passed, and
+                every call of the recorded model has the keyword argument ``labels``,
+                the default is the number of labels that are not -100.
             options: ``reduction``, ``steps`` and ``clip_norm``, as in
                 `gradaccum.check_loop`.
 
         Raises:
-            UsageError: workers have different numbers of micro-batches, or a loss
-                contains a reentrant checkpoint.
-            ArgumentValueError: a loss is not a scalar tensor.
+            UsageError: workers have different numbers of micro-batches; a loss contains
+                a reentrant checkpoint; or `weight` is needed, because the ratios
+                between the numbers of labels depend on whether the first labels are
+                counted.
+            ArgumentValueError: a loss is not a scalar tensor; `micro_batches` is empty,
+                or yields other micro-batches when it is iterated again; or `weight` is
+                needed, because a micro-batch does not show its number of items.
         """
         calls = self._calls
         if micro_batches is not None:
@@ -325,8 +334,8 @@ def changed_parameters_error(update: int) -> UsageError:
     return UsageError(
         "optimizer: expected an optimizer that trains the same parameters in every"
         " recorded update; got an optimizer some of whose parameters were added,"
-        f" frozen or unfrozen before update {update}. Check the updates before and after this"
-        " change separately, each in its own recording."
+        f" frozen or unfrozen before update {update}. Check the updates before and"
+        " after this change separately, each in its own recording."
     )
 
 
@@ -340,12 +349,13 @@ def _counts_of(calls: Calls) -> list[float]:
     items of each micro-batch instead.
 
     The first label of each sequence is counted. A causal language model leaves this
-    label out of its loss, but other models do not. This matters only if it changes the
-    ratios between the weights.
+    label out of its loss, but other models do not. Both kinds of models agree on the
+    weights, up to a common factor, if the counts with and without the first labels have
+    the same ratios.
 
     Raises:
-        UsageError: the ratios between the weights depend on whether the first labels
-            are counted.
+        UsageError: the ratios between the counts depend on whether the first labels are
+            counted.
     """
     labels: list[Tensor] = []
     for _, keywords in calls:

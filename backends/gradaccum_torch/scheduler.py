@@ -2,9 +2,11 @@
 micro-batch, and the scheduler steps once per update.
 
 If a ``flush()`` closes several windows, the wrapper also steps the scheduler between
-these windows. A scheduler that is called after every micro-batch also steps at the end
-of ``flush()``, because the next micro-batch may already close another window. For a
-timm scheduler, the wrapper passes the number of updates to the scheduler's
+these windows. At the end of ``flush()``, the wrapper also steps a scheduler that is
+called after every micro-batch. Otherwise, the scheduler would step only once for two
+updates if the next micro-batch closes a window too.
+
+For a timm scheduler, the wrapper passes the number of updates to the scheduler's
 ``step_update`` method. The scheduler's ``step`` method, whose argument is an epoch,
 works as before.
 """
@@ -130,8 +132,8 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         """True if the scheduler was called after the last micro-batch and after the
         micro-batch before it.
 
-        This is false for a scheduler that is called once per epoch, so a ``flush`` does
-        not step it.
+        This is false for a scheduler that is called once per epoch, so such a scheduler
+        does not step at the end of a ``flush``.
         """
         return self._calls_are_consecutive and self._called_at == self._position()
 
@@ -184,10 +186,10 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         return {**self._scheduler.state_dict(), _STEPPED_AT: self._updates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a saved state. If a scheduler that is not wrapped saved the state,
-        the state does not say for how many updates that scheduler has stepped. In this
-        case, assume that it has stepped for every update that this scheduler's
-        optimizer has applied so far.
+        """Restore a saved state. If the state was saved by a scheduler that was not
+        wrapped, the state does not contain the number of updates that had been applied
+        when the scheduler last stepped. In this case, use the number of updates that
+        the wrapped optimizer has applied so far.
         """
         state_dict = dict(state_dict)
         self._updates = state_dict.pop(_STEPPED_AT, self._optimizer_updates())

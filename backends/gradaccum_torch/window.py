@@ -467,10 +467,12 @@ class Window:
             watch.reset()
 
     def _require_right_factors(self, factors: set[float], weight: float) -> None:
-        """Raise if a gradient was not multiplied by `weight` and the loss scale.
+        """Raise if a gradient was not multiplied by the loss scale and, with
+        ``reduction="mean"``, by `weight`.
 
-        - `factors`: the factors of the backward passes that certainly added to the
-          micro-batch's gradient.
+        - `factors`: the factors by which the losses of the micro-batch's backward
+          passes were multiplied. With ``separate_sums``, only the factor 1 is included,
+          because a pass with another factor may belong to another wrapped optimizer.
         """
         has_loss = self.micro_batch.has_loss
         right_factors = {self.factor(weight)}

@@ -21,8 +21,9 @@ whole key.
 
 
 class Batch(LargeBatch):
-    """The arguments of the loss function after the model. The arguments can be split in
-    any way: a micro-batch may contain any of the items, in any order.
+    """The arguments that follow the model in a call of the loss function,
+    ``loss_fn(model, *arguments)``. The arguments can be split in any way: a micro-batch
+    may contain any of the items, in any order.
 
     Args:
         arguments: nests (nested structures of tuples, lists and dicts) of arrays.

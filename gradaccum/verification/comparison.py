@@ -92,9 +92,11 @@ def cut(items: tuple[int, ...], size: int) -> Parts:
 
 
 class Coefficients(NamedTuple):
-    """The best coefficients, which are the factors with which the sum of the
-    micro-batches' gradients comes nearest to the large batch's gradient, and how well
-    they fit.
+    """The result of fitting a weighted sum of the micro-batches' gradients to the large
+    batch's gradient. `best` contains the fitted coefficients, and `used` contains the
+    coefficients that accumulation uses. `unexplained`, `uncertainty` and `error`
+    describe how well the weighted sum with the fitted coefficients agrees with the
+    large batch's gradient.
     """
 
     best: tuple[float, ...]
@@ -114,8 +116,9 @@ class Coefficients(NamedTuple):
     """
     uncertainty: float
     """The estimated error of the coefficients in `best`, relative to the largest
-    coefficient. It is estimated from the part of the large batch's gradient that the
-    sum with these coefficients does not explain.
+    coefficient. The estimate is proportional to the norm of the residual, which is the
+    large batch's gradient minus the sum of the micro-batches' gradients, each
+    multiplied by its best coefficient.
     """
     error: float
     """How far the sum with the coefficients in `best` is from the large batch's
@@ -224,8 +227,9 @@ class Comparison:
         return moved_names(self.errors)
 
     def is_right_with(self, weighting: Weighting) -> bool:
-        """True if accumulation would be correct with another weighting: every partition
-        would then give the large batch's gradient, up to rounding.
+        """True if accumulation would be correct with `weighting` instead of this
+        comparison's own weighting: the accumulated gradient of every partition would
+        equal the large batch's gradient, up to rounding.
         """
         return not any(
             self.differing(self.accumulate(parts, weighting), self.large)
@@ -273,10 +277,13 @@ class Comparison:
 
     @cached_property
     def floors(self) -> dict[str, float]:
-        """For each parameter, the smallest value that `units` may contain, because a
-        perturbation may leave a gradient unchanged. It is an estimate of the rounding
-        error that arises when the micro-batches' gradients are computed and added up.
-        It is above 0 even if all gradients are 0.
+        """For each parameter, the lower bound of its entry in `units`. The bound is
+        needed because a perturbation may leave a gradient unchanged, so that the
+        measured change is 0.
+
+        The bound is an estimate of the rounding error that arises when the
+        micro-batches' gradients are computed and added up. It is above 0 even if all
+        gradients are 0.
         """
         parts = self.partitions[0]
         sizes = dict.fromkeys(self.subject.places, 0.0)

@@ -33,15 +33,17 @@ from gradaccum.verification.subject import Subject
 
 USUAL_STEPS = 4
 SCALES = (2.0**16, 2.0**8)
-"""Powers of two, which scale every step of a linear backward pass exactly. The larger
-scale is the initial scale of `torch.amp.GradScaler`.
+"""The factors by which the loss is multiplied in order to test whether the gradient is
+proportional to the loss. The factors are powers of two, because multiplying by a power
+of two causes no rounding error. The first factor is the initial scale of
+`torch.amp.GradScaler`.
 """
 OTHER_SEED = 0x5EED1
 """A seed that users are unlikely to choose."""
 SAME = 1e-3
-"""The tolerance of `are_weights`: a best coefficient counts as positive if it is at
-least this number, and the sum of the best coefficients may differ from 1 by this number
-in addition to its measuring error.
+"""The tolerance of `are_weights`. A coefficient counts as positive if it is at least
+this number. The sum of the coefficients counts as 1 if it differs from 1 by less than
+this number plus the estimated error of the sum.
 """
 OF_A_PART = (
     "gradaccum: verify runs loss_fn on parts of the batch, which may contain any of its"
@@ -172,10 +174,13 @@ class Examination:
         return False
 
     def changed_names(self, **conditions: object) -> list[str]:
-        """Return the names of the parameters for which the large batch's gradient
-        changes, by more than rounding, if some conditions of the current comparison are
-        changed. `conditions` are fields of `Conditions`, such as ``seed=1``. If the
-        gradient under the new conditions is not finite, return no names.
+        """Compute the large batch's gradient again under changed `conditions`, and
+        return the names of the parameters whose gradient differs by more than rounding
+        from the gradient under the conditions of `self.comparison`. If the new gradient
+        is not finite, return no names.
+
+        `conditions` are fields of `Conditions`, such as ``seed=1``. All other
+        conditions stay the same.
         """
         comparison = self.comparison
         gradient = comparison.under(**conditions).large
@@ -207,10 +212,12 @@ class Examination:
             self.add("coupled", self.comparison.moved)
 
     def is_explained(self) -> bool:
-        """True if there is no need to look for further causes. This is the case if
-        every partition's gradient equals the large batch's gradient under the current
-        conditions, up to rounding. It is also the case if the only remaining cause is a
-        wrong reduction or wrong weights; this cause has then been added.
+        """True if `find_causes` need not look for further causes. This is the case if
+        every partition's gradient equals the large batch's gradient under the
+        conditions of `self.comparison`, up to rounding.
+
+        Otherwise, test whether only the reduction or the weights are still wrong. If
+        so, add this cause to `self.causes`. The result is then True too.
         """
         return not self.comparison.moved or self.has_other_weights()
 

@@ -33,17 +33,21 @@ class VerificationReport:
     units: Mapping[str, float]
     """For each parameter, the 2-norm of the rounding error in its gradient."""
     partitions: tuple[Parts, ...]
-    """The partitions and orders of the batch that were compared: for each micro-batch,
-    the indices of its items.
+    """The partitions (ways to split the batch into micro-batches) that were compared.
+    Each partition contains one tuple per micro-batch, with the indices of the
+    micro-batch's items in order.
     """
     notes: tuple[str, ...] = ()
     """Further remarks about the loss, which do not indicate a mistake."""
     coefficients: Coefficients | None = None
-    """The factors by which the micro-batches' gradients of the first of the
-    `partitions` should be multiplied, so that their sum comes nearest to the large
-    batch's gradient. If the model's state or mode is one of the `causes`, the factors
-    are measured with the state restored before each micro-batch, or in evaluation mode.
-    None if the micro-batches' gradients are too similar to distinguish.
+    """The factors by which the micro-batches' gradients should be multiplied, so that
+    their sum comes nearest to the large batch's gradient. The micro-batches are those
+    of the first entry in `partitions`. None if their gradients are too similar to
+    distinguish.
+
+    If a cause of the kind ``"hidden_state"`` was found, the gradients are computed with
+    the model's state restored before each micro-batch. If a cause of the kind
+    ``"batch_statistics"`` was found, they are computed in evaluation mode.
     """
 
     @property

@@ -186,9 +186,13 @@ class Subject(ABC):
         return ()
 
     def is_divided_by(self, steps: int, reduction: Reduction) -> bool:
-        """True if the last operation of the loss is a division by `steps` that is most
-        likely a mistake, because accumulation divides the gradient too. False if the
-        division is correct: it turns a sum into a mean, or the reduction is "sum".
+        """True if the loss ends with a division by `steps` that is most likely a
+        mistake, because accumulation divides the gradient too.
+
+        The result is False if the division computes the loss's own mean, because this
+        division is correct. With the reduction "sum", the result is False because
+        accumulation does not divide. The result is also False if the framework cannot
+        detect the division.
         """
         return False
 
@@ -236,8 +240,10 @@ def places_of(sizes: Mapping[str, int]) -> dict[str, slice]:
 
 
 OUTPUTS = ("input", "output", "out", "logits", "pred", "y_pred", "y_hat")
-"""A function counts as a criterion if the name of its first argument begins with one of
-these words.
+"""Common names for the output of a model. If the name of a loss function's first
+argument begins with one of these words, the function counts as a criterion: a function
+``loss_fn(outputs, *targets)`` that gets the model's output instead of the model. A
+function that refers to the model itself is never a criterion.
 """
 LossFunction: TypeAlias = Callable[..., Any]
 

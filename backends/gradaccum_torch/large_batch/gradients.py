@@ -80,10 +80,10 @@ class GradientsInGrad:
         self._known_ids = set(ignored_ids)
         self._refused_nodes: set[str] = set()
         self._needs_optimizer = self.window is None and processes() > 1
-        """Whether the call must not train a module that other workers train too. This
-        is the case if several processes are running and no wrapped optimizer was
-        passed, because the gradients of such a module would then be reduced in each
-        micro-batch. `reach` raises an error if it finds such a module.
+        """Whether `reach` raises an error if it finds a module that several workers
+        train. This is the case if several processes are running and no wrapped
+        optimizer was passed. Such a module needs a wrapped optimizer, because its
+        gradients would otherwise be reduced in each micro-batch.
         """
         if self.window is None:
             self._refused_nodes.add(REENTRANT_NODE)
@@ -116,8 +116,12 @@ class GradientsInGrad:
         self._known_ids.update(ids)
 
     def reach(self, tensors: Sequence[Tensor], leaf_nodes: set[Node]) -> list[Tensor]:
-        """Prepare to collect the gradients of all leaves in the graph of `tensors`.
-        Return the leaves whose nodes were not in `leaf_nodes` before.
+        """Prepare to collect the gradients of all leaf tensors in the autograd graph of
+        `tensors`. Return the leaves that earlier calls with the same `leaf_nodes` have
+        not returned.
+
+        - `leaf_nodes`: the graph nodes of the leaves that earlier calls have returned.
+          The nodes of the new leaves are added to this set.
         """
         if self._needs_optimizer:
             require_alone(self.before.buffers.modules.values())

@@ -89,8 +89,9 @@ class Division(NamedTuple):
     sum of terms.
     """
     of_sums: bool
-    """Whether each of these terms is itself a sum over items, such as a summed loss. If
-    so, the division may compute the mean of the loss over the items.
+    """Whether each term of the divided sum is itself a sum over items, such as a summed
+    loss. If so, the division may compute the mean of the loss over the items. A
+    dividend that is not a sum of terms counts as a single term.
     """
 
 

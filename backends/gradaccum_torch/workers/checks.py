@@ -77,11 +77,13 @@ gradient reduction of a module for the first time.
 
 
 def require_reduced(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Called before each step of `optimizer`. Raise if `optimizer` would update a
-    parameter with a gradient that is not reduced over the workers. A wrapper suppresses
-    the gradient reduction of its module, and reduces only the gradients of its own
-    optimizer. So the gradient of a parameter of this module stays unreduced if no
-    optimizer that was wrapped with ``module=`` contains the parameter.
+    """Raise if `optimizer` is about to update a parameter whose gradient is not reduced
+    over the workers. This function is called before each step of any optimizer.
+
+    A wrapper suppresses the gradient reduction of its module, and reduces only the
+    gradients of its own optimizer. The gradients of the module's other parameters are
+    reduced only if these parameters belong to another optimizer that was wrapped with
+    ``module=``.
     """
     if optimizer in CHECKED_OPTIMIZERS:
         return
@@ -108,11 +110,10 @@ names.untraced(require_reduced)
 
 
 def refuse_bare_steps(optimizer: torch.optim.Optimizer) -> None:
-    """From now on, raise an error before any optimizer that was not wrapped with
-    ``module=`` updates a parameter whose gradients are not reduced (see
-    `require_reduced`). This is needed because the wrapper of `optimizer` has suppressed
-    the gradient reduction of a module, and another optimizer may update parameters of
-    the same module.
+    """From now on, call `require_reduced` before each step of any optimizer, so that a
+    step with unreduced gradients raises an error. This is needed because the wrapper of
+    `optimizer` has suppressed the gradient reduction of its module. Another optimizer,
+    which was not wrapped with ``module=``, may update parameters of the same module.
     """
     REDUCING_OPTIMIZERS.add(optimizer)
     CHECKED_OPTIMIZERS.clear()
