@@ -99,12 +99,14 @@ class GradientTypes(NamedTuple):
     them.
     """
     update_dtypes: list[DType]
-    """The gradient dtypes, one per leaf, that decide the dtypes of the updates: the
-    inner optimizer is traced with gradients of these dtypes, and the updates get the
-    dtypes that it returns. If the micro-batch has a gradient for the leaf, the entry is
-    the same as in `dtypes`. Otherwise, as in a flush, the entry is the parameter's
-    dtype. If the caller passed no parameters either, the entry is the same as in
-    `dtypes`.
+    """The gradient dtypes, one per leaf, from which the dtypes of the updates are
+    determined: the inner optimizer is traced with gradients of these dtypes, and the
+    updates get the dtypes that it returns.
+
+    An entry differs from the entry in `dtypes` only if the caller passed the parameters
+    but no gradient for the leaf, as in a flush. The entry is then the dtype of the
+    parameter (or of its master weight). The entry in `dtypes` may be wider in this
+    case, because the gradient sum is passed to the inner optimizer without rounding.
     """
 
 

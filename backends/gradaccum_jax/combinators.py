@@ -30,7 +30,9 @@ from gradaccum_jax.update import no_update
 
 T = TypeVar("T")
 QUESTION = "gradaccum_question"
-"""The name of the extra argument of ``update`` that contains a `Question`."""
+"""The name of the extra argument of ``update`` that contains a `Question`, an object
+with a function that the wrapped optimizer calls instead of adding a micro-batch.
+"""
 Answer = Callable[[Any, AccumulationState, Params, Extra], tuple[Updates, Any]]
 """The type of a function ``answer(accumulation, state, params, extra)`` that returns
 the updates and the new state of a wrapped optimizer.
@@ -43,11 +45,14 @@ class Question:
     `answer` instead of adding a micro-batch. The argument also reaches a wrapped
     optimizer inside a combined transformation, such as an `optax.chain`.
 
-    The wrapped optimizer calls `ask` with its own `Accumulation` (the inner optimizer
-    and the options) and its own state, and `ask` calls `answer` with the same
-    arguments. `answer` returns updates and a new state, which the wrapped optimizer
-    then returns. This object keeps the `Accumulation` and the updates, because the
-    caller cannot read them from the results of a combined transformation.
+    The ``update`` of the wrapped optimizer calls
+    ``answer(accumulation, state, params, extra)``, and returns the updates and the new
+    state that `answer` returns. `accumulation` is the wrapped optimizer's own
+    `Accumulation` (its inner optimizer and its options), and `state` is its own state.
+
+    The call goes through the method `ask`, which also stores the `Accumulation` and the
+    updates in this object, because the caller cannot read them from the results of a
+    combined transformation.
     """
 
     accumulation: Any = None
@@ -55,6 +60,7 @@ class Question:
     before `ask` has been called.
     """
     updates: Updates = None
+    """The updates that `answer` returned; None before `ask` has been called."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer

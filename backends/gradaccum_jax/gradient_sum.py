@@ -288,9 +288,9 @@ def fits(accumulator: Tree, divisor: Scalar, dtypes: list[DType]) -> Scalar:
 
 
 def _is_narrower(dtype: DType, total_dtype: DType) -> bool:
-    """True if `dtype` has a smaller range than the quotient of a sum of dtype
-    `total_dtype` and a float32 divisor. The quotient is in the wider of these two
-    dtypes, so it is a float32 even if the sum is in half precision.
+    """True if a gradient sum of dtype `total_dtype`, divided by a float32, may be too
+    large for `dtype`. The quotient has the wider dtype of the sum and the divisor, so
+    the quotient of a half-precision sum is a float32.
     """
     if not jnp.issubdtype(total_dtype, jnp.inexact):
         return False

@@ -95,35 +95,37 @@ def on_masters(
 
 
 def distance(p: Array, master: Array) -> Array:
-    """Return the float32 update u that changes a half-precision parameter p to q, the
-    `master` rounded to half precision. The caller adds u to p as in
-    `optax.apply_updates`, that is, as ``(p + u).astype(p.dtype)``.
+    """Return the float32 update that changes the half-precision parameter `p` to the
+    rounded `master`. The caller adds the update u to p as `optax.apply_updates` does,
+    with ``(p + u).astype(p.dtype)``.
 
-    u is q - p. Both u and p + u are rounded to float32, so the result of the addition
-    could differ from q. Let t be the number of bits in the half-precision significand
-    (11 in float16, 8 in bfloat16). The result is q, bit for bit, in each of these
-    cases:
+    Let q be the `master`, rounded to the dtype of p. The update u is q - p. The result
+    of the caller's addition could differ from q, because u and p + u are both rounded
+    to float32. If q is not 0, the result is q, bit for bit, in these two cases:
 
-    - p/2 <= q <= 2p, because u is then exact (Sterbenz, "Floating-Point Computation",
-      1974).
-    - |p| <= (2^(23 - t) - 4) |q|, which is 4092 |q| in float16 and 32764 |q| in
-      bfloat16. The two roundings then change p + u by at most 2^-24 (|q - p| + |q|), up
-      to a factor of 1 + 2^-24. The result is still q, because numbers within 2^-(t+1)
-      |q| of q round to q.
-    - q is 0. In this case u is computed from the unrounded master.
-    - |q - p| <= 1 in float16, because q - p is then a multiple of 2^-24, and float32
-      represents such a small multiple exactly.
+    - |p| <= 4092 |q| in float16, or |p| <= 32764 |q| in bfloat16. The two roundings
+      then change p + u by less than 2^-12 |q| in float16, and by less than 2^-9 |q| in
+      bfloat16. All numbers that are so close to q are rounded to q. (The two roundings
+      change p + u by at most 2^-24 (|q - p| + |q|), up to a factor of 1 + 2^-24.)
+    - |q - p| <= 1 in float16. No rounding occurs, because q - p is a multiple of 2^-24,
+      and float32 represents such a small multiple exactly.
 
-    All this holds unless q - p overflows float32 or, in bfloat16, is so small (below
-    2^-126) that XLA flushes it to 0. If none of the cases applies, the parameter
-    shrinks by a larger factor in one update, but not to 0. It is then off by at most
-    2^-23 |p|, and is correct again after the next update. `gradaccum_jax.apply_updates`
-    does not have these limits.
+    If q is 0, the result is a zero. In this case, u is computed from the unrounded
+    master, so that the zero gets the master's sign. The sign is lost if |p| is so much
+    larger than the master that u is rounded to -p.
+
+    In all other cases, the parameter shrinks by a factor of more than 4092 in one
+    update, but not to 0. The result is then off by at most 2^-23 |p|, and is correct
+    again after the next update.
+
+    All this holds if p is finite, and q - p does not overflow float32 and, in bfloat16,
+    is not so small (below 2^-126) that XLA flushes it to 0.
+    `gradaccum_jax.apply_updates` does not have any of these limits.
     """
     parameter = jnp.asarray(p).astype(jnp.float32)
     target = round_master(master, jnp.result_type(p))
     # If the master rounds to 0, the unrounded master is used, so that p + u becomes a
-    # zero with the master's sign.
+    # zero with the master's sign, unless the master is tiny compared to p.
     u = jnp.where(target == 0, master, target) - parameter
     return jnp.where(u == 0, 0 * target, u)  # -0.0 - -0.0 is 0.0, and -0.0 + 0.0 too
 
@@ -148,12 +150,17 @@ def round_master(master: Array, dtype: DType) -> Array:
 
 
 def apply_updates(params: Params, updates: Updates, state: Tree) -> Params:
-    """Apply updates like `optax.apply_updates`, but set each half-precision parameter
-    to its rounded master, regardless of its previous value.
+    """Apply `updates` to `params` like `optax.apply_updates`, but set each
+    half-precision parameter that has a float32 master to the rounded master, regardless
+    of the parameter's previous value.
 
-    The result differs from `optax.apply_updates` only for a parameter that shrinks by
-    more than three orders of magnitude in one update, or that is inf or NaN. Unlike
-    there, a parameter whose update is None, such as a random key, stays as it is.
+    `optax.apply_updates` almost always sets such a parameter to the same value. It may
+    miss the rounded master if the parameter was inf or NaN, if the parameter shrinks by
+    more than three orders of magnitude in one update, or if a bfloat16 parameter
+    changes by an amount outside float32's normal range.
+
+    A parameter whose update is None, such as a random key, does not change.
+    `optax.apply_updates` does not accept such an update.
 
     Args:
         params: the parameters, which may be flax nnx variables.

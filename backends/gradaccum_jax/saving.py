@@ -146,8 +146,12 @@ def _copy(leaf: Array) -> Array:
 
 
 def by_path(tree: Tree) -> dict[str, Array]:
-    """Return a dict from paths to the leaves of `tree`. A path consists of names joined
-    by dots, so a dict that a library made from a tuple has the same paths as the tuple.
+    """Return a dict from paths to the leaves of `tree`. A path consists of keys,
+    indices and field names, joined by dots. For example, ``tree[0].mu`` has the path
+    "0.mu".
+
+    A leaf keeps its path if a checkpoint library converts tuples to dicts:
+    ``tree["0"]["mu"]`` has the path "0.mu" too.
     """
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
     name_of = partial(jax.tree_util.keystr, simple=True, separator=".")

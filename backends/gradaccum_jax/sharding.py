@@ -128,8 +128,8 @@ def explicitly_sharded(leaf: Array) -> bool:
 
 
 class AxisShards(NamedTuple):
-    """The number of equal shards into which one axis of an array is divided, as far as
-    it is known. A traced array on an ordinary mesh does not show this number, so an
+    """The number of equal shards into which one axis of an array is divided. The number
+    cannot be read from a traced array on an ordinary mesh (``AxisType.Auto``), so an
     upper bound is stored too.
     """
 

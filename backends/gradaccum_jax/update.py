@@ -146,10 +146,13 @@ def _wide_enough(total: Array, update: Array) -> Array:
 
 
 def _updates_that_move(updates: Updates, accumulator: Tree) -> Updates:
-    """Return `updates`, with replacements for the parameters that never change. The
-    update of an integer or bool parameter is replaced with the parameter's gradient
-    sum, which is exactly 0 and has the parameter's dtype. The update of a frozen
-    parameter is replaced with an empty array.
+    """Return `updates`, but replace the updates of parameters that never change.
+
+    The update of an integer or bool parameter is replaced with the parameter's entry in
+    `accumulator`, because this entry contains only zeros and has the parameter's dtype.
+    The update of a frozen parameter is replaced with an empty array, because
+    `accumulator`, which the updates overwrite, contains an empty array for this
+    parameter too.
     """
 
     def update_that_moves(total: Array, update: Array) -> Array:

@@ -141,16 +141,21 @@ def close(
     outcome of the call.
 
     The program has three conditionals: the first decides whether to apply the update,
-    the second divides the sum in place, and the third runs the inner optimizer. The
-    division has its own conditional because XLA:CPU runs the operations of a branch
-    breadth first. If the optimizer's branch divided the sum, all divided gradients
-    would be in memory at once, because AdamW reads each gradient twice (JAX 0.7.1:
-    temporary memory of 1.0 times the size of the parameters instead of 0.25 times).
+    the second divides the gradient sum in place, and the third runs the inner
+    optimizer.
 
-    If all arrays are small, compile time matters more than memory. In this case the
-    optimizer's branch divides the sum, which saves a conditional, and one kernel
-    computes all scalars that the first conditional needs. With large arrays, this
-    kernel would cost 30 us in each micro-batch (JAX 0.7.1).
+    The division has its own conditional, because it would need more memory in the
+    branch that runs the optimizer. XLA:CPU runs the operations of a branch breadth
+    first, so it would divide the sums of all parameters before it uses any quotient.
+    AdamW reads each quotient twice, so all quotients would be in memory at once. (JAX
+    0.7.1 would need temporary memory of 1.0 times the size of the parameters instead of
+    0.25 times.) The optimizer's branch divides the sum only if all arrays are small, or
+    if the quotient has a wider dtype than the sum and so cannot overwrite the sum.
+
+    If all arrays are small, compile time matters more than memory. In this case there
+    is no conditional for the division, and one kernel computes all scalars that the
+    first conditional needs. With large arrays, this kernel would cost 30 us in each
+    micro-batch (JAX 0.7.1).
     """
     require_known_axes(state.accumulator, update.axes, update.shard_axes)
     is_small = gradient_sum.is_small(state.accumulator)
@@ -238,10 +243,12 @@ def discard(state: AccumulationState) -> AccumulationState:
 def decide_on(
     fields: Fields, total: Tree, update: Update, divides: Options
 ) -> Decision:
-    """Return the `Decision` about the end of a window: whether the update is applied,
-    and by which number the gradient sum `total` is divided. `divides` contains the
-    options of `gradaccum.wrap`, or the options from `kit.with_denominator` if the
-    caller passed a denominator.
+    """Return the `Decision` about the end of a window: for example, whether the update
+    is applied, and by which number the gradient sum `total` is divided.
+
+    `divides` contains the options on which this decision depends. They are the options
+    of `gradaccum.wrap`. If the caller passed a denominator, `fields` and `divides` are
+    the results of `kit.with_denominator` instead.
     """
     dtype = jnp.result_type(fields[3])
     norm = jnp.full((), jnp.nan, dtype)

@@ -124,13 +124,18 @@ class WindowLoss(nn.Cell):  # type: ignore[misc]
         self.write((total, weight_with_loss, value))
 
     def after_window(self, state: State, ending: State, options: Options) -> Losses:
-        """Return the three numbers of `Losses` to store after a window was closed: two
-        zeros for the next window, and the loss of the closed window.
+        """Return the three numbers of `Losses` to store when a window is closed: two
+        zeros for the next window, and the loss of the closed window. This loss is the
+        sum of the losses in `self.loss`. Unless the reduction in `options` is
+        ``"sum"``, the sum is divided by ``ending.weight``.
 
-        - `state`: the state of the closed window before it was closed.
-        - `ending`: the same state, but if a denominator was passed to ``flush``, the
-          field `weight` contains the denominator. Unless the reduction in `options` is
-          ``"sum"``, the sum of the window's losses is divided by this weight.
+        - `state`: the state at the end of the window. The loss is NaN if the total
+          weight of the micro-batches with a loss differs from ``state.weight``.
+        - `ending`: the same as `state` or, if the user passed a denominator to
+          ``flush``, the state from `kit.with_denominator`, whose weight is the
+          denominator.
+        - `options`: the optimizer's options, or the options from
+          `kit.with_denominator`.
         """
         total, weight_with_loss, _ = self.read()
         if weight_with_loss != state.weight:
@@ -301,9 +306,9 @@ class OpenWindowWarning(Extension):
         loader.
         """
         self.is_silent = False
-        """Whether no warning is issued any more, because this object has already warned
-        the user, or because the user passed ``carry=True`` to ``optimizer.epoch``,
-        which means that windows are left open on purpose.
+        """True if this object must not warn the user: it has already warned once, or
+        the user passed ``carry=True`` to ``optimizer.epoch`` to leave windows open on
+        purpose.
         """
         call_when_saved(windows.micro_step, self.state_loaded)
         OPEN_WINDOW_WARNINGS.add(self)

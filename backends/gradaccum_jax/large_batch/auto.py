@@ -72,9 +72,10 @@ class SizeSearch:
         self.jitted = jitted
         self.programs: dict[Hashable, Callable[..., Any]] = {}
         self.identity = object()
-        """An object that stands for the searched function in the keys of an
-        `AutoMicroBatchSize`, which may contain the sizes of several functions. The keys
-        keep the object alive, so no function that is created later gets an equal key.
+        """Identifies the function `jitted` in the keys under which an
+        `AutoMicroBatchSize` remembers sizes, because one `AutoMicroBatchSize` may
+        remember the sizes of several functions. This is an object instead of an
+        ``id()``, because Python may reuse the ``id()`` of a deleted object.
         """
 
     def __call__(

@@ -337,19 +337,20 @@ def for_each_micro_batch(
 
 
 def concatenate_micro_batches(stacks: Stacks) -> Tree:
-    """Concatenate the trees in `stacks` into one tree. The leading axis of each array
-    in this tree has one entry per micro-batch.
+    """Concatenate the one or two trees in `stacks` along the leading axis. In the
+    returned tree, the leading axis of each array has one entry for each micro-batch of
+    the large batch.
     """
     return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *stacks)
 
 
 def concatenate_items(batch: LargeBatch, stacks: Stacks, name: str) -> Tree:
-    """Concatenate the rows of all micro-batches, in the order of the items in the large
-    batch.
+    """Concatenate the rows of all micro-batches in `stacks`, in the order of the items
+    in the large batch.
 
     Raises:
         ArgumentValueError: an array does not have the same number of rows for each
-            item. The error calls the arrays `name`.
+            item. `name` describes the arrays in the error message.
     """
     parts = batch.parts()
 

@@ -127,8 +127,10 @@ def merge_auxes(
 def value_and_gradients(
     function: Callable[[Any], Any], by: Tree, has_aux: bool, scale: Scalar = None
 ) -> tuple[Scalar, Tree, Leaves]:
-    """Return three values: the loss and the aux of ``function(by)``, and the gradients
-    of ``loss * scale`` with respect to the floating-point leaves of `by`.
+    """Call ``function(by)``, which returns a loss, or ``(loss, aux)`` with `has_aux`.
+    Return the loss, the aux (None without `has_aux`), and the gradients of
+    ``loss * scale`` with respect to the floating-point leaves of the tree `by`. If
+    `scale` is None, the loss is not scaled.
     """
     moving, put = moving_of(by)
 
@@ -170,12 +172,13 @@ def gradients_of(
     params: Params,
     axis_names: tuple[str, ...] = (),
 ) -> Tree:
-    """Return the gradients of the large batch in the dtypes of the parameters. Each
-    gradient is a sum, added up over the devices and divided by `divisor`.
+    """Return the gradients of the large batch in the dtypes of the parameters. To get
+    each gradient, add up one of the `sums` over the devices along the mesh axes
+    `axis_names`, and divide the total by `divisor`.
 
-    The sums are added up over the mesh axes `axis_names`. If a sum differs between
-    devices along another mesh axis, but its parameter does not, the sum is added up
-    over this axis too, because the parameter's gradient must not differ either.
+    If a parameter is the same on all devices along another mesh axis, its gradient must
+    be the same too. So if the types show that the sum may differ along this axis, the
+    sum is added up over this axis too.
     """
     moving, put = moving_of(params)
     gradients = []

@@ -137,9 +137,9 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
 
 
 def _trace(check: Step, leaves: list[Array]) -> None:
-    """Trace `check`, and raise its error if this is a `GradAccumError`. Such an error
-    means, for example, that according to JAX's types the parameters or the state that
-    the step returns may differ between devices. All other errors are ignored.
+    """Trace `check`. If `check` raises a `GradAccumError`, raise this error. For
+    example, `check` raises a `GradAccumError` if JAX's types show that the step's new
+    parameters may differ between devices. Ignore all other errors.
     """
     try:
         jax.eval_shape(check, *leaves)
@@ -154,10 +154,13 @@ def _trace(check: Step, leaves: list[Array]) -> None:
 
 
 def start_on(init: Step, mesh: Mesh | None, axes: tuple[str, ...]) -> Step:
-    """Return a version of `init` that can also be called outside `jax.shard_map`.
-    There, `data_parallel` runs `init` on each device of `mesh`. If `mesh` is None, the
-    mesh of the surrounding context is used. If the mesh does not have all of `axes`,
-    `init` is called directly.
+    """Return a version of `init` that can be called both inside and outside
+    `jax.shard_map`.
+
+    Inside a `jax.shard_map` over `axes`, the returned function only calls `init`.
+    Outside, it runs `init` on each device of `mesh` with `data_parallel`. If `mesh` is
+    None, it uses the mesh of the surrounding context. If this mesh does not have all of
+    `axes`, it only calls `init`, which raises an error.
     """
 
     def start(params: Tree) -> Tree:
@@ -247,9 +250,11 @@ def results_of(results: Any, args: tuple[Tree, ...], axes: tuple[str, ...]) -> R
 
 
 def split_results(results: Any, args: tuple[Tree, ...]) -> tuple[Tree, Tree]:
-    """Split the results of a step into ``(params, state)`` and the rest. A function
-    that takes only one argument, such as ``tx.init``, returns only a state, so the rest
-    is empty.
+    """Split the results of a step into ``(params, state)`` and the rest. `args` are the
+    arguments of the step.
+
+    If there is only one argument, the step is a function such as ``tx.init``, which
+    returns only a state. In this case, return this state and an empty rest.
     """
     if len(args) == 1:
         return results, ()

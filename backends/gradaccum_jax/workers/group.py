@@ -108,12 +108,14 @@ def require_axes(axes: tuple[str, ...]) -> None:
 
 
 def same(name: str, tree: T, axes: tuple[str, ...]) -> T:
-    """Return `tree` after a check: raise if the type of an array in `tree` says that
-    the array may differ between devices. `name` describes `tree` in the error message.
+    """Return `tree`. Raise if JAX's types show that an array in `tree` may differ
+    between devices along the mesh axes `axes`. `name` describes `tree` in the error
+    message.
 
-    While `data_parallel` traces the step with per-device copies of the parameters,
-    there is no check, because the type of every value that depends on these copies says
-    that the value may differ. Instead, each array is marked as the same on all devices.
+    While `data_parallel` traces the step with per-device copies of the parameters (see
+    `ParamsType.COPY`), mark each array as the same on all devices instead of checking
+    it. In this trace, the check would reject even correct values, because every value
+    that is computed from the copies has the type of a value that may differ.
     """
     if _params_type.get() is ParamsType.COPY:
         return replicated(tree, axes)

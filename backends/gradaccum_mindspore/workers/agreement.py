@@ -154,7 +154,8 @@ def mark(optimizer: nn.Cell, parameters: Sequence[Parameter]) -> None:
     """Prevent MindSpore's own reducer from reducing the gradients of the parameters
     that all workers share, for as long as `optimizer` is alive. This is done by marking
     the parameters as ``layerwise_parallel``, because the reducer skips parameters with
-    this mark.
+    this mark. The attribute ``shares_windows`` of each marked parameter stores a number
+    that identifies this call.
     """
     owner = next(MARKS)
     shared_parameters = [each for each in parameters if not is_sharded(each)]
@@ -165,8 +166,9 @@ def mark(optimizer: nn.Cell, parameters: Sequence[Parameter]) -> None:
 
 
 def unmark(parameters: Sequence[Parameter], owner: int | None = None) -> None:
-    """Remove the mark that `mark` has set on `parameters`. Every call of `mark` has its
-    own number. If `owner` is such a number, remove only the marks from this call.
+    """Remove the marks that `mark` has set on `parameters`. If `owner` is the number of
+    a call of `mark`, remove only the marks from this call, because a later call may
+    have marked some of the parameters again for another optimizer.
     """
     for parameter in parameters:
         marked_by = getattr(parameter, "shares_windows", 0)

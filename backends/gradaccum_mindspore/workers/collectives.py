@@ -69,9 +69,11 @@ class Bucket(nn.Cell):  # type: ignore[misc]
 
     def construct(self, after: Tensor) -> Tensor:
         """Replace each gradient sum of this bucket with its total over all workers, and
-        return the totals as one vector. Send the sums only after `after` has been
-        computed. `after` is the result of the previous message, and messages must be
-        sent one after the other.
+        return the totals as one vector.
+
+        Messages must be sent one after the other. So the caller passes the totals that
+        it received with the previous message as `after`, and this bucket's message is
+        sent only when `after` has been computed.
         """
         vector = ops.depend(ops.concat(map_over(_flat, self.sums)), after)
         total = compiled_sum_over_workers(vector, self.workers)

@@ -48,32 +48,36 @@ from gradaccum_mindspore.workers.collectives import (
 OPTIMIZERS = cycle(range(1, 33))
 """Numbers from 1 to 32, which identify the optimizers whose windows are shared. All
 workers wrap these optimizers in the same order, so an optimizer has the same number on
-every worker. At the end of a window, the workers check that they all have the same
-number (see `OPTIMIZER_SQUARED`).
+every worker. At the end of a window, the workers check that they are all ending a
+window of the optimizer with the same number (see `OPTIMIZER_SQUARED`).
 
-For this check, the workers add up the squares of their numbers in float32. No number is
-above 32, because the sum is then exact, even over thousands of workers.
+After 32 the numbers start again at 1, because they must be small: the check adds up the
+squares of the workers' numbers in float32. For numbers up to 32, this sum is exact even
+with thousands of workers.
 """
 
 
 # Before the workers all-reduce the gradient sums, they all-reduce a vector of numbers.
 # The following constants are indices into this vector. The learning rates come last.
+# Before the all-reduce, an entry contains this worker's value. After the all-reduce,
+# the entry contains the total over all workers.
 WEIGHT = 0
 OVERFLOWS = 1
 MICRO_BATCHES = 2
 FLUSHES = 3
 COMPILED_ENDS = 4
-"""The index of the number of workers that end the window in compiled code instead of
-from Python.
+"""The entry at this index is 1 if this worker ends the window in compiled code, and 0
+if this worker ends the window from Python. The total is the number of workers that end
+the window in compiled code.
 """
 OPTIMIZER = 5
 OPTIMIZER_SQUARED = 6
-"""The index of the square of this worker's optimizer number (see `OPTIMIZERS`). The
-optimizer number itself is at the index `OPTIMIZER`. The all-reduce adds up the numbers,
-and also adds up their squares.
+"""The entry at the index `OPTIMIZER` is the number of this worker's optimizer (see
+`OPTIMIZERS`), and the entry at this index is the square of this number.
 
-The two sums show whether all workers have the same number. This is the case if and only
-if the square of the first sum equals the number of workers times the second sum.
+The totals of these two entries show whether all workers have the same number. They have
+the same number if and only if ``total_of_numbers ** 2`` equals
+``workers * total_of_squares`` (by the Cauchy-Schwarz inequality).
 """
 LOSS = 7
 RATES = 8
@@ -91,9 +95,10 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
             buckets(storage.shared_sums, self.workers), auto_prefix=False
         )
         self.loss_holders = self.workers if storage.sharded_places else 1
-        """The number of workers that compute the same loss. If some parameters are
-        sharded, every worker computes the loss of all items. Otherwise, each worker
-        computes the loss of its own items.
+        """The number of workers that compute the loss of the same items. If some
+        parameters are sharded, this is the number of all workers, because every worker
+        computes the loss of all items. Otherwise, it is 1, because each worker computes
+        the loss of its own items.
         """
         # Plain assignments would register these objects as parts of the Cell. `always`
         # is a Parameter, because the compiler would not create a branch for a constant
@@ -133,8 +138,9 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         counts, the loss and the learning rates, as one vector. The constants `WEIGHT`
         to `RATES` are the indices of these totals.
 
-        A size below 1 is an error, but compiled code cannot raise. The weight is
-        infinite in this case, so that all workers skip the window.
+        If the function that the user passed as ``steps`` has returned a window size
+        below 1, the weight is infinite, so that all workers skip the window. Such a
+        size is an error, but compiled code cannot raise errors.
         """
         storage = self.storage
         is_sound = self.true
