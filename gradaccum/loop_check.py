@@ -44,6 +44,10 @@ MOST_ROUNDING = 0.02
 `loop_report` ignores a larger result of `rounding_of`, because something other than
 rounding must have changed the gradient.
 """
+SCALES = (2.0**10, 2.0**12)
+"""The factors with which `rounding_of` scales a loss so that the small elements of a
+float16 gradient do not become 0.
+"""
 MOST_NOISE = 0.1
 """If the coefficients may be off by more than this fraction of the largest coefficient,
 the check cannot tell whether the loop is right.
@@ -162,7 +166,12 @@ class LoopReader:
             self._find_problems()
 
     def _noise_of(self, update: WeightedSum) -> float:
-        """Return the error of the update's coefficients, relative to the largest."""
+        """Return the error of the update's coefficients, relative to the largest. It is
+        0 if the update is not a weighted sum of the micro-batches' gradients, because
+        the coefficients are then not used.
+        """
+        if update.unexplained > self.limit:
+            return 0.0
         return max(update.uncertainty, self.rounding * update.condition)
 
     def _members_of(self, update: WeightedSum) -> set[int]:
@@ -704,6 +713,11 @@ def rounding_of(
     is a power of two. So something other than rounding is the reason if the factor 4
     causes more than a tenth of the change that the factor 3 causes.
 
+    There is one exception: the smallest elements of a float16 gradient become 0 if the
+    loss is not scaled (Micikevicius et al., "Mixed Precision Training", 2018). So if
+    the factors in `SCALES`, which prevent this, give the same gradient, the difference
+    between this gradient and the original gradient counts as rounding.
+
     Args:
         gradients: the gradient of each micro-batch.
         gradient_of: ``gradient_of(number, factor)`` computes the gradient of one
@@ -713,13 +727,16 @@ def rounding_of(
     largest_change = 0.0
     is_linear = True
     for number, gradient in enumerate(gradients):
-        change_by_four = norm_of(gradient_of(number, 4.0) * (1 / 4) - gradient)
-        change_by_three = norm_of(gradient_of(number, 3.0) * (1 / 3) - gradient)
-        if change_by_four > 0.1 * change_by_three:
-            is_linear = False
+        by_three, by_four, scaled, scaled_more = [
+            gradient_of(number, factor) * (1 / factor) for factor in (3.0, 4.0, *SCALES)
+        ]
+        change = norm_of(by_three - gradient)
+        if norm_of(by_four - gradient) > 0.1 * change:
+            is_linear = is_linear and norm_of(scaled_more - scaled) <= 0.1 * change
+            change = max(change, norm_of(scaled - gradient))
         norm = norm_of(gradient)
         if norm:
-            largest_change = max(largest_change, change_by_three / norm)
+            largest_change = max(largest_change, change / norm)
     return largest_change if is_linear else 0.0
 
 

@@ -9,6 +9,8 @@ change.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import reduce
+from operator import add
 from typing import NamedTuple, SupportsInt, cast
 
 from gradaccum.errors import CheckpointError
@@ -163,8 +165,10 @@ def redistributed(states: Sequence[State], workers: int) -> list[State]:
     nothing = states[0]._replace(
         micro_step=max(state.micro_step for state in states), weight=0.0, overflow=False
     )
+    # Do not use `sum`: since Python 3.12 it rounds differently from NumPy, with which
+    # MindSpore adds up the weights of the micro-batches that have a loss.
     everything = nothing._replace(
-        weight=sum(state.weight for state in states),
+        weight=reduce(add, [state.weight for state in states]),
         overflow=any(state.overflow for state in states),
     )
     return [everything, *[nothing] * (workers - 1)]

@@ -257,7 +257,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         # The next micro-batch may close a window too. The scheduler would then step
         # only once for two updates.
         schedulers = [each for each in window.schedulers if each.is_called_each_time()]
-        window.call_listeners_after(partial(window.flush, denominator))
+        window.call_listeners_after(partial(window.flush, schedulers, denominator))
         for scheduler in schedulers:
             scheduler.follow()
 

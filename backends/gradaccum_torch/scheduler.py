@@ -34,6 +34,7 @@ _GATE_NAMES = frozenset(
         "_has_loaded",
         "_called_at",
         "_calls_are_consecutive",
+        "_last_arguments",
     }
 )
 _ANY = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
@@ -89,6 +90,10 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
     """
     _calls_are_consecutive: bool
     """Whether there was only one micro-batch between the last two calls."""
+    _last_arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    """The arguments of the last call of ``step``, such as the epoch for
+    ``CosineAnnealingWarmRestarts``.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         optimizer = getattr(scheduler, "optimizer", None)
@@ -105,6 +110,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         self._has_loaded = False
         self._called_at = self._position()
         self._calls_are_consecutive = True
+        self._last_arguments = ((), {})
         optimizer._window.schedulers.add(self)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -127,6 +133,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
             window.warn(_REPLAYED)
         self._updates = updates
         self._has_loaded = False
+        self._last_arguments = (args, kwargs)
 
     def is_called_each_time(self) -> bool:
         """True if the scheduler was called after the last micro-batch and after the
@@ -138,8 +145,8 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         return self._calls_are_consecutive and self._called_at == self._position()
 
     def follow(self) -> None:
-        """Step the scheduler, unless its ``step`` method needs an argument, such as a
-        loss.
+        """Step the scheduler with the arguments of its last call. Do nothing if its
+        ``step`` method needs an argument, such as a loss.
         """
         if hasattr(self._scheduler, "step_update"):
             self._step_update()
@@ -148,7 +155,8 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         if all(
             each.default is not each.empty or each.kind in _ANY for each in parameters
         ):
-            self.step()
+            args, kwargs = self._last_arguments
+            self.step(*args, **kwargs)
 
     def optimizer_loaded(self) -> None:
         """Called after the optimizer has loaded a state. From now on, step only for

@@ -11,7 +11,7 @@ window accepts no micro-batch and cannot be closed or saved. ``discard`` and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
@@ -677,9 +677,11 @@ class Window:
         with self.listeners.settled():
             close()
 
-    def flush(self, denominator: float | None = None) -> None:
+    def flush(
+        self, schedulers: Sequence[Scheduler], denominator: float | None = None
+    ) -> None:
         """Close the open window. Then take part in the other workers' windows until all
-        workers have called ``flush``.
+        workers have called ``flush``. Step the `schedulers` between these windows.
         """
         if denominator is not None:
             is_shared = self.workers.is_shared
@@ -695,7 +697,7 @@ class Window:
         self.last_event = (False, False, False, self.last_event[3])
         self.workers.flush(
             partial(self.close, denominator),
-            self._between_windows,
+            partial(self._between_windows, schedulers),
             is_open=micro_step > 0,
         )
 
@@ -713,13 +715,13 @@ class Window:
         if not self.watch.is_intact():
             raise checks.changed_gradients_error()
 
-    def _between_windows(self) -> None:
+    def _between_windows(self, schedulers: Sequence[Scheduler]) -> None:
         """Called between two windows that a single ``flush`` closes. Call the listeners
         and step the schedulers here, because this worker's training loop is waiting in
         ``flush`` and cannot do so itself.
         """
         self.listeners.tell()
-        for scheduler in list(self.schedulers):
+        for scheduler in schedulers:
             scheduler.follow()
 
     def discard(self) -> None:

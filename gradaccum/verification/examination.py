@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from functools import partial
 from itertools import chain
 
-from gradaccum.errors import require_int
+from gradaccum.errors import ArgumentValueError, require_int
 from gradaccum.options import require_reduction
 from gradaccum.refusals import DIVIDED_LOSS
 from gradaccum.verification.batch import Items
@@ -75,6 +75,8 @@ def examine(
         at_least=number,
         fix="Pass a larger batch or a smaller steps=.",
     )
+    if not subject.places:
+        raise no_gradient_error()
     weighting = Weighting(require_reduction(reduction), subject.batch.weight)
     comparison = Comparison(subject, partitions(items, number), weighting)
     try:
@@ -83,6 +85,8 @@ def examine(
             if steps is not None and subject.is_divided_by(number, weighting.reduction):
                 examination.notes.append(DIVIDED_LOSS.format(steps=number))
             return examination.report()
+    except ArgumentValueError:
+        raise
     except Exception as error:
         error.add_note(OF_A_PART)
         raise
@@ -121,8 +125,9 @@ class Examination:
                 self.notes.append(f"{joined_names(names)}: {remark}")
 
     def report(self) -> VerificationReport:
+        is_unsteady = self.is_unsteady()
         comparison = self.comparison
-        if not self.is_unsteady() and comparison.moved:
+        if not is_unsteady and comparison.moved:
             self.find_causes()
         return VerificationReport(
             not self.causes and not comparison.moved,
@@ -149,19 +154,39 @@ class Examination:
         not finite, or it differs between two runs, or it is not proportional to the
         loss's scale. A scale with which the gradient overflows is ignored. If the
         result is True, the cause has been added to `self.causes`.
+
+        Raises:
+            ArgumentValueError: the gradient is 0 for every parameter.
         """
         if self.is_infinite([self.comparison.items]):
             return True
-        # Run the large batch and then other micro-batches. If the loss remembers its
-        # previous batch, the next run of the large batch gives another gradient.
-        _ = self.comparison.large
+        if not any(self.comparison.norms(self.comparison.large).values()):
+            raise no_gradient_error()
+        # Run other micro-batches before the large batch runs again. If the loss
+        # remembers its previous batch, the large batch then gives another gradient.
         self.comparison.gradients(self.comparison.partitions[0])
-        for scale in (1.0, *SCALES):
-            names = self.changed_names(scale=scale)
-            if names:
-                finding = "changing" if scale == 1 else "custom_backward"
-                return self.add(finding, names)
+        names = self.changed_names(scale=1.0)
+        if names:
+            return self.add("changing", names)
+        names = [*chain(*(self.changed_names(scale=scale) for scale in SCALES))]
+        if names and not self.underflows():
+            return self.add("custom_backward", dict.fromkeys(names))
         return False
+
+    def underflows(self) -> bool:
+        """Test whether small elements of a float16 gradient become 0 unless the loss is
+        scaled. If so, scale the loss in the later experiments, and add a note.
+        """
+        scaled = self.comparison.under(scale=SCALES[1])
+        gradient = scaled.under(scale=16 * SCALES[1]).large
+        if not is_finite(gradient) or scaled.differing(gradient, scaled.large):
+            return False
+        self.comparison = scaled
+        self.notes.append(
+            f"compared with the loss multiplied by {SCALES[1]:g}, because small float16"
+            " gradients become 0 without loss scaling."
+        )
+        return True
 
     def is_infinite(self, parts: Iterable[Items]) -> bool:
         for part in parts:
@@ -318,6 +343,14 @@ class Examination:
         self.comparison = evaluation
         names = joined_names(layers) or "the model"
         return self.add("batch_statistics", layers=names, verdict=verdict)
+
+
+def no_gradient_error() -> ArgumentValueError:
+    return ArgumentValueError(
+        "loss_fn: expected a loss that depends on a trainable parameter of the model;"
+        " got a loss whose gradient is 0 for every parameter. Check that the loss is"
+        " not detached, and that loss_fn calls the model that you passed."
+    )
 
 
 def are_weights(coefficients: Coefficients) -> bool:

@@ -113,6 +113,8 @@ class Subject(ABC):
         self.random_state = HostRandom()
         self._loss_fn, arguments = as_loss(loss_fn, batch, self.is_model)
         self._has_aux = has_aux
+        if isinstance(batch, dict) and callable(weight):
+            weight = with_keywords(weight, batch)
         self.batch = Batch(arguments, axes, self.is_array, self.take, weight)
 
     def loss(self, model: Any, arguments: tuple[Any, ...]) -> Any:
@@ -285,6 +287,21 @@ def as_loss(
     if is_criterion or not _takes(signature, count + 1):
         return lambda model, x, *targets: loss_fn(model(x), *targets), arguments
     return loss_fn, arguments
+
+
+def with_keywords(
+    weight: Callable[..., Any], batch: Mapping[str, Any]
+) -> Callable[[Mapping[str, Any]], Any]:
+    """Return `weight` as a function of a dictionary. If `weight` accepts the keys of
+    `batch` as keywords, it is called with keywords, like a loss function.
+    """
+    try:
+        signature = inspect.signature(weight)
+    except ValueError:  # A compiled function has no signature.
+        return weight
+    if not _takes(signature, 0, batch):
+        return weight
+    return lambda keywords: weight(**keywords)
 
 
 def as_arguments(batch: Any) -> tuple[Any, ...]:

@@ -146,15 +146,19 @@ def run_twice(
     with torch.no_grad():
         for micro_batch in micro_batches:
             random_states.append(before.random_state())
-            nests.append(mapped(copy_without_graph, outputs_fn(*micro_batch.arguments)))
+            outputs = mapped(copy_without_graph, outputs_fn(*micro_batch.arguments))
+            for tensor in tensors_of(outputs):
+                if not tensor.ndim:
+                    require_rows("outputs_fn", (), micro_batch.items)
+            nests.append(outputs)
     # Before torch 2.8, the cache of an enclosing autocast may contain weights that were
     # cast without a graph.
     torch.clear_autocast_cache()
-    outputs = Outputs(nests)
-    loss = require_scalar(loss_fn(outputs.nest))
+    all_outputs = Outputs(nests)
+    loss = require_scalar(loss_fn(all_outputs.nest))
     random_state_after = before.random_state()
     buffers_after = Buffers(before.buffers.modules.values())
-    destination.ignore(map(id, outputs.tensors))
+    destination.ignore(map(id, all_outputs.tensors))
     # The divisor is the number of items if the losses of several workers are averaged,
     # and 1 otherwise.
     destination.add_loss(loss, destination.divisor, destination.divisor)
@@ -164,13 +168,13 @@ def run_twice(
     for index, micro_batch in enumerate(micro_batches):
         random_states[index].put_back()
         with torch.enable_grad():
-            tensors, gradients = outputs.gradients_of(
+            tensors, gradients = all_outputs.gradients_of(
                 index, outputs_fn(*micro_batch.arguments)
             )
         if tensors:
             destination.add_outputs(tensors, gradients)
         del tensors  # This also frees their graph.
-    outputs.require_same()
+    all_outputs.require_same()
     random_state_after.put_back()
     buffers_after.put_back()
     return value
