@@ -232,11 +232,11 @@ class LoopReader:
             self._say(
                 "unexplained",
                 number,
-                f"{update.unexplained:.1%} of update {number} is not a sum of the"
+                f"{100 * update.unexplained:.2g}% of update {number} is not a sum of the"
                 " micro-batches' gradients. Either items of a batch are mixed (batch"
                 " norm, a contrastive loss), or the loss is random or has a state, or"
-                " loss_fn lacks a term of the loop's loss, or the loop clips each"
-                " element of the gradient.",
+                " loss_fn lacks a term of the loop's loss, or the loop clips or clears"
+                " parts of the gradient, or adds up the gradients in half precision.",
             )
 
     def _say(self, kind: str, update: int, explanation: str) -> None:
@@ -800,9 +800,9 @@ def are_equal(numbers: Sequence[float], rooms: Iterable[float]) -> bool:
 
 def are_clipped(sizes: Sequence[float], norms: Sequence[float], room: float) -> bool:
     """True if the loop seems to have clipped each micro-batch's gradient separately,
-    because the clipped gradients have the same norm. The micro-batches with the largest
-    entry in `sizes` are left out, because their gradients may have been too small to be
-    clipped.
+    because the clipped gradients have the same norm. If there are more than two
+    micro-batches, those with the largest entry in `sizes` are left out, because their
+    gradients may have been too small to be clipped.
 
     - `sizes`: for each micro-batch, the factor by which the loop multiplied its
       gradient. The caller passes the micro-batches' coefficients, or the coefficients
@@ -814,7 +814,7 @@ def are_clipped(sizes: Sequence[float], norms: Sequence[float], room: float) -> 
     clipped_norms = [
         size * norm
         for size, norm in zip(sizes, norms, strict=False)
-        if size < (1 - room) * largest
+        if size < (1 - room) * largest or len(sizes) == 2
     ]
     rooms = [room] * len(clipped_norms)
     return len(clipped_norms) > 1 and are_equal(clipped_norms, rooms)

@@ -80,11 +80,12 @@ def test_kind(rows, options, found):
     assert ("is right" in str(report)) == (not found)
 
 
-def test_each_micro_batch_clipped_alone() -> None:
+@pytest.mark.parametrize("norms", [(4.0, 2.0, 0.5, 1.0), (4.0, 2.0)])
+def test_each_micro_batch_clipped_alone(norms) -> None:
     """Those above the limit have one norm; the third is below it."""
-    norms = (4.0, 2.0, 0.5, 1.0)
     rows = [tuple(min(1, 0.8 / norm) / 4 for norm in norms)]
-    assert kinds(read(*rows, norms=norms)) == ["clipped_each"]
+    report = read(*rows, norms=norms, weights=WEIGHTS[: len(norms)])
+    assert kinds(report) == ["clipped_each"]
 
 
 def test_micro_batch_of_weight_zero_is_not_missed() -> None:
@@ -153,10 +154,14 @@ def test_update_after_the_last_window_is_off_by_a_boundary() -> None:
 
 
 def test_what_no_coefficients_explain() -> None:
-    update = WeightedSum(RIGHT, 0.5, 0.2, 1.0)
-    report = LoopReport([update], WEIGHTS)
+    """The other update is not measured by the error of this one."""
+    update = WeightedSum(RIGHT, 2.0, 0.2, 1.0)
+    report = LoopReport(
+        [update, update._replace(unexplained=0.0, uncertainty=0.0)], WEIGHTS
+    )
     assert kinds(report) == ["unexplained"]
-    assert "20.0% of update 1" in str(report)
+    assert not report.notes
+    assert "20% of update 1" in str(report)
 
 
 @pytest.mark.parametrize("uncertainty", [math.inf, 0.3])
@@ -262,9 +267,17 @@ def test_rounding_is_measured_unless_the_loss_is_random() -> None:
     measured = rounding_of(gradients, gradient_of)
     assert measured == pytest.approx(0.01)
     assert not rounding_of(
-        gradients, lambda number, factor: gradient_of(number, factor + 1)
+        gradients, lambda number, factor: gradient_of(number, factor + factor**2)
     )
-    assert runs == [0, 0, 1, 1, 2, 2] * 2
+    assert runs == [0] * 4 + [1] * 4 + [2] * 4 + [0] * 4 + [1] * 4 + [2] * 4
+    # Small elements become 0 if the loss is not scaled.
+    underflow = rounding_of(
+        gradients,
+        lambda number, factor: (
+            factor * gradients[number] + factor * (factor > 3) * 0.02
+        ),
+    )
+    assert underflow == pytest.approx(0.02)
     updates = [0.5 * sum(gradients) + 0.01 * np.array([1, -2, 1])]
     for rounding, is_explained in ((0.0, False), (measured, True), (0.1, False)):
         report = loop_check.loop_report(

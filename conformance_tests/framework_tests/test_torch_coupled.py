@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import gradaccum
+from gradaccum import ArgumentValueError
 from gradaccum_torch.large_batch import coupled_backward
 
 from .torch_large_batch import ITEMS, X, assert_close, gradients, truth
@@ -169,3 +170,10 @@ def test_rows_other_than_items() -> None:
     coupled_backward(outputs_fn, loss_fn, X, lengths, steps=4)
     assert_close(model, expected, bound=1e-12)
     assert frozen.weight.grad is None
+
+
+def test_output_without_rows_is_refused() -> None:
+    """As CLIP's `logit_scale`."""
+    scale = torch.ones((), requires_grad=True)
+    with pytest.raises(ArgumentValueError, match=r"got shape \(\) for a micro-batch"):
+        coupled_backward(lambda x: (x, scale), lambda _: scale, X, steps=4)

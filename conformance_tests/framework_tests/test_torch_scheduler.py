@@ -106,6 +106,16 @@ def test_flush_steps_only_a_scheduler_of_updates(places: str, count: int) -> Non
     assert rate(opt) == 0.5**count
 
 
+def test_flush_repeats_the_argument_of_the_scheduler() -> None:
+    """As torch documents for `CosineAnnealingWarmRestarts`."""
+    opt = make()
+    gated = gradaccum.wrap(lr_scheduler.CosineAnnealingWarmRestarts(opt, T_0=2))
+    for index in opt.epoch(range(3)):
+        feed(opt)
+        gated.step(index / 3)
+    assert rate(opt) == 0.75
+
+
 class Positioned:
     """A scheduler like timm's: the caller passes the number of updates or of epochs."""
 

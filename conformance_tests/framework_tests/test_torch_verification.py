@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import gradaccum
-from gradaccum import UsageError, VerificationReport, verify
+from gradaccum import ArgumentValueError, UsageError, VerificationReport, verify
 
 from .torch_invented_losses import ARRAYS, LOSSES
 from .torch_sound_models import LABELS, SOUND_MODELS, Case, X, net
@@ -80,6 +80,39 @@ def test_advised_weight_is_right() -> None:
     assert verify(net(), cross_entropy, (X, y), weight=weight).equivalent
     half = verify(net().bfloat16(), cross_entropy, (X.bfloat16(), y))
     assert half.causes[0].where == wrong.causes[0].where == "(batch[1] != -100).sum()"
+
+
+def test_float16_gradients_that_underflow() -> None:
+    """Autocast without a loss scale. The loss is divided, as a large model's is."""
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.float16):
+            return cross_entropy(model(x), y) / 1000
+
+    report = verify(net(), loss, (X, LABELS))
+    assert report.equivalent, str(report)
+    assert "multiplied by 256" in report.notes[0]
+    assert kinds_of(verify(net(), loss, (X, ARRAYS["missing"]))) == ["weights"]
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_loss_without_a_gradient_is_refused(trains: bool) -> None:
+    model = net().requires_grad_(trains)
+    with pytest.raises(ArgumentValueError, match="got a loss whose gradient is 0"):
+        verify(model, lambda model, x: model(x).sum() * 0, X)
+
+
+def test_weight_of_a_dictionary_gets_keywords() -> None:
+    batch = {"x": X, "y": ARRAYS["missing"]}
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(model(x), y)
+
+    for weight in (
+        lambda x, y: (y != -100).sum(),
+        lambda batch: (batch["y"] >= 0).sum(),
+    ):
+        assert verify(net(), loss, batch, weight=weight).equivalent
 
 
 def test_two_mistakes_are_both_named() -> None:

@@ -26,6 +26,7 @@ from gradaccum.kit import (
     make_division,
     make_options,
     mapped,
+    require_rows,
 )
 from gradaccum_torch.large_batch.auto import run_divided
 from gradaccum_torch.large_batch.batch import (

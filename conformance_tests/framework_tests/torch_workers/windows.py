@@ -139,10 +139,12 @@ def schedules_and_averages_move_once_per_update(rank: int) -> None:
     opt.add_listener(lambda window: dist.all_reduce(met))
     opt.on_update(partial(average.update_parameters, model))
     schedule = gradaccum.wrap(StepLR(opt, step_size=1, gamma=0.5))
+    of_epochs = gradaccum.wrap(StepLR(opt, step_size=1, gamma=0.5))
     for batch in micro_batches(rank):
         learn(parallel, opt, batch)
         schedule.step()
     opt.flush()
+    assert of_epochs.last_epoch == 0
     schedule.step()
     assert met == WORLD**3
     require_equal(model, expected)
