@@ -304,8 +304,9 @@ class LoopReader:
                     "boundary",
                     number,
                     f"Update {number} contains {self._names(members)}, but with windows"
-                    f" of {steps} it should contain {self._names(window)}: the loop"
-                    " steps after the wrong micro-batch.",
+                    f" of {steps} it should contain"
+                    f" {in_words(sorted(place + 1 for place in window))}: the loop steps"
+                    " after the wrong micro-batch.",
                 )
             counts = [0] * self.workers
             for k in range(len(self.weights)):
@@ -318,7 +319,8 @@ class LoopReader:
                     "not_reduced",
                     number,
                     f"Update {number} contains these micro-batches:"
-                    f" {', '.join(words)}. Some workers' gradients were not reduced.",
+                    f" {', '.join(words)}. Some workers' gradients were not reduced"
+                    " before optimizer.step().",
                 )
 
     def _read_weights(self, number: int, update: WeightedSum) -> None:
@@ -473,14 +475,19 @@ class LoopReader:
             self.notes.append(text)
 
     def _names(self, members: Iterable[int]) -> str:
-        places = sorted({member % self._length + 1 for member in members})
-        if not places:
-            return "no micro-batch"
-        if len(places) == 1:
-            return f"micro-batch {places[0]}"
-        if places == list(range(places[0], places[-1] + 1)):
-            return f"micro-batches {places[0]} to {places[-1]}"
-        return f"micro-batches {', '.join(map(str, places))}"
+        """Name some of the micro-batches. With several workers, say whose they are,
+        unless they are the same micro-batches of every worker.
+        """
+        places: list[list[int]] = [[] for _ in range(self.workers)]
+        for member in sorted(members):
+            places[member // self._length].append(member % self._length + 1)
+        if all(each == places[0] for each in places):
+            return in_words(places[0])
+        return " and ".join(
+            f"{in_words(each)} of worker {worker}"
+            for worker, each in enumerate(places)
+            if each
+        )
 
 
 class LoopReport(LoopReader):
@@ -781,6 +788,16 @@ def loop_report(
         return report
     limit = max(limit, 4 * rounding)
     return LoopReport(sums, weights, limit=limit, rounding=rounding, **options)
+
+
+def in_words(places: Sequence[int]) -> str:
+    if not places:
+        return "no micro-batch"
+    if len(places) == 1:
+        return f"micro-batch {places[0]}"
+    if list(places) == list(range(places[0], places[-1] + 1)):
+        return f"micro-batches {places[0]} to {places[-1]}"
+    return f"micro-batches {', '.join(map(str, places))}"
 
 
 def are_equal(numbers: Sequence[float], rooms: Iterable[float]) -> bool:

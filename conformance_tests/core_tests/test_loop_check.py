@@ -102,6 +102,7 @@ def test_two_workers() -> None:
     last = read((0.25, 0.25, 0, 0.25), weights=weights, workers=2)
     assert "not_reduced" in kinds(last)
     assert "2 of worker 0, 1 of worker 1" in str(last)
+    assert "Micro-batch 1 of worker 1 never" in str(last)
     assert read((0.5, 0, 0.25, 0.25), weights=(2.0, 0.0, 1.0, 1.0), workers=2).right
     assert kinds(read((0.125,) * 4, weights=weights, workers=2)) == ["scaled"]
 

@@ -302,6 +302,7 @@ class Comparison:
             if size <= sum_error * largest:
                 size = largest  # The terms cancel each other.
             absolute = smallest * math.sqrt(place.stop - place.start)
+            absolute /= self.conditions.scale
             floors[name] = (roundoff + sum_error) * size + len(parts) * absolute
         return floors
 

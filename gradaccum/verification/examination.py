@@ -38,6 +38,8 @@ proportional to the loss. The factors are powers of two, because multiplying by 
 of two causes no rounding error. The first factor is the initial scale of
 `torch.amp.GradScaler`.
 """
+FLOAT16_ROUNDOFF = 2.0**-10
+"""The distance from 1 to the next larger float16 number."""
 OTHER_SEED = 0x5EED1
 """A seed that users are unlikely to choose."""
 SAME = 1e-3
@@ -160,33 +162,36 @@ class Examination:
         """
         if self.is_infinite([self.comparison.items]):
             return True
+        self.scale_float16()
         if not (self.comparison.large != 0).any():
             raise no_gradient_error()
         # Run other micro-batches before the large batch runs again. If the loss
         # remembers its previous batch, the large batch then gives another gradient.
         self.comparison.gradients(self.comparison.partitions[0])
-        names = self.changed_names(scale=1.0)
-        if names:
-            return self.add("changing", names)
-        names = [*chain(*(self.changed_names(scale=scale) for scale in SCALES))]
-        if names and not self.underflows():
-            return self.add("custom_backward", dict.fromkeys(names))
+        for scale in (1.0, *SCALES):
+            names = self.changed_names(scale=scale * self.comparison.conditions.scale)
+            if names:
+                finding = "changing" if scale == 1 else "custom_backward"
+                return self.add(finding, names)
         return False
 
-    def underflows(self) -> bool:
-        """Test whether small elements of a float16 gradient become 0 unless the loss is
-        scaled. If so, scale the loss in the later experiments, and add a note.
+    def scale_float16(self) -> None:
+        """Scale the loss in the later experiments if it is computed in float16, because
+        small float16 gradients become 0 otherwise. They would hide a mistake, or look
+        like a custom backward pass. Do not scale the loss if the scaled gradient is not
+        finite, or if it changes when the loss is scaled further.
         """
+        roundoff, _ = self.comparison.subject.precision
+        if roundoff != FLOAT16_ROUNDOFF:
+            return
         scaled = self.comparison.under(scale=SCALES[1])
         gradient = scaled.under(scale=16 * SCALES[1]).large
-        if not is_finite(gradient) or scaled.differing(gradient, scaled.large):
-            return False
-        self.comparison = scaled
-        self.notes.append(
-            f"compared with the loss multiplied by {SCALES[1]:g}, because small float16"
-            " gradients become 0 without loss scaling."
-        )
-        return True
+        if is_finite(gradient) and not scaled.differing(gradient, scaled.large):
+            self.comparison = scaled
+            self.notes.append(
+                f"compared with the loss multiplied by {SCALES[1]:g}, because small"
+                " float16 gradients become 0 without loss scaling."
+            )
 
     def is_infinite(self, parts: Iterable[Items]) -> bool:
         for part in parts:
@@ -213,7 +218,7 @@ class Examination:
         # If a run is only repeated, its gradient is compared with the units' lower
         # bounds. The units themselves are measured with repeated runs, so they would
         # grow too if the gradient changed from run to run.
-        is_repetition = conditions == {"scale": 1.0}
+        is_repetition = conditions == {"scale": comparison.conditions.scale}
         limits = comparison.floors if is_repetition else comparison.units
         return [
             name
