@@ -765,7 +765,7 @@ def loop_report(
         weights: the weight of each micro-batch.
         epsilon: the machine epsilon of the coarsest dtype among the parameters.
         measure_rounding: returns the result of `rounding_of`. It is called only if the
-            loop seems to be wrong, because it runs each micro-batch twice more.
+            loop seems to be wrong, because it runs each micro-batch four times more.
         norms: the norm of each update, if `updates` contains only some elements of each
             update.
         options: as in `LoopReader`.

@@ -106,7 +106,7 @@ MUTANTS = (
     ),
     Mutant(
         "leave_followers_behind",
-        "        for scheduler in list(self.schedulers):\n            scheduler.follow()\n",
+        "        for scheduler in schedulers:\n            scheduler.follow()\n",
         "",
         "test_torch_workers.py::test_two_workers",
         only="schedules_and_averages",
