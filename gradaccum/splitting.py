@@ -428,9 +428,9 @@ def require_one_size(
         if size != items:
             raise ArgumentValueError(
                 f"{path}: expected {items} items, as in {first_path}; got {size} items."
-                " In axes=, write the batch axis of this array, or None to pass the"
-                " array unsplit. If a list has one element per item, stack the elements"
-                " into one array."
+                ' In axes=, write the batch axis of this array, "key" for a random key'
+                " of JAX, or None to pass the array unsplit. If a list has one element"
+                " per item, stack the elements into one array."
             )
     return items
 

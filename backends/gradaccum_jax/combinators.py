@@ -137,6 +137,8 @@ def _ask_part(
     extra: Extra,
     question: Question,
 ) -> tuple[Updates, Tree]:
+    if isinstance(params, optax.LookaheadParams):
+        raise not_wrapped_error(tx)  # because lookahead drops extra arguments
     gradients = jax.tree.map(
         lambda leaf: jnp.zeros_like(leaf) if takes_part(leaf) else None,
         the_state(state).accumulator if params is None else params,
@@ -149,11 +151,19 @@ def _ask_part(
     return updates, new_state
 
 
+def _is_ours(node: Any) -> bool:
+    """True if `node` is the state of the wrapped optimizer, or of an
+    `optax.apply_if_finite` directly around it, which does not change the updates.
+    """
+    is_checked = isinstance(node, optax.ApplyIfFiniteState)
+    return is_state(node.inner_state if is_checked else node)
+
+
 def _require_no_state_around(before: Tree, after: Tree) -> None:
-    flat = jax.tree_util.tree_flatten_with_path(before, is_leaf=is_state)[0]
-    new_leaves = jax.tree.leaves(after, is_leaf=is_state)
+    flat = jax.tree_util.tree_flatten_with_path(before, is_leaf=_is_ours)[0]
+    new_leaves = jax.tree.leaves(after, is_leaf=_is_ours)
     for (path, leaf), new_leaf in zip(flat, new_leaves, strict=True):
-        if not is_state(leaf) and new_leaf is not leaf:
+        if not _is_ours(leaf) and new_leaf is not leaf:
             raise UsageError(
                 "tx: expected no stateful transformation after the wrapped optimizer,"
                 " because flush cannot update the state of such a transformation; got a"

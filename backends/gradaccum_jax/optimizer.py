@@ -302,8 +302,9 @@ def flush(
 
     Args:
         tx: an optimizer from `gradaccum.wrap`; or an `optax.chain`, `optax.partition`
-            or `optax.masked` that contains one such optimizer. The states of
-            transformations before or next to the wrapped optimizer do not change.
+            or `optax.masked` that contains one such optimizer, or an
+            `optax.apply_if_finite` directly around it. The states of transformations
+            around, before or next to the wrapped optimizer do not change.
             Transformations after the wrapped optimizer in a chain are applied to the
             updates.
         state: the state of `tx`, or flax nnx's ``optimizer.opt_state``, as shown in the

@@ -25,6 +25,7 @@ class RecorderState(NamedTuple):
     updates: jax.Array
 
 
+@jax.tree_util.register_static  # JAX would rebuild a NamedTuple from its leaves
 class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
     """An optax transformation to use instead of the inner optimizer. It records the
     gradients that the optimizer would receive, and returns all-zero updates, so the
@@ -102,6 +103,13 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
                 " whole inner optimizer, and pass the state that the optimizer"
                 " returned."
             )
+        updates = recorder_states[0].updates
+        if np.shape(updates) != ():
+            raise ArgumentValueError(
+                "state: expected the state of one device; got a replicated state, whose"
+                f" number of updates has shape {np.shape(updates)}. Pass"
+                " flax.jax_utils.unreplicate(state)."
+            )
         batches = kit.recorded_batches(micro_batches)
         count = weight or kit.items_of
         is_partial = any(jax.tree.leaves(self._mask))
@@ -122,7 +130,7 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
         dtypes = [jnp.asarray(leaf).dtype for leaf in jax.tree.leaves(params)]
         report = kit.loop_report(
             gradients,
-            [vectors[number] for number in range(int(recorder_states[0].updates))],
+            [vectors[number] for number in range(int(updates))],
             [float(count(*batch)) for batch in batches],
             max(float(jnp.finfo(dtype).eps) for dtype in dtypes),
             measure_rounding=lambda: kit.rounding_of(gradients, gradient_of),

@@ -278,4 +278,5 @@ def as_stored(number: Scalar) -> Scalar:
 
 def as_read(number: Scalar) -> Scalar:
     with jax.debug_nans(False):  # this NaN is intended
+        number = jnp.asarray(number)  # not a flax nnx variable, whose == differs
         return jnp.where(number == UNKNOWN, jnp.nan, number)

@@ -14,6 +14,7 @@ from mindspore import Parameter, Tensor, nn, ops
 
 from gradaccum import ArgumentValueError, kit
 from gradaccum_mindspore.gradient_sum import LIMITS
+from gradaccum_mindspore.mindspore_private import context
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer
 from gradaccum_mindspore.verification import wide
 
@@ -31,10 +32,15 @@ class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
         parameters: the trained parameters.
         updates: the maximum number of updates to record. Each recorded update needs as
             much memory as the parameters.
+        loss_scale: as in MindSpore's optimizers: the recorder divides the gradients by
+            this number. Pass the scale of a `FixedLossScaleManager` with
+            ``drop_overflow_update=False``, or the ``sens`` of an `nn.TrainOneStepCell`.
     """
 
-    def __init__(self, parameters: Sequence[Any], updates: int = 8) -> None:
-        super().__init__(0.0, parameters)
+    def __init__(
+        self, parameters: Sequence[Any], updates: int = 8, loss_scale: float = 1.0
+    ) -> None:
+        super().__init__(0.0, parameters, loss_scale=loss_scale)
         self.kept_updates = updates
         self.updates_made = Parameter(
             Tensor([0], ms.int32), name="loop_recorder.updates", requires_grad=False
@@ -52,6 +58,7 @@ class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
         # When all rows are used, each further update overwrites one extra row, which is
         # never read.
         row = ops.minimum(self.updates_made, Tensor([self.kept_updates], ms.int32))
+        gradients = self.scale_grad(gradients)
         for record, gradient in zip(self.records, gradients):  # noqa: B905
             ops.scatter_update(record, row, gradient.astype(record.dtype)[None])
         ops.assign_add(self.updates_made, Tensor([1], ms.int32))
@@ -98,8 +105,10 @@ class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
                     loss = loss[0]
                 return loss * factor
 
-            differentiate = ms.value_and_grad(scaled_loss, None, self.parameters)
-            return _vector(differentiate(*batches[number])[1])
+            # In graph mode, MindSpore cannot parse every function, such as a lambda.
+            with context(mode=ms.PYNATIVE_MODE):
+                differentiate = ms.value_and_grad(scaled_loss, None, self.parameters)
+                return _vector(differentiate(*batches[number])[1])
 
         gradients = [gradient_of(number) for number in range(len(batches))]
         updates = [

@@ -135,7 +135,7 @@ OF_PAIR = [("batch[1][0]", 8), ("batch[1][1]", 8)]
         pytest.param(
             [*THREE_CHANNELS, TARGETS],
             [("batch[0]", 8)],
-            r"batch\[1\]: expected 3 items.* got 8.* stack the elements",
+            r"batch\[1\]: expected 3 items.* got 8.* \"key\" for .* stack the elements",
             id="images and targets",
         ),
         pytest.param([], [], "batch: expected an array to split", id="nothing"),

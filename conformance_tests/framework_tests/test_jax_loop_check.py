@@ -118,8 +118,15 @@ def test_bfloat16_loss_of_float32_parameters() -> None:
     assert {problem.kind for problem in report.problems} == {"scaled"}, report
 
 
-def test_two_recorders_are_refused() -> None:
+def test_state_without_one_count_is_refused() -> None:
     recorder = LoopRecorder()
     state = optax.chain(recorder, recorder).init(PARAMS)
-    with pytest.raises(gradaccum.ArgumentValueError, match="got 2 of them"):
-        recorder.report(state, loss_fn, PARAMS, DATA)
+    replicated = jax.tree.map(lambda leaf: leaf[None], state[0])
+    for given, words in ((state, "got 2 of them"), (replicated, "unreplicate")):
+        with pytest.raises(gradaccum.ArgumentValueError, match=words):
+            recorder.report(given, loss_fn, PARAMS, DATA)
+
+
+def test_recorder_is_an_argument_of_a_jitted_function() -> None:
+    recorder = LoopRecorder()
+    assert jax.jit(lambda given: given)(recorder) is recorder

@@ -38,6 +38,7 @@ def test_functions_of_the_state_take_variables() -> None:
     assert_same_bits((updates, state), gradaccum_jax.flush(tx, pure, pure_params))
     nnx.update(held, nnx.state(state))
     assert gradaccum_jax.result(held).optimizer_step == 1
+    assert jnp.isnan(gradaccum_jax.result(held).loss)
     assert_same_bits(
         gradaccum_jax.apply_updates(params, updates, held),
         gradaccum_jax.apply_updates(pure_params, updates, state),

@@ -72,10 +72,12 @@ class Step(nn.Cell):
         return self.optimizer(gradients)
 
 
-def report_of(mode, make_optimizer: Callable, data, weighs=False, **options):
+def report_of(
+    mode, make_optimizer: Callable, data, weighs=False, loss_scale=1.0, **options
+):
     set_mode(mode)
     net = make_net()
-    recorder = LoopRecorder(net.trainable_params())
+    recorder = LoopRecorder(net.trainable_params(), loss_scale=loss_scale)
     optimizer = make_optimizer(recorder)
     step = Step(net, optimizer, weighs)
     run = ms.jit(step.construct) if mode == "jit" else step
@@ -86,7 +88,9 @@ def report_of(mode, make_optimizer: Callable, data, weighs=False, **options):
         if weighs:
             optimizer.flush()
 
-    return gradaccum.check_loop(train, recorder, step.loss, data, **options)
+    return gradaccum.check_loop(
+        train, recorder, lambda *batch: step.loss(*batch), data, **options
+    )
 
 
 def kinds(report):
@@ -120,6 +124,11 @@ MISTAKES = {
 def test_mistake_is_named(kind):
     data = DATA if kind == "mean_of_means" else EVEN
     assert kinds(report_of("pynative", MISTAKES[kind], data)) == [kind]
+
+
+def test_recorder_divides_by_its_loss_scale():
+    report = report_of("graph", lambda inner: Accumulator(inner, 2), EVEN, False, 2.0)
+    assert report.right, report
 
 
 def test_more_updates_than_recorded_are_refused():

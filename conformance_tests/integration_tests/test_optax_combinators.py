@@ -76,6 +76,9 @@ def test_apply_if_finite() -> None:
     moved, state = train(around, [GRADS[0], bad, *GRADS[1:4]])
     assert_bitwise(moved, train(INNER, MEANS[:2])[0])
     assert (state.total_notfinite, gradaccum_jax.result(state).optimizer_step) == (1, 2)
+    updates, _ = gradaccum_jax.flush(around, train(around, GRADS[:1])[1], PARAMS)
+    moved = optax.apply_updates(PARAMS, updates)
+    assert_bitwise(moved, train(INNER, GRADS[:1])[0])
 
 
 Model = tuple[Any, Callable[..., Any]]
@@ -132,7 +135,10 @@ def test_lookahead_around_counts_micro_batches(reset_state: bool) -> None:
     pair = optax.LookaheadParams.init_synced(PARAMS)
     ours = optax.lookahead(wrap(INNER), 2 * STEPS, 0.5, reset_state)
     theirs = optax.lookahead(INNER, 2, 0.5, reset_state)
-    assert_close(train(ours, GRADS, pair)[0], train(theirs, MEANS, pair)[0], 5e-7)
+    moved, state = train(ours, GRADS, pair)
+    assert_close(moved, train(theirs, MEANS, pair)[0], 5e-7)
+    with pytest.raises(gradaccum.ArgumentTypeError, match="expected a wrapped optim"):
+        gradaccum_jax.flush(ours, state, pair)
 
 
 def loss(params: Any, x: Any) -> Any:

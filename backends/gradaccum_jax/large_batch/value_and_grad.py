@@ -100,8 +100,9 @@ def value_and_grad(
             contains the batch axis, None or "key". None means that every micro-batch
             gets the whole argument. "key" means that the argument is a random key, and
             micro-batch number i gets ``jax.random.fold_in(key, i)``. The default is
-            "key" for a scalar typed key, and None for a plain Python value. Under a
-            `jax.jit` of your own, a plain value is an array and needs an explicit None.
+            "key" for a scalar typed key, and None for a plain Python value. A uint32
+            key from `jax.random.PRNGKey` needs an explicit "key". Under a `jax.jit` of
+            your own, a plain value is an array and needs an explicit None.
             If an argument is a list of similar arrays that may be as long as the batch,
             pass an axis for each element, such as ``[0, 0]``.
         merge_aux: with None, each leaf of aux gets a new first axis with one entry per
