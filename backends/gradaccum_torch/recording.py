@@ -23,12 +23,14 @@ from gradaccum import UsageError, kit
 from gradaccum_torch.large_batch.batch import require_scalar
 from gradaccum_torch.large_batch.gradients import REENTRANT_NODE, leaves_of_graph
 from gradaccum_torch.optimizer import AccumulatingOptimizer
+from gradaccum_torch.torch_private.fsdp import units_holding
 from gradaccum_torch.torch_private.names import (
     local,
     parameters_of,
     processes,
     untraced_within,
 )
+from gradaccum_torch.workers.checks import require_no_units
 
 T = TypeVar("T")
 IGNORED_LABEL = -100
@@ -408,9 +410,14 @@ def _gathered(
 
 @contextmanager
 def recording(optimizer: Any, model: Any) -> Iterator[LoopRecord]:
-    """Record the updates of `optimizer`; see `gradaccum.recording`."""
+    """Record the updates of `optimizer`; see `gradaccum.recording`.
+
+    Raises:
+        UsageError: FSDP2 shards the optimizer's parameters.
+    """
     if isinstance(optimizer, AccumulatingOptimizer):
         optimizer = optimizer._inner
+    require_no_units("optimizer", units_holding(parameters_of(optimizer)))
     record = LoopRecord(optimizer, model)
     handles = [
         optimizer.register_step_pre_hook(record.before_step),

@@ -136,6 +136,19 @@ def require_parameters(
         )
 
 
+def require_no_units(argument: str, units: Sequence[Unit]) -> None:
+    """Raise if FSDP2 shards parameters, because the gradients of single micro-batches
+    cannot be measured then: `torch.autograd.grad` does not reach sharded parameters.
+    """
+    if units:
+        raise UsageError(
+            f"{argument}: expected parameters that fully_shard does not manage, because"
+            " the gradient of each micro-batch has to be measured; got parameters that"
+            " fully_shard manages. Check a small copy of the model without fully_shard,"
+            " in one process or with DistributedDataParallel."
+        )
+
+
 def require_all_sharded(parameters: Iterable[Tensor], units: Sequence[Unit]) -> None:
     """Raise if several workers share the model, but FSDP2 does not manage all trainable
     `parameters`.
