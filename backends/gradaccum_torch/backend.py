@@ -92,9 +92,10 @@ class TorchBackend:
             ArgumentTypeError: `optimizer` is not an optimizer, or is already wrapped;
                 or `module` is not a supported module.
             ArgumentValueError: `module` does not contain all parameters of the
-                optimizer; another worker passed different options, or the parameters in
-                a different order; or FSDP2's reduction cannot be deferred to the end of
-                the window with these options.
+                optimizer, or was told to ignore some of them; another worker passed
+                different options, or the parameters in a different order; or FSDP2's
+                reduction cannot be deferred to the end of the window with these
+                options.
             UsageError: ``.grad`` of a parameter already contains a gradient.
         """
         if isinstance(optimizer, AccumulatingOptimizer):

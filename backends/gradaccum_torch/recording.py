@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,12 +23,15 @@ from gradaccum import UsageError, kit
 from gradaccum_torch.large_batch.batch import require_scalar
 from gradaccum_torch.large_batch.gradients import REENTRANT_NODE, leaves_of_graph
 from gradaccum_torch.optimizer import AccumulatingOptimizer
+from gradaccum_torch.torch_private.fsdp import units_holding
 from gradaccum_torch.torch_private.names import (
     local,
     parameters_of,
     processes,
+    reduced_parameters,
     untraced_within,
 )
+from gradaccum_torch.workers.checks import require_no_units
 
 T = TypeVar("T")
 IGNORED_LABEL = -100
@@ -38,6 +41,8 @@ ELEMENTS = 1 << 20
 more, only evenly spaced elements are recorded. The least-squares fit needs only a few
 elements per micro-batch.
 """
+SAME = 1e-5
+"""Two gradients count as equal if their relative difference is less than this."""
 
 
 class Restoration:
@@ -78,9 +83,13 @@ class Restoration:
 class LoopRecord:
     """The gradients that an optimizer has used, as one vector per update."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, model: Any) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, model: Any, is_alone: bool
+    ) -> None:
         self._optimizer = optimizer
         self._model = model
+        self._is_alone = is_alone
+        """Whether the optimizer was wrapped with ``process_group="alone"``."""
         self._parameters = parameters_of(optimizer)
         elements = sum(parameter.numel() for parameter in self._parameters)
         self._stride = max(1, elements // ELEMENTS)
@@ -149,7 +158,13 @@ class LoopRecord:
             ]
         is_changed = len(received) != len(self._parameters)
         if is_changed or are_trained != self._are_trained:
-            raise changed_parameters_error(len(self._updates) + 1)
+            raise UsageError(
+                "optimizer: expected an optimizer that trains the same parameters in"
+                " every recorded update; got an optimizer some of whose parameters were"
+                f" added, frozen or unfrozen before update {len(self._updates) + 1}."
+                " Check the updates before and after this change separately, each in"
+                " its own recording."
+            )
         gradients = self._dense(received)
         # A fused optimizer may store a loss scale, by which it divides the gradients.
         scale = float(getattr(self._optimizer, "grad_scale", None) or 1.0)
@@ -189,8 +204,10 @@ class LoopRecord:
         **options: Any,
     ) -> kit.LoopReport:
         """Report which micro-batches each update contained, and with what weight. This
-        is a collective call if several processes are running. The recorded model is the
-        `model` that was passed to `gradaccum.recording`.
+        is a collective call if several processes are running, unless the process trains
+        alone. All workers return the same report, which shows the first worker's
+        updates, or those of the first worker whose updates are not right. The recorded
+        model is the `model` that was passed to `gradaccum.recording`.
 
         Args:
             loss_fn: ``loss_fn(*micro_batch)`` returns the loss, neither divided nor
@@ -207,23 +224,26 @@ class LoopRecord:
                 `gradaccum.check_loop`.
 
         Raises:
-            UsageError: workers have different numbers of micro-batches; a loss contains
-                a reentrant checkpoint; or `weight` is needed, because the ratios
-                between the numbers of labels depend on whether the first labels are
-                counted.
-            ArgumentValueError: a loss is not a scalar tensor; `micro_batches` is empty,
-                or yields other micro-batches when it is iterated again; or `weight` is
-                needed, because a micro-batch does not show its number of items.
+            UsageError: workers have different numbers of micro-batches, different
+                parameters or the same micro-batches; a loss contains a reentrant
+                checkpoint; or `weight` is needed, because the ratios between the
+                numbers of labels depend on whether the first labels are counted.
+            ArgumentValueError: a loss is not a scalar tensor; there are no
+                micro-batches; `micro_batches` yields other micro-batches when it is
+                iterated again; or `weight` is needed, because a micro-batch does not
+                show its number of items.
         """
-        calls = self._calls
-        if micro_batches is not None:
+        if micro_batches is None:
+            calls = kit.recorded_batches(self._calls)
+        else:
             calls = [(batch, {}) for batch in kit.recorded_batches(micro_batches)]
         loss_fn = loss_fn or self._loss_of_model
         losses = [partial(loss_fn, *batch, **keywords) for batch, keywords in calls]
         if weight is None:
-            weights = _counts_of(calls)
+            counts = _counts_of(calls)
         else:
             weights = [float(weight(*batch, **keywords)) for batch, keywords in calls]
+            counts = [(each, each) for each in weights]
         gradients = [self._gradient_of(loss) for loss in losses]
 
         def rounding() -> float:
@@ -232,21 +252,54 @@ class LoopRecord:
                 lambda number, factor: self._gradient_of(losses[number], factor),
             )
 
-        workers = processes()
-        if workers > 1:
-            # A forward pass may be collective, so every worker measures now.
-            gathered = _gathered(gradients, weights, rounding(), workers)
-            gradients, weights, largest_rounding = gathered
-
-        return kit.loop_report(
+        workers = 1 if self._trains_alone() else processes()
+        own = Measurement(
             gradients,
+            counts,
             self._updates,
-            weights,
-            max(torch.finfo(each.dtype).eps for each in self._parameters),
-            measure_rounding=rounding if workers == 1 else lambda: largest_rounding,
-            norms=self._norms,
-            workers=workers,
-            **options,
+            self._norms,
+            # A forward pass may be collective, so every worker measures now.
+            rounding() if workers > 1 else 0.0,
+        )
+        parts = _gathered(own, workers) if workers > 1 else [own]
+        all_gradients = [each for part in parts for each in part.gradients]
+        all_weights = weights_of([each for part in parts for each in part.counts])
+        largest_rounding = max(part.rounding for part in parts)
+        reports = {}
+        for rank, part in enumerate(parts):
+            is_same = part.norms == parts[0].norms and all(
+                map(torch.equal, part.updates, parts[0].updates)
+            )
+            if rank == 0 or not is_same:
+                reports[rank] = kit.loop_report(
+                    all_gradients,
+                    part.updates,
+                    all_weights,
+                    max(torch.finfo(each.dtype).eps for each in self._parameters),
+                    measure_rounding=(
+                        rounding if workers == 1 else lambda: largest_rounding
+                    ),
+                    norms=part.norms,
+                    workers=workers,
+                    **options,
+                )
+        shown = min((rank for rank in reports if not reports[rank].right), default=0)
+        if shown:
+            reports[shown].notes.append(
+                f"This report shows the updates of worker {shown}. The updates of the"
+                " workers before it are right."
+            )
+        return reports[shown]
+
+    def _trains_alone(self) -> bool:
+        """True if this process shares its updates with no other process. With
+        ``process_group="alone"``, a `DistributedDataParallel` module may still average
+        the gradients of each micro-batch over the processes.
+        """
+        ids = set(map(id, self._parameters))
+        return self._is_alone and all(
+            ids.isdisjoint(map(id, reduced_parameters(module)))
+            for module in instances_of(nn.parallel.DistributedDataParallel)
         )
 
     def _loss_of_model(self, *arguments: Any, **keywords: Any) -> Any:
@@ -330,23 +383,29 @@ def instances_of(kind: type[T]) -> list[T]:
     return [each for each in gc.get_objects() if issubclass(type(each), kind)]
 
 
-def changed_parameters_error(update: int) -> UsageError:
-    return UsageError(
-        "optimizer: expected an optimizer that trains the same parameters in every"
-        " recorded update; got an optimizer some of whose parameters were added,"
-        f" frozen or unfrozen before update {update}. Check the updates before and"
-        " after this change separately, each in its own recording."
-    )
-
-
 Calls = Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
 """The positional and the keyword arguments of each micro-batch."""
 
 
-def _counts_of(calls: Calls) -> list[float]:
-    """Return the weight of each micro-batch: the number of its labels, except labels
-    that are `IGNORED_LABEL`. If any micro-batch has no labels, return the number of
-    items of each micro-batch instead.
+def _counts_of(calls: Calls) -> list[tuple[float, float]]:
+    """Return two weights for each micro-batch: the number of its labels, except labels
+    that are `IGNORED_LABEL`, and the same number without the first label of each
+    sequence. If any micro-batch has no labels, return its number of items twice.
+    """
+    values = [keywords.get("labels") for _, keywords in calls]
+    labels = [each for each in values if isinstance(each, Tensor)]
+    if len(labels) < len(calls):
+        items = [kit.items_of(*args, *keywords.values()) for args, keywords in calls]
+        return [(each, each) for each in items]
+    counts = [float((each != IGNORED_LABEL).sum()) for each in labels]
+    if any(each.ndim < 2 for each in labels):
+        return [(each, each) for each in counts]
+    later_counts = [float((each[:, 1:] != IGNORED_LABEL).sum()) for each in labels]
+    return [*zip(counts, later_counts, strict=True)]
+
+
+def weights_of(counts: Sequence[tuple[float, float]]) -> list[float]:
+    """Return the weight of each micro-batch of all workers.
 
     The first label of each sequence is counted. A causal language model leaves this
     label out of its loss, but other models do not. Both kinds of models agree on the
@@ -357,61 +416,79 @@ def _counts_of(calls: Calls) -> list[float]:
         UsageError: the ratios between the counts depend on whether the first labels are
             counted.
     """
-    labels: list[Tensor] = []
-    for _, keywords in calls:
-        if isinstance(keywords.get("labels"), Tensor):
-            labels.append(keywords["labels"])
-    if len(labels) < len(calls):
-        return [
-            kit.items_of(*arguments, *keywords.values())
-            for arguments, keywords in calls
-        ]
-    counts = [float((each != IGNORED_LABEL).sum()) for each in labels]
-    if all(each.ndim > 1 for each in labels):
-        later_counts = [float((each[:, 1:] != IGNORED_LABEL).sum()) for each in labels]
-        largest = counts.index(max(counts))
-        for count, later_count in zip(counts, later_counts, strict=True):
-            if count * later_counts[largest] != later_count * counts[largest]:
-                raise labels_error()
-    return counts
+    largest, later_largest = max(counts)
+    for count, later_count in counts:
+        if count * later_largest != later_count * largest:
+            raise UsageError(
+                "weight: expected a function, because the number of labels that count"
+                " depends on the model; got None. For a causal language model, pass"
+                " weight=lambda *_, labels, **__: (labels[:, 1:] != -100).sum(). For a"
+                " model that predicts every label, leave out [:, 1:]."
+            )
+    return [count for count, _ in counts]
 
 
-def labels_error() -> UsageError:
-    return UsageError(
-        "weight: expected a function, because the number of labels that count depends"
-        " on the model; got None. For a causal language model, pass weight=lambda *_,"
-        " labels, **__: (labels[:, 1:] != -100).sum(). For a model that predicts every"
-        " label, leave out [:, 1:]."
-    )
+class Measurement(NamedTuple):
+    """What one worker has recorded and measured."""
+
+    gradients: list[Tensor]
+    """The gradient of each micro-batch."""
+    counts: list[tuple[float, float]]
+    """Two weights for each micro-batch, as `_counts_of` returns them."""
+    updates: list[Tensor]
+    norms: list[float]
+    rounding: float
+    """The relative rounding error of `gradients`."""
 
 
-def _gathered(
-    gradients: list[Tensor], weights: list[float], rounding: float, workers: int
-) -> tuple[list[Tensor], list[float], float]:
-    """Return the gradients and weights of all workers' micro-batches, in the order of
-    the ranks, and the largest of the workers' `rounding` values. `rounding` is the
-    relative rounding error of this worker's gradients. This is a collective call.
+def _gathered(own: Measurement, workers: int) -> list[Measurement]:
+    """Return the measurements of all workers, in the order of the ranks. `own` is the
+    measurement of this worker. This is a collective call.
     """
     parts: list[Any] = [None] * workers
-    dist.all_gather_object(parts, (gradients, weights, rounding))
-    lengths = [len(part_weights) for _, part_weights, _ in parts]
+    dist.all_gather_object(parts, own)
+    lengths = [len(part.counts) for part in parts]
     if len(set(lengths)) > 1:
         raise UsageError(
             "micro_batches: expected the same number of micro-batches on each worker;"
             f" got {lengths}. Check a loop in which every worker has the same number of"
             " micro-batches."
         )
-    all_gradients = [gradient for part, _, _ in parts for gradient in part]
-    all_weights = [weight for _, part, _ in parts for weight in part]
-    return all_gradients, all_weights, max(part[2] for part in parts)
+    first = parts[0]
+    for rank, part in enumerate(parts[1:], 1):
+        if len(part.gradients[0]) != len(first.gradients[0]):
+            raise UsageError(
+                "optimizer: expected the same parameters on each worker; got other"
+                f" parameters on worker {rank} than on worker 0. If each worker trains a"
+                " part of the model, check a small copy of the whole model in one"
+                " process."
+            )
+        gradient = torch.cat(part.gradients)
+        difference = gradient - torch.cat(first.gradients)
+        if difference.norm() < SAME * gradient.norm():
+            raise UsageError(
+                "micro_batches: expected different micro-batches on each worker; got"
+                f" the same gradients on worker {rank} as on worker 0. Pass each worker"
+                " its own part of the data, as a DistributedSampler does. If the"
+                " workers share the same data, as in tensor parallelism, check a small"
+                " copy of the model in one process."
+            )
+    return parts
 
 
 @contextmanager
 def recording(optimizer: Any, model: Any) -> Iterator[LoopRecord]:
-    """Record the updates of `optimizer`; see `gradaccum.recording`."""
+    """Record the updates of `optimizer`; see `gradaccum.recording`.
+
+    Raises:
+        UsageError: FSDP2 shards the optimizer's parameters.
+    """
+    is_alone = False
     if isinstance(optimizer, AccumulatingOptimizer):
+        is_alone = optimizer._window.workers.is_alone
         optimizer = optimizer._inner
-    record = LoopRecord(optimizer, model)
+    require_no_units("optimizer", units_holding(parameters_of(optimizer)))
+    record = LoopRecord(optimizer, model, is_alone)
     handles = [
         optimizer.register_step_pre_hook(record.before_step),
         optimizer.register_step_post_hook(record.after_step),

@@ -15,7 +15,9 @@ from gradaccum.kit import Conditions, HostRandom, ModelState, Subject, places_of
 from gradaccum_torch.extensions import is_divided_by
 from gradaccum_torch.large_batch.gradients import REENTRANT_NODE, leaves_of_graph
 from gradaccum_torch.large_batch.replay import RandomState, random_devices
+from gradaccum_torch.torch_private.fsdp import units_of
 from gradaccum_torch.torch_private.names import Division, last_division
+from gradaccum_torch.workers.checks import require_no_units
 
 
 class TorchSubject(Subject):
@@ -26,6 +28,7 @@ class TorchSubject(Subject):
     def __init__(self, model: nn.Module, *arguments: Any, **options: Any) -> None:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
+        require_no_units("model", units_of(model))
         super().__init__(model, *arguments, **options)
         self.state = TorchState(model)
         self.random_state = TorchRandom(random_devices(model.parameters()))

@@ -20,7 +20,7 @@ from conformance_tests.framework_tests.torch_large_batch import (
     make_model,
 )
 from gradaccum import UsageError, assert_accumulates, check_loop, recording
-from gradaccum_torch.recording import Restoration, _counts_of
+from gradaccum_torch.recording import Restoration, _counts_of, weights_of
 
 SIZES = (4, 2, 3, 1)
 
@@ -340,13 +340,17 @@ def test_model_that_returns_its_loss_is_recorded(output: Any) -> None:
     assert record.report().right, record.report()
     sums = record.report(lambda x, labels: loss_of(x, labels) * len(x), reduction="sum")
     assert [problem.kind for problem in sums.problems] == ["scaled"], sums
+    with recording(optimizer, net) as record:
+        pass
+    with pytest.raises(gradaccum.ArgumentValueError, match="contains none"):
+        record.report()
 
 
 def test_labels_are_counted_where_all_models_agree() -> None:
     """A causal model leaves out the first label of each sequence."""
     labels = torch.tensor([[-100, 1, 2], [-100, 3, -100]])
     calls = [((), {"labels": labels[:1]}), ((), {"labels": labels})]
-    assert _counts_of(calls) == [2, 3]
+    assert weights_of(_counts_of(calls)) == [2, 3]
     labels[1, 0] = 4
     with pytest.raises(UsageError, match="weight: expected a function"):
-        _counts_of(calls)
+        weights_of(_counts_of(calls))

@@ -378,6 +378,18 @@ def leave_reduction_out(module: DistributedDataParallel) -> Callable[[], None]:
     return reduce_again
 
 
+def reduced_parameters(module: DistributedDataParallel) -> list[Tensor]:
+    """Return the parameters of `module`, except trainable parameters that it was told
+    to ignore.
+    """
+    return [
+        parameter
+        for name, parameter in module.named_parameters()
+        if not parameter.requires_grad
+        or name.removeprefix("module.") not in module.parameters_to_ignore
+    ]
+
+
 def waiting_modules() -> list[DistributedDataParallel]:
     """Return the modules whose gradient reduction is suppressed by an optimizer."""
     return [module for module, optimizers in _WAITING.items() if optimizers]

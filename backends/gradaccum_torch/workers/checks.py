@@ -87,7 +87,7 @@ def require_reduced(optimizer: torch.optim.Optimizer, *_: object) -> None:
     """
     if optimizer in CHECKED_OPTIMIZERS:
         return
-    waiting = [module.parameters() for module in names.waiting_modules()]
+    waiting = map(names.reduced_parameters, names.waiting_modules())
     unreduced = ids_of(optimizer) & set(map(id, chain(*waiting)))
     unreduced.difference_update(*map(ids_of, REDUCING_OPTIMIZERS))
     if unreduced:
@@ -130,8 +130,22 @@ def require_parameters(
     if missing:
         raise ArgumentValueError(
             "module: expected the module that contains the optimizer's parameters; got"
-            f" a {type(module).__name__} that lacks {len(missing)} of these parameters."
-            f" {FIX}"
+            f" a {type(module).__name__} that lacks {len(missing)} of these parameters,"
+            f" or was told to ignore them. {FIX} Pass parameters that it ignores to a"
+            ' separate optimizer, and wrap it with process_group="alone".'
+        )
+
+
+def require_no_units(argument: str, units: Sequence[Unit]) -> None:
+    """Raise if FSDP2 shards parameters, because the gradients of single micro-batches
+    cannot be measured then: `torch.autograd.grad` does not reach sharded parameters.
+    """
+    if units:
+        raise UsageError(
+            f"{argument}: expected parameters that fully_shard does not manage, because"
+            " the gradient of each micro-batch has to be measured; got parameters that"
+            " fully_shard manages. Check a small copy of the model without fully_shard,"
+            " in one process or with DistributedDataParallel."
         )
 
 

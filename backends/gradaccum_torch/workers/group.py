@@ -91,8 +91,8 @@ class WorkerGroup(Workers):
     def add_parameters(self, parameters: Sequence[Tensor]) -> None:
         if self.module is not None:
             module_copies = [each for each in parameters if not names.is_sharded(each)]
-            module_parameters = list(self.module.parameters())
-            checks.require_parameters(self.module, module_parameters, module_copies)
+            reduced_parameters = names.reduced_parameters(self.module)
+            checks.require_parameters(self.module, reduced_parameters, module_copies)
         for parameter in filter(names.is_sharded, parameters):
             if names.mesh_of(parameter).size() < self.size:
                 self.norm_groups = [self.group]

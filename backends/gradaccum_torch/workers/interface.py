@@ -52,6 +52,8 @@ class Workers:
     """Whether other workers share the window. If they do, `all_reduce` has to be called
     when the window ends.
     """
+    is_alone = False
+    """Whether the user passed ``process_group="alone"``."""
     place = (0, 1)
     """This worker's rank, and the number of workers. Checkpoints contain both."""
     group: dist.ProcessGroup | None = None

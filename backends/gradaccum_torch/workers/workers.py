@@ -68,6 +68,7 @@ def workers_of(
     is_alone = isinstance(process_group, str) and process_group == ALONE
     if module is not None or process_group is None or is_alone:
         workers = workers_of_module(optimizer, module, options, sync)
+        workers.is_alone = is_alone
     else:
         group = cast(dist.ProcessGroup, process_group)
         workers = workers_of_group(group, optimizer, options)

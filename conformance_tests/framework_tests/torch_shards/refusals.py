@@ -72,6 +72,17 @@ NOT_WRAPPED = [
         UsageError,
         ("until_weight", "flush()"),
     ),
+    # No gradient of a micro-batch by itself.
+    (
+        lambda _: gradaccum.check_loop(build, sgd(model := flat()), model, []),
+        UsageError,
+        ("optimizer", "without fully_shard"),
+    ),
+    (
+        lambda _: gradaccum.verify(flat(), plain, (torch.ones(2, 4),)),
+        UsageError,
+        ("model", "without fully_shard"),
+    ),
     # FSDP2 would round the sums.
     (
         lambda _: in_window(flat(dtype=torch.bfloat16)),

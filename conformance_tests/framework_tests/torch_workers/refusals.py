@@ -156,6 +156,21 @@ def module_reduces_again_without_its_wrapper(rank: int) -> None:
 
 
 @check
+def ignored_parameters_need_an_optimizer_of_their_own(rank: int) -> None:
+    model = build()
+    names = ["usual.weight", "usual.bias"]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    parallel = ddp(model)
+    with refused(ArgumentValueError, "2 of these", "told to ignore"):
+        wrap(model, module=parallel)
+    body = wrap(model.first, module=parallel)
+    head = wrap(model.usual, steps=1, process_group="alone")
+    learn(parallel, head, micro_batches(rank)[0])
+    assert head.result.applied
+    body.discard()
+
+
+@check
 def each_optimizer_of_a_module_names_it(rank: int) -> None:
     """A module that waits reduces nothing for an optimizer that does not know it."""
     model, x = build(), micro_batches(rank)[0][0]
