@@ -370,7 +370,8 @@ class LoopReader:
         is_whole = same(ratios)
         is_smaller = is_whole and 0 < ratios[0] < 1
         limit = self.clip_norm or math.inf
-        is_clipped = math.isclose(update.norm, limit, rel_tol=ROOM)
+        # torch's `clip_grad_norm_` adds 1e-6 to the norm by which it divides.
+        is_clipped = math.isclose(update.norm, limit, rel_tol=ROOM, abs_tol=1e-6)
         short = (
             f"The short window of update {number} was divided by {full_size} instead of"
             f" {count}: it is {share:.3g} times what it should be."
@@ -707,7 +708,10 @@ def items_of(*micro_batch: Any) -> float:
 
 
 def rounding_of(
-    gradients: Sequence[Vector], gradient_of: Callable[[int, float], Vector]
+    gradients: Sequence[Vector],
+    gradient_of: Callable[[int, float], Vector],
+    *,
+    is_float16: bool = False,
 ) -> float:
     """Return the relative rounding error of the micro-batches' gradients. To measure
     the error, each gradient is computed again from the loss multiplied by 3, and then
@@ -722,14 +726,16 @@ def rounding_of(
 
     There is one exception: the smallest elements of a float16 gradient become 0 if the
     loss is not scaled (Micikevicius et al., "Mixed Precision Training", 2018). So if
-    the factors in `SCALES`, which prevent this, give the same gradient, the difference
-    between this gradient and the original gradient counts as rounding.
+    `is_float16` is true, and the factors in `SCALES`, which prevent this, give the same
+    gradient, the difference between this gradient and the original gradient counts as
+    rounding.
 
     Args:
         gradients: the gradient of each micro-batch.
         gradient_of: ``gradient_of(number, factor)`` computes the gradient of one
             micro-batch again, from its loss multiplied by `factor`. Every worker calls
             this function equally often.
+        is_float16: whether the loss is computed in float16.
     """
     largest_change = 0.0
     is_linear = True
@@ -739,7 +745,8 @@ def rounding_of(
         ]
         change = norm_of(by_three - gradient)
         if norm_of(by_four - gradient) > 0.1 * change:
-            is_linear = is_linear and norm_of(scaled_more - scaled) <= 0.1 * change
+            is_same = norm_of(scaled_more - scaled) <= 0.1 * change
+            is_linear = is_linear and is_float16 and is_same
             change = max(change, norm_of(scaled - gradient))
         norm = norm_of(gradient)
         if norm:

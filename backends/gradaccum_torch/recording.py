@@ -21,7 +21,11 @@ from torch.optim.optimizer import (
 
 from gradaccum import UsageError, kit
 from gradaccum_torch.large_batch.batch import require_scalar
-from gradaccum_torch.large_batch.gradients import REENTRANT_NODE, leaves_of_graph
+from gradaccum_torch.large_batch.gradients import (
+    REENTRANT_NODE,
+    leaves_of_graph,
+    run_noting_dtypes,
+)
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.torch_private.fsdp import units_holding
 from gradaccum_torch.torch_private.names import (
@@ -247,9 +251,12 @@ class LoopRecord:
         gradients = [self._gradient_of(loss) for loss in losses]
 
         def rounding() -> float:
+            with torch.enable_grad(), self._as_in_the_loop():
+                _, dtypes = run_noting_dtypes(losses[0])
             return kit.rounding_of(
                 gradients,
                 lambda number, factor: self._gradient_of(losses[number], factor),
+                is_float16=torch.float16 in dtypes,
             )
 
         workers = 1 if self._trains_alone() else processes()
@@ -306,9 +313,8 @@ class LoopRecord:
         return _loss_of(self._model(*arguments, **keywords))
 
     def _gradient_of(self, loss: Callable[[], Tensor], factor: float = 1.0) -> Tensor:
-        pairs = zip(self._parameters, self._are_trained, strict=True)
-        trained_parameters = [each for each, is_trained in pairs if is_trained]
-        with torch.enable_grad(), self._as_in_the_loop(trained_parameters):
+        trained_parameters = self._trained_parameters()
+        with torch.enable_grad(), self._as_in_the_loop():
             value = require_scalar(loss())
             if factor != 1:
                 value = value * factor
@@ -322,13 +328,17 @@ class LoopRecord:
             self._dense([by_parameter.get(each) for each in self._parameters])
         )
 
+    def _trained_parameters(self) -> list[Tensor]:
+        pairs = zip(self._parameters, self._are_trained, strict=True)
+        return [each for each, is_trained in pairs if is_trained]
+
     @contextmanager
-    def _as_in_the_loop(self, trained_parameters: Sequence[Tensor]) -> Iterator[None]:
+    def _as_in_the_loop(self) -> Iterator[None]:
         """Inside the block, the trained parameters require gradients, and each module
         has the mode that it had in the first update.
         """
         frozen_parameters = [
-            each for each in trained_parameters if not each.requires_grad
+            each for each in self._trained_parameters() if not each.requires_grad
         ]
         switched_modules = [
             (each, mode) for each, mode in self._modes if each.training != mode

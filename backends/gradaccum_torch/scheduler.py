@@ -92,7 +92,8 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
     """Whether there was only one micro-batch between the last two calls."""
     _last_arguments: tuple[tuple[Any, ...], dict[str, Any]]
     """The arguments of the last call of ``step``, such as the epoch for
-    ``CosineAnnealingWarmRestarts``.
+    ``CosineAnnealingWarmRestarts``. Tensors are not kept, because they may keep the
+    graph of a loss alive.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -133,7 +134,10 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
             window.warn(_REPLAYED)
         self._updates = updates
         self._has_loaded = False
-        self._last_arguments = (args, kwargs)
+        if not any(
+            isinstance(each, torch.Tensor) for each in [*args, *kwargs.values()]
+        ):
+            self._last_arguments = (args, kwargs)
 
     def is_called_each_time(self) -> bool:
         """True if the scheduler was called after the last micro-batch and after the

@@ -13,7 +13,11 @@ from torch import Tensor, nn
 
 from gradaccum.kit import Conditions, HostRandom, ModelState, Subject, places_of
 from gradaccum_torch.extensions import is_divided_by
-from gradaccum_torch.large_batch.gradients import REENTRANT_NODE, leaves_of_graph
+from gradaccum_torch.large_batch.gradients import (
+    REENTRANT_NODE,
+    leaves_of_graph,
+    run_noting_dtypes,
+)
 from gradaccum_torch.large_batch.replay import RandomState, random_devices
 from gradaccum_torch.torch_private.fsdp import units_of
 from gradaccum_torch.torch_private.names import Division, last_division
@@ -167,16 +171,10 @@ class TorchSubject(Subject):
 
     @cached_property
     def _graph(self) -> LossGraph:
-        dtypes = {parameter.dtype for parameter in self._parameters.values()}
-
-        def note(tensor: Tensor) -> Tensor:
-            dtypes.add(tensor.dtype)
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            loss = self.loss(self.model, self.batch.part(range(self.batch.items)))
+        arguments = self.batch.part(range(self.batch.items))
+        loss, dtypes = run_noting_dtypes(lambda: self.loss(self.model, arguments))
         self.state.restore()
-        dtypes.add(loss.dtype)
+        dtypes |= {each.dtype for each in [loss, *self._parameters.values()]}
         leaves = {*leaves_of_graph([loss], set(), {REENTRANT_NODE})}
         return LossGraph(dtypes, leaves, last_division(loss))
 

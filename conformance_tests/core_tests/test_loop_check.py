@@ -271,14 +271,14 @@ def test_rounding_is_measured_unless_the_loss_is_random() -> None:
         gradients, lambda number, factor: gradient_of(number, factor + factor**2)
     )
     assert runs == [0] * 4 + [1] * 4 + [2] * 4 + [0] * 4 + [1] * 4 + [2] * 4
-    # Small elements become 0 if the loss is not scaled.
-    underflow = rounding_of(
-        gradients,
-        lambda number, factor: (
-            factor * gradients[number] + factor * (factor > 3) * 0.02
-        ),
-    )
-    assert underflow == pytest.approx(0.02)
+
+    def underflowing(number, factor):
+        return factor * (gradients[number] + (factor > 3) * 0.02)
+
+    # The loop check must not take a hook that clips for float16.
+    for is_float16 in (True, False):
+        measured_here = rounding_of(gradients, underflowing, is_float16=is_float16)
+        assert measured_here == pytest.approx(0.02 * is_float16)
     updates = [0.5 * sum(gradients) + 0.01 * np.array([1, -2, 1])]
     for rounding, is_explained in ((0.0, False), (measured, True), (0.1, False)):
         report = loop_check.loop_report(

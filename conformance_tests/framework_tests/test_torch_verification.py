@@ -93,6 +93,9 @@ def test_float16_gradients_that_underflow() -> None:
     assert report.equivalent, str(report)
     assert "multiplied by 256" in report.notes[0]
     assert kinds_of(verify(net(), loss, (X, ARRAYS["missing"]))) == ["weights"]
+    model = net()
+    model[0].weight.register_hook(lambda gradient: gradient + model[0].weight / 10)
+    assert kinds_of(verify(model, loss, (X, LABELS))) == ["custom_backward"]
 
 
 @pytest.mark.parametrize("trains", [True, False])

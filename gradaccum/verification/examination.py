@@ -40,6 +40,8 @@ of two causes no rounding error. The first factor is the initial scale of
 """
 FLOAT16_ROUNDOFF = 2.0**-10
 """The distance from 1 to the next larger float16 number."""
+SMALLEST_FLOAT16 = 2.0**-24
+"""The smallest positive float16 number."""
 OTHER_SEED = 0x5EED1
 """A seed that users are unlikely to choose."""
 SAME = 1e-3
@@ -86,12 +88,13 @@ def examine(
             examination = Examination(comparison)
             if steps is not None and subject.is_divided_by(number, weighting.reduction):
                 examination.notes.append(DIVIDED_LOSS.format(steps=number))
-            return examination.report()
-    except ArgumentValueError:
-        raise
+            report = examination.report()
     except Exception as error:
         error.add_note(OF_A_PART)
         raise
+    if not examination.has_gradient:
+        raise no_gradient_error()
+    return report
 
 
 class Examination:
@@ -106,6 +109,8 @@ class Examination:
         accumulation wrong, it is replaced with a comparison in which this state or mode
         has no effect.
         """
+        self.has_gradient = True
+        """Whether any parameter has a gradient other than 0."""
         self.causes: list[Cause] = []
         self.notes: list[str] = []
         subject = comparison.subject
@@ -156,37 +161,54 @@ class Examination:
         not finite, or it differs between two runs, or it is not proportional to the
         loss's scale. A scale with which the gradient overflows is ignored. If the
         result is True, the cause has been added to `self.causes`.
-
-        Raises:
-            ArgumentValueError: the gradient is 0 for every parameter.
         """
         if self.is_infinite([self.comparison.items]):
             return True
         self.scale_float16()
-        if not (self.comparison.large != 0).any():
-            raise no_gradient_error()
+        comparison = self.comparison
         # Run other micro-batches before the large batch runs again. If the loss
         # remembers its previous batch, the large batch then gives another gradient.
-        self.comparison.gradients(self.comparison.partitions[0])
-        for scale in (1.0, *SCALES):
-            names = self.changed_names(scale=scale * self.comparison.conditions.scale)
+        gradients = [comparison.large, *comparison.gradients(comparison.partitions[0])]
+        self.has_gradient = any((gradient != 0).any() for gradient in gradients)
+        names = self.changed_names(scale=comparison.conditions.scale)
+        if names:
+            return self.add("changing", names)
+        # `scale_float16` has already tested the loss that it scales.
+        for scale in SCALES if comparison.conditions.scale == 1 else ():
+            names = self.changed_names(scale=scale)
             if names:
-                finding = "changing" if scale == 1 else "custom_backward"
-                return self.add(finding, names)
+                return self.add("custom_backward", names)
         return False
 
     def scale_float16(self) -> None:
         """Scale the loss in the later experiments if it is computed in float16, because
         small float16 gradients become 0 otherwise. They would hide a mistake, or look
-        like a custom backward pass. Do not scale the loss if the scaled gradient is not
-        finite, or if it changes when the loss is scaled further.
+        like a custom backward pass.
+
+        Do not scale the loss if a gradient is then not finite, or if the large batch's
+        gradient is not proportional to the scale. Without the scale, it may differ by
+        rounding, and by half of float16's smallest number for each item.
         """
-        roundoff, _ = self.comparison.subject.precision
+        unscaled = self.comparison
+        roundoff, _ = unscaled.subject.precision
         if roundoff != FLOAT16_ROUNDOFF:
             return
-        scaled = self.comparison.under(scale=SCALES[1])
-        gradient = scaled.under(scale=16 * SCALES[1]).large
-        if is_finite(gradient) and not scaled.differing(gradient, scaled.large):
+        scaled = unscaled.under(scale=SCALES[1])
+        gradients = [
+            scaled.under(scale=16 * SCALES[1]).large,
+            *scaled.gradients([*chain(*unscaled.partitions)]),
+        ]
+        if not all(map(is_finite, gradients)):
+            return
+        room = len(unscaled.items) * SMALLEST_FLOAT16 / 2
+        changes = unscaled.norms(unscaled.large - scaled.large)
+        is_proportional = not scaled.differing(gradients[0], scaled.large) and all(
+            changes[name]
+            <= ROUNDING_LIMIT * scaled.units[name]
+            + room * math.sqrt(place.stop - place.start)
+            for name, place in unscaled.subject.places.items()
+        )
+        if is_proportional:
             self.comparison = scaled
             self.notes.append(
                 f"compared with the loss multiplied by {SCALES[1]:g}, because small"
@@ -352,9 +374,10 @@ class Examination:
 
 def no_gradient_error() -> ArgumentValueError:
     return ArgumentValueError(
-        "loss_fn: expected a loss that depends on a trainable parameter of the model;"
-        " got a loss whose gradient is 0 for every parameter. Check that the loss is"
-        " not detached, and that loss_fn calls the model that you passed."
+        "loss_fn: expected a loss whose gradient is not 0, because zeros cannot be"
+        " compared; got a loss whose gradient is 0 for every parameter. Check that the"
+        " loss is not detached, and that loss_fn calls the model that you passed, or"
+        " verify with other data."
     )
 
 

@@ -292,14 +292,14 @@ def as_loss(
 def with_keywords(
     weight: Callable[..., Any], batch: Mapping[str, Any]
 ) -> Callable[[Mapping[str, Any]], Any]:
-    """Return `weight` as a function of a dictionary. If `weight` accepts the keys of
-    `batch` as keywords, it is called with keywords, like a loss function.
+    """Return `weight` as a function of a dictionary. `weight` is called with keywords
+    if it accepts the keys of `batch`, but not a dictionary as its only argument.
     """
     try:
         signature = inspect.signature(weight)
     except ValueError:  # A compiled function has no signature.
         return weight
-    if not _takes(signature, 0, batch):
+    if _takes(signature, 1) or not _takes(signature, 0, batch):
         return weight
     return lambda keywords: weight(**keywords)
 

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -351,6 +351,22 @@ def leaves_of_graph(
                 seen.add(inner_node)
                 waiting.append(inner_node)
     return leaves
+
+
+def run_noting_dtypes(
+    function: Callable[[], Tensor],
+) -> tuple[Tensor, set[torch.dtype]]:
+    """Call `function`. Return its result, and the dtypes of the tensors that autograd
+    saves for the backward pass, including copies made by autocast.
+    """
+    dtypes = set()
+
+    def note(tensor: Tensor) -> Tensor:
+        dtypes.add(tensor.dtype)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        return function(), dtypes
 
 
 def watched_error(leaf: Tensor) -> UsageError:
