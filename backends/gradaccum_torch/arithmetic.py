@@ -116,7 +116,7 @@ def fits(total: Tensor, divisor: float, dtype: torch.dtype) -> bool:
     return bool(torch.isfinite(peak.to(dtype)))
 
 
-def measure(sums: Sequence[Tensor]) -> tuple[float, bool]:
+def measure(sums: Iterable[Tensor]) -> tuple[float, bool]:
     """Return the global norm of `sums`, and whether all elements of `sums` are finite.
     This synchronizes with the device.
     """
@@ -196,7 +196,7 @@ def complete(gradient: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def all_finite(gradients: Sequence[Tensor]) -> bool:
+def all_finite(gradients: Iterable[Tensor]) -> bool:
     """True if all `gradients` are finite. This synchronizes with the device."""
     return measure([complete(gradient) for gradient in gradients])[1]
 

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum import ArgumentTypeError, UsageError, kit
-from gradaccum.kit import measures
 from gradaccum_torch.large_batch.backward import run_micro_batches
 from gradaccum_torch.large_batch.batch import (
     MergeAux,
@@ -305,7 +304,7 @@ class LayeredRun:
         possible if no option needs the norm of the window's gradient.
         """
         if destination.window is not None:
-            self._updates_layers = not measures(destination.window.options)
+            self._updates_layers = not kit.measures(destination.window.options)
         self._before = destination.before
         self._is_on_host = is_on_host
         self._recomputes = recomputes
@@ -440,7 +439,7 @@ def require_layered_optimizer(optimizer: AccumulatingOptimizer) -> None:
     if options.separate_sums or options.on_overflow == "drop_micro_batch":
         problem = 'separate_sums=True or on_overflow="drop_micro_batch"'
     hooks = [*hooks_of(optimizer, "step_pre"), *hooks_of(optimizer, "step_post")]
-    if hooks and not measures(options):
+    if hooks and not kit.measures(options):
         problem = "a step hook"
     if problem:
         raise UsageError(

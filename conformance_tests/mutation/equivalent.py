@@ -159,7 +159,6 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "key = (getattr(tensor, 'placements', ()), mesh_of(tensor))": "it is only a key",
     },
     "backends/gradaccum_torch/gradient_sum.py": {
-        "expects_windows = True": "expect_window of this class does nothing",
         "return True": "a reduction that no pass launches is launched at the window's end",
     },
     "backends/gradaccum_torch/gradient_watch.py": {

@@ -175,9 +175,8 @@ class Before:
         self.notes_calls = notes_calls
         self._noting = self.buffers.noting_calls() if notes_calls else nullcontext()
 
-    def __enter__(self) -> Before:
+    def __enter__(self) -> None:
         self._noting.__enter__()
-        return self
 
     def __exit__(self, *error: Any) -> None:
         self._noting.__exit__(None, None, None)
