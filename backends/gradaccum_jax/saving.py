@@ -88,7 +88,7 @@ def _on_devices(like: AccumulationState, restored_state: Tree) -> AccumulationSt
         kind: Any = jax.ShapeDtypeStruct
         return kind((*devices, *leaf.shape), leaf.dtype)
 
-    return by_kind(like, own=with_device_axis, shared=lambda leaf: leaf)
+    return by_kind(like, own=with_device_axis)
 
 
 def _resume(state: AccumulationState, options: Options) -> AccumulationState:
@@ -153,7 +153,7 @@ def by_path(tree: Tree) -> dict[str, Array]:
     A leaf keeps its path if a checkpoint library converts tuples to dicts:
     ``tree["0"]["mu"]`` has the path "0.mu" too.
     """
-    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    flat = jax.tree_util.tree_leaves_with_path(tree)
     name_of = partial(jax.tree_util.keystr, simple=True, separator=".")
     return {name_of(path): leaf for path, leaf in flat}
 

@@ -239,10 +239,11 @@ def results_of(results: Any, args: tuple[Tree, ...], axes: tuple[str, ...]) -> R
     )
     leaves = jax.tree.leaves(params_and_state)
     specs = specs_of(0, params_and_state, axes)
+    split, same = _specs(axes)
     for leaf in jax.tree.leaves(rest):
-        spec = _specs(axes)[1]
+        spec = same
         if axes_of(leaf) & frozenset(axes):
-            spec = _specs(axes)[0]
+            spec = split
             leaf = _with_device_axis(leaf)
         leaves.append(leaf)
         specs.append(spec)
