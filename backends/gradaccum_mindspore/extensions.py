@@ -164,7 +164,7 @@ class WindowLoss(nn.Cell):  # type: ignore[misc]
         return where(losses[1] == weight, losses[0], self.nan)
 
     def compiled_after_window(self, state: Fields) -> Tensor:
-        _, _, _, weight, _, _, _ = state
+        weight = state[3]
         total = self.compiled_total(weight)
         loss = kit.window_loss(total, state, self.options, where)
         loss = where(weight > 0, loss, self.nan)
@@ -245,7 +245,7 @@ class ListenerCalls(Extension):
             )
             self.listeners.note(result, micro_batches=micro_batches)
 
-    def report(self, micro_batches: float = math.nan) -> None:
+    def report(self, micro_batches: float) -> None:
         """Call the listeners if compiled code has closed a window since the last check.
         `micro_batches` is the number of micro-batches since the last check.
         """
