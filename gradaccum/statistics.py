@@ -96,6 +96,6 @@ def scaled_learning_rate(
     """
     numbers = {"base": base, "effective": effective, "reference": reference}
     for name, number in numbers.items():
-        require_number(name, number, above=0)
+        require_number(name, number)
     ratio = effective / reference
     return base * {"linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
