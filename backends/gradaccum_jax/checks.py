@@ -11,11 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradaccum import (
-    ArgumentTypeError,
-    GradientError,
-    kit,
-)
+from gradaccum import ArgumentTypeError, GradientError, kit
 from gradaccum.kit import (
     Options,
     Scalar,

@@ -30,11 +30,7 @@ from gradaccum.kit import (
 from gradaccum_jax.arrays import Array, Params, Tree, plain
 from gradaccum_jax.combinators import new_part, part_of
 from gradaccum_jax.optimizer import accumulation_of
-from gradaccum_jax.state import (
-    AccumulationState,
-    fields_of,
-    the_state,
-)
+from gradaccum_jax.state import AccumulationState, fields_of, the_state
 from gradaccum_jax.workers.group import by_kind
 
 

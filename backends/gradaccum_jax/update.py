@@ -33,13 +33,7 @@ from gradaccum_jax.arrays import (
     takes_part,
     wider,
 )
-from gradaccum_jax.gradient_sum import (
-    as_gradient,
-    divide,
-    has_sum,
-    select,
-    without_sum,
-)
+from gradaccum_jax.gradient_sum import as_gradient, divide, has_sum, select, without_sum
 from gradaccum_jax.sharding import ShardAxes, replicated
 from gradaccum_jax.workers.group import same
 from gradaccum_jax.xla import run_if

@@ -10,12 +10,7 @@ import torch
 from torch import Tensor
 
 from gradaccum.kit import has_exact_inverse
-from gradaccum_torch.torch_private.names import (
-    elements,
-    is_sharded,
-    local,
-    mesh_of,
-)
+from gradaccum_torch.torch_private.names import elements, is_sharded, local, mesh_of
 
 HALF = (torch.float16, torch.bfloat16)
 """Gradients of these dtypes are summed in float32, unless ``accumulate_dtype`` is set.

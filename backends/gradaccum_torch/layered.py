@@ -23,11 +23,7 @@ from torch import Tensor, nn
 
 from gradaccum import ArgumentTypeError, UsageError, kit
 from gradaccum_torch.large_batch.backward import run_micro_batches
-from gradaccum_torch.large_batch.batch import (
-    MergeAux,
-    Weight,
-    tensors_of,
-)
+from gradaccum_torch.large_batch.batch import MergeAux, Weight, tensors_of
 from gradaccum_torch.large_batch.gradients import (
     GradientsInGrad,
     collecting,

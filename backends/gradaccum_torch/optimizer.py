@@ -28,10 +28,7 @@ from gradaccum.kit import (
 )
 from gradaccum_torch import checks, saving
 from gradaccum_torch.arithmetic import is_zero
-from gradaccum_torch.grad_scaler import (
-    groups_for_a_scaler,
-    link_scaler,
-)
+from gradaccum_torch.grad_scaler import groups_for_a_scaler, link_scaler
 from gradaccum_torch.master_weights import Group, MasterWeights
 from gradaccum_torch.saving import StateDict
 from gradaccum_torch.torch_private.names import is_called_by_model_state

@@ -20,12 +20,7 @@ import numpy as np
 
 from gradaccum import ArgumentValueError, AutoMicroBatchSize, kit
 from gradaccum_jax.arrays import Tree, is_constant, typeof
-from gradaccum_jax.large_batch.batch import (
-    LargeBatch,
-    Splitting,
-    cut_batch,
-    read_batch,
-)
+from gradaccum_jax.large_batch.batch import LargeBatch, Splitting, cut_batch, read_batch
 from gradaccum_jax.xla import call_jitted
 
 

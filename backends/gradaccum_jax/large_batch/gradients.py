@@ -15,14 +15,7 @@ from jax import lax
 from gradaccum import kit
 from gradaccum.kit import Options, Scalar
 from gradaccum_jax import gradient_sum
-from gradaccum_jax.arrays import (
-    Array,
-    DType,
-    Leaves,
-    Params,
-    Tree,
-    moving_of,
-)
+from gradaccum_jax.arrays import Array, DType, Leaves, Params, Tree, moving_of
 from gradaccum_jax.large_batch.batch import (
     LargeBatch,
     MicroBatch,

@@ -11,12 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from gradaccum_jax.arrays import Array, Tree, is_key
-from gradaccum_jax.state import (
-    AccumulationState,
-    as_read,
-    as_stored,
-    is_state,
-)
+from gradaccum_jax.state import AccumulationState, as_read, as_stored, is_state
 from gradaccum_jax.workers.group import by_kind
 
 

@@ -44,12 +44,7 @@ from gradaccum_mindspore.gradient_sum import (
     where,
 )
 from gradaccum_mindspore.mindspore_private import CellOfOnePhase
-from gradaccum_mindspore.state import (
-    GRAD_NORM,
-    STEPS,
-    Storage,
-    sizes_of,
-)
+from gradaccum_mindspore.state import GRAD_NORM, STEPS, Storage, sizes_of
 from gradaccum_mindspore.update import Update
 
 # The indices of the state's fields. The code indexes the fields instead of unpacking

@@ -33,17 +33,11 @@ from gradaccum.kit import Options, State
 from gradaccum_mindspore.gradient_sum import write_numbers
 from gradaccum_mindspore.master_weights import Optimizer
 from gradaccum_mindspore.mindspore_private import is_graph_mode
-from gradaccum_mindspore.state import (
-    STEPS,
-    Storage,
-)
+from gradaccum_mindspore.state import STEPS, Storage
 from gradaccum_mindspore.update import Update
 from gradaccum_mindspore.window.compiled import CompiledWindow, note
 from gradaccum_mindspore.window.pynative import PyNativeWindow
-from gradaccum_mindspore.workers.collectives import (
-    buckets,
-    compiled_sum_over_workers,
-)
+from gradaccum_mindspore.workers.collectives import buckets, compiled_sum_over_workers
 
 OPTIMIZERS = cycle(range(1, 33))
 """Numbers from 1 to 32, which identify the optimizers whose windows are shared. All

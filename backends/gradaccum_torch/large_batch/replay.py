@@ -14,11 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from gradaccum_torch.torch_private.names import (
-    buffers_of,
-    untraced,
-    version,
-)
+from gradaccum_torch.torch_private.names import buffers_of, untraced, version
 
 
 class RandomState:
