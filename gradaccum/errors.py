@@ -77,11 +77,7 @@ def require_int(
 
 
 def require_number(
-    argument: str,
-    value: object,
-    *,
-    or_equal: bool = False,
-    fix: str | None = None,
+    argument: str, value: object, *, or_equal: bool = False, fix: str | None = None
 ) -> float:
     """Return `value` as a float. Raise unless it is finite and > 0 (or >= 0 if `or_equal`
     is true).

@@ -342,10 +342,7 @@ class LayeredPasses:
         window = self.state._replace(accumulator=(), inner_state=(), masters=())
         window = group.shared_window(window, spec.axis_names)
         (window, sums), stacks = self.for_each(
-            head,
-            (window, self.empty_sums(outer)),
-            activations,
-            len(numbers) + 1,
+            head, (window, self.empty_sums(outer)), activations, len(numbers) + 1
         )
         weights = [stack[1] for stack in stacks]
         upstream = [stack[3] for stack in stacks]

@@ -56,11 +56,7 @@ class Update(NamedTuple):
     shard_axes: ShardAxes = None
 
     def run(
-        self,
-        accumulator: Tree,
-        inner_state: InnerState,
-        divisor: Scalar,
-        apply: Scalar,
+        self, accumulator: Tree, inner_state: InnerState, divisor: Scalar, apply: Scalar
     ) -> tuple[Updates, Tree, InnerState]:
         """Run the inner optimizer on the sum of the gradients if `apply` is true.
         ``divisor=None`` means that the sum has already been divided.

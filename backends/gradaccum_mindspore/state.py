@@ -208,8 +208,7 @@ class Storage(nn.Cell):  # type: ignore[misc]
         self.sums = ParameterTuple(
             [
                 hidden_parameter(
-                    ops.zeros(parameter.shape, dtype),
-                    parameter.name + self.sum_suffix,
+                    ops.zeros(parameter.shape, dtype), parameter.name + self.sum_suffix
                 )
                 for parameter, dtype in zip(parameters, sum_dtypes, strict=True)
             ]

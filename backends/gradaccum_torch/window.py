@@ -831,9 +831,7 @@ def with_factor(
     return {**arguments, "gradient": gradient * factor}
 
 
-def parameter_marks(
-    parameters: list[Tensor],
-) -> list[tuple[int, torch.dtype, bool]]:
+def parameter_marks(parameters: list[Tensor]) -> list[tuple[int, torch.dtype, bool]]:
     """Return the id, the dtype and the ``requires_grad`` flag of each parameter. The
     lists from two calls differ if a parameter was replaced, cast, frozen or unfrozen
     between the calls.

@@ -160,10 +160,7 @@ def add_gradients(
 
 
 def gradients_of(
-    sums: Leaves,
-    divisor: Scalar,
-    params: Params,
-    axis_names: tuple[str, ...] = (),
+    sums: Leaves, divisor: Scalar, params: Params, axis_names: tuple[str, ...] = ()
 ) -> Tree:
     """Return the gradients of the large batch in the dtypes of the parameters. To get
     each gradient, add up one of the `sums` over the devices along the mesh axes

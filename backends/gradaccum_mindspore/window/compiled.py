@@ -168,11 +168,7 @@ class CompiledWindow(CellOfOnePhase):
     """
 
     def __init__(
-        self,
-        storage: Storage,
-        options: Options,
-        update: Update,
-        workers: Any = None,
+        self, storage: Storage, options: Options, update: Update, workers: Any = None
     ) -> None:
         super().__init__(auto_prefix=False)
         self.storage = storage

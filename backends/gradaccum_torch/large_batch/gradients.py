@@ -62,12 +62,7 @@ class GradientsInGrad:
 
     window: WholeWindow | None = None
 
-    def __init__(
-        self,
-        before: Before,
-        largest_factor: float,
-        divisor: float,
-    ) -> None:
+    def __init__(self, before: Before, largest_factor: float, divisor: float) -> None:
         self.before = before
         self.divisor = divisor
         self._largest_factor = largest_factor
