@@ -244,8 +244,7 @@ def scale_rule(
     if isinstance(loss_scale, DynamicLossScale):
         return loss_scale.rule(), None
     if isinstance(loss_scale, Real) and not isinstance(loss_scale, bool):
-        number = require_number("loss_scale", loss_scale)
-        return ScaleRule(init_scale=number), None
+        return ScaleRule(init_scale=require_number("loss_scale", loss_scale)), None
     kinds = "gradaccum.DynamicLossScale"
     if driver is not None:
         rule = driver.scaler_rule(loss_scale)

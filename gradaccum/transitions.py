@@ -172,8 +172,7 @@ def divisor(state: Fields, options: Options, where: Where) -> Scalar:
     """Return the number by which the window's gradient sum is divided before clipping:
     the loss scale times the denominator.
     """
-    loss_scale = state[5]
-    return loss_scale * denominator(state[3], options, where)
+    return state[5] * denominator(state[3], options, where)
 
 
 def denominator(weight: Scalar, options: Options, where: Where) -> Scalar:

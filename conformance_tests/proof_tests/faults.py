@@ -77,7 +77,7 @@ FAULTS = {
         "apply = (in_range", "apply = (in_range & (weight < 0)", GOOD
     ),
     "the gradient stays scaled": Fault(
-        "    return loss_scale * denominator(state[3], options, where)\n",
+        "    return state[5] * denominator(state[3], options, where)\n",
         "    return denominator(state[3], options, where)\n",
         GOOD,
     ),
