@@ -200,4 +200,4 @@ def is_zero(tensor: Tensor) -> bool:
     """True if the part of `tensor` that this process stores contains only zeros. This
     synchronizes with the device.
     """
-    return not bool(local(elements(tensor)).any())
+    return not local(elements(tensor)).any()

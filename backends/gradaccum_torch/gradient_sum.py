@@ -44,6 +44,11 @@ class GradientSum:
     """Whether the sum is kept outside ``.grad``, so that ``.grad`` contains only the
     current micro-batch's gradient.
     """
+    adds_at_once = False
+    """Whether a `SumOnArrival` moves every gradient out of ``.grad`` immediately. This
+    is necessary if the backward passes of several micro-batches run before the next
+    ``step``.
+    """
 
     def __init__(self, parameters: GetParameters, watch: GradientWatch) -> None:
         self.parameters = parameters
@@ -232,11 +237,6 @@ class SumOnArrival(SumInBuffers):
     ) -> None:
         super().__init__(parameters, watch, options)
         self._staying: WatchedGradient | None = None
-        self.adds_at_once = False
-        """Whether every gradient is moved out of ``.grad`` immediately. This is
-        necessary if the backward passes of several micro-batches run before the next
-        ``step``.
-        """
         self._gradient_added: Callable[[Tensor], None] | None = None
 
     @property

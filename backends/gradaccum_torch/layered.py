@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -399,10 +398,9 @@ class LayeredRun:
         """
         is_trained = index in self._first_layers.values()
         if index and is_trained and self._updates_layers:
-            self._window.update_part(index, partial(self._is_complete, index))
-
-    def _is_complete(self, index: int, parameter: Tensor) -> bool:
-        return self._first_layers.get(id(parameter), 0) >= index
+            self._window.update_part(
+                index, lambda p: self._first_layers.get(id(p), 0) >= index
+            )
 
     def _reach(self, index: int, tensors: list[Tensor]) -> None:
         leaves = self._destination.reach(tensors, self._leaf_nodes[index])

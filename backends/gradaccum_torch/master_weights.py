@@ -31,7 +31,7 @@ class MasterWeights:
         self,
         inner: torch.optim.Optimizer,
         is_wanted: bool,
-        masters: Mapping[int, Tensor] | None = None,
+        masters: Mapping[int, Tensor] | None,
     ) -> None:
         self.inner = inner
         self.is_wanted = is_wanted

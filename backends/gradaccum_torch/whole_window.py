@@ -14,7 +14,6 @@ from torch import Tensor
 from gradaccum import UsageError
 from gradaccum_torch.arithmetic import is_zero
 from gradaccum_torch.extensions import rate_mark
-from gradaccum_torch.gradient_sum import SumOnArrival
 from gradaccum_torch.torch_private.fsdp import units_holding
 from gradaccum_torch.torch_private.names import Versions, is_sharded
 from gradaccum_torch.window import Window
@@ -133,13 +132,11 @@ class WholeWindow:
         sum. The micro-batches of these passes must already have been counted.
         """
         gradient_sum = self._window.gradient_sum
-        if isinstance(gradient_sum, SumOnArrival):
-            gradient_sum.adds_at_once = True
+        gradient_sum.adds_at_once = True
         try:
             yield
         finally:
-            if isinstance(gradient_sum, SumOnArrival):
-                gradient_sum.adds_at_once = False
+            gradient_sum.adds_at_once = False
         gradient_sum.add_micro_batch(self._window.update)
         self._window.update.is_broken = False
         self._window.watch.reset()

@@ -316,10 +316,10 @@ class Window:
         be the last one of its window, the workers may begin to reduce gradients during
         this pass.
         """
-        if not self.workers.is_shared:
-            return nullcontext()
-        size = self.current_size()
-        if not isinstance(size, int) or self.state.micro_step != size - 1:
+        if (
+            not self.workers.is_shared
+            or self.state.micro_step + 1 != self.current_size()
+        ):
             return nullcontext()
         is_only_pass = self.expects_one_pass and not self.has_new_gradient
         return self.workers.last_pass(self.gradient_sum, is_only_pass)

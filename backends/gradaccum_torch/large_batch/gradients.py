@@ -165,12 +165,11 @@ class GradientsInGrad:
         tensor was written to. Before that, copy each gradient that shares its memory
         with other tensors.
         """
-        if self._without_gradient:
-            for leaf in self._without_gradient:
-                keep_own(leaf)
-            self._without_gradient = [
-                leaf for leaf in self._without_gradient if leaf.grad is None
-            ]
+        for leaf in self._without_gradient:
+            keep_own(leaf)
+        self._without_gradient = [
+            leaf for leaf in self._without_gradient if leaf.grad is None
+        ]
         self._noted_sums = []
         for leaf in self._earlier_gradients:
             total = self._sum_of(leaf)

@@ -24,7 +24,7 @@ class RandomState:
     """
 
     def __init__(
-        self, devices: Iterable[torch.device] = (), *, with_host: bool = True
+        self, devices: Iterable[torch.device], *, with_host: bool = True
     ) -> None:
         self._python: Any = None
         self._numpy: Any = None
@@ -104,8 +104,7 @@ class Buffers:
                 for name, buffer in buffers_of(child).items():
                     values = None if buffer is None else buffer.detach().clone()
                     number = 0 if buffer is None else version(buffer)
-                    copy = BufferCopy(child, name, buffer, number, values)
-                    self._copies.append(copy)
+                    self._copies.append(BufferCopy(child, name, buffer, number, values))
 
     @contextmanager
     def noting_calls(self) -> Iterator[None]:
