@@ -81,8 +81,7 @@ def _on_devices(like: AccumulationState, restored_state: Tree) -> AccumulationSt
     devices = np.shape(by_path(restored_state).get("weight", 0.0))
 
     def with_device_axis(leaf: Array) -> Array:
-        kind: Any = jax.ShapeDtypeStruct
-        return kind((*devices, *leaf.shape), leaf.dtype)
+        return jax.ShapeDtypeStruct((*devices, *leaf.shape), leaf.dtype)  # type: ignore[no-untyped-call]
 
     return by_kind(like, own=with_device_axis)
 

@@ -109,8 +109,7 @@ class SizeSearch:
                 f"RESOURCE_EXHAUSTED: {needed_bytes} bytes"
             )
         # A device may report only at the end of a run that it ran out of memory.
-        library: Any = jax
-        result = library.block_until_ready(program(model_arguments, batch))
+        result = jax.block_until_ready(program(model_arguments, batch))  # type: ignore[no-untyped-call]
         self.programs[name] = program
         return result
 

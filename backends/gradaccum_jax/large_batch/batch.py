@@ -370,8 +370,7 @@ def _rows_by_block(array: Array, blocks: int) -> Array:
     items of the large batch, and each micro-batch has rows from every block (see
     `LargeBatch.blocks`).
     """
-    by_block = jnp.swapaxes(divide_axis(array, 1, blocks), 0, 1)
-    return merge_axis(by_block, 1)
+    return merge_axis(jnp.swapaxes(divide_axis(array, 1, blocks), 0, 1), 1)
 
 
 def weight_of(micro_batch: MicroBatch, weight: Weight, dtype: DType) -> Scalar:

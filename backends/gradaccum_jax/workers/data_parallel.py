@@ -203,8 +203,8 @@ def _typed_by(leaf: Array, spec: Spec, mesh: Mesh) -> Array:
     leaf_spec = typeof(leaf).sharding.spec
     if not is_explicit or tuple(leaf_spec)[: len(spec)] == tuple(spec):
         return leaf
-    reshard: Any = jax.sharding.reshard
-    return reshard(leaf, jax.sharding.NamedSharding(mesh, spec))
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    return jax.sharding.reshard(leaf, sharding)  # type: ignore[no-untyped-call]
 
 
 def _without_device_axis(arg: Tree) -> Tree:
@@ -278,8 +278,7 @@ def require_shared_window(tree: Tree, axes: tuple[str, ...]) -> None:
 
 
 def _is_flag(leaf: Array) -> bool:
-    is_bool = jnp.issubdtype(jnp.result_type(leaf), jnp.bool_)
-    return bool(jnp.shape(leaf) == () and is_bool)
+    return jnp.shape(leaf) == () and jnp.result_type(leaf) == jnp.bool_
 
 
 def _with_device_axis(leaf: Array) -> Array:

@@ -336,6 +336,4 @@ def _packed(leaves: Leaves) -> tuple[Array, Callable[[Array], Leaves]]:
     """
     if len(leaves) == 1:
         return leaves[0], lambda array: [array]
-    ravel: Any = ravel_pytree
-    array, unravel = ravel(leaves)
-    return array, unravel
+    return ravel_pytree(leaves)  # type: ignore[no-any-return,no-untyped-call]
