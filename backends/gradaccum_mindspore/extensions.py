@@ -164,10 +164,8 @@ class WindowLoss(nn.Cell):  # type: ignore[misc]
         return where(losses[1] == weight, losses[0], self.nan)
 
     def compiled_after_window(self, state: Fields) -> Tensor:
-        weight = state[3]
-        total = self.compiled_total(weight)
+        total = self.compiled_total(state[3])
         loss = kit.window_loss(total, state, self.options, where)
-        loss = where(weight > 0, loss, self.nan)
         return ops.stack((self.zero, self.zero, loss.astype(self.float_dtype)))
 
     def compiled_with_total(self, total: Tensor, weight: Tensor) -> Tensor:

@@ -290,8 +290,7 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
         require_read(self.storage.scale_key)
         if positional_weight is not None:
             if positional_loss is None and loss is None:
-                dtype = getattr(positional_weight, "dtype", None)
-                checks.require_certain_weight(dtype)
+                checks.require_certain_weight(getattr(positional_weight, "dtype", None))
             weight = positional_weight
         if positional_loss is not None:
             loss = positional_loss

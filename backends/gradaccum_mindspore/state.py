@@ -139,8 +139,8 @@ class Storage(nn.Cell):  # type: ignore[misc]
         parameters: Sequence[Parameter],
         options: Options,
         name: str,
-        place: tuple[int, int] | None = None,
-        sharded_places: tuple[int, ...] = (),
+        place: tuple[int, int] | None,
+        sharded_places: tuple[int, ...],
     ) -> None:
         super().__init__(auto_prefix=False)
         self.options = options
@@ -176,7 +176,7 @@ class Storage(nn.Cell):  # type: ignore[misc]
         """The wrapped learning-rate schedulers of the inner optimizer."""
 
     def add_sums(
-        self, parameters: Sequence[Parameter], sharded_places: Sequence[int]
+        self, parameters: Sequence[Parameter], sharded_places: tuple[int, ...]
     ) -> None:
         options = self.options
         self.specs = tuple(
@@ -213,7 +213,7 @@ class Storage(nn.Cell):  # type: ignore[misc]
                 for parameter, dtype in zip(parameters, sum_dtypes, strict=True)
             ]
         )
-        self.sharded_places = tuple(sharded_places)
+        self.sharded_places = sharded_places
         """The indices of the gradient sums that are not all-reduced, because their
         parameters are sharded.
         """
@@ -290,8 +290,7 @@ class Storage(nn.Cell):  # type: ignore[misc]
         """Return `state` with each number rounded to the dtype in which it will be
         stored.
         """
-        has_float64 = self.float_dtype == ms.float64
-        return kit.at_rest(State(*state), float64_weight=has_float64)
+        return kit.at_rest(State(*state), float64_weight=self.float_dtype == ms.float64)
 
     def read(self) -> State:
         return State(*(getattr(self, field).item() for field in FIELD_DTYPES))

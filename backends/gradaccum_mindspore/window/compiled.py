@@ -168,7 +168,7 @@ class CompiledWindow(CellOfOnePhase):
     """
 
     def __init__(
-        self, storage: Storage, options: Options, update: Update, workers: Any = None
+        self, storage: Storage, options: Options, update: Update, workers: Any
     ) -> None:
         super().__init__(auto_prefix=False)
         self.storage = storage
@@ -304,6 +304,7 @@ class CompiledWindow(CellOfOnePhase):
         self.note_weighed(weight is not None)
         if self.options.on_overflow == "drop_micro_batch" or isinstance(weight, Tensor):
             return False
+        checks.check_compiled_weight(weight)
         is_known: bool = weight is None or is_certain(weight)
         return is_known
 

@@ -341,7 +341,7 @@ class SharedWindow(PyNativeWindow):
             self.all_numbers = AllNumbers(self.workers)
             self.window_end = WindowEnd(self.compiled_window, self.workers)
 
-    def flush(self, denominator: float | None = None) -> bool:
+    def flush(self, denominator: float | None) -> bool:
         """End the open window, and then take part in the other workers' windows until
         every worker has called ``flush``. Return whether any of these windows contained
         a micro-batch.
