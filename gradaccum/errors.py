@@ -77,15 +77,10 @@ def require_int(
 
 
 def require_number(
-    argument: str,
-    value: object,
-    *,
-    above: float,
-    or_equal: bool = False,
-    fix: str | None = None,
+    argument: str, value: object, *, or_equal: bool = False, fix: str | None = None
 ) -> float:
-    """Return `value` as a float. Raise unless it is finite and > `above` (or >= `above`
-    if `or_equal` is true).
+    """Return `value` as a float. Raise unless it is finite and > 0 (or >= 0 if `or_equal`
+    is true).
     """
     # float() raises one of these errors if the value is an array with several elements,
     # or a traced value. ``contextlib.suppress`` is not used, because it would take
@@ -95,15 +90,13 @@ def require_number(
         number = None if is_text else float(cast(SupportsFloat, value))
     except (TypeError, ValueError, RuntimeError):
         number = None
-    if number is not None and (
-        above < number < math.inf or (or_equal and number == above)
-    ):
+    if number is not None and (0 < number < math.inf or (or_equal and number == 0)):
         return number
     kind = ArgumentTypeError if number is None else ArgumentValueError
     sign = ">=" if or_equal else ">"
-    fix = fix or f"For example, write {argument}={above + 1:g}."
+    fix = fix or f"For example, write {argument}=1."
     raise kind(
-        f"{argument}: expected a finite number {sign} {above:g}; got {value!r}"
+        f"{argument}: expected a finite number {sign} 0; got {value!r}"
         f" ({type(value).__name__}). {fix}"
     )
 
@@ -133,4 +126,4 @@ def require_weight(weight: object) -> float:
     """Return `weight`, the weight of a micro-batch, as a float. Raise unless it is
     finite and >= 0.
     """
-    return require_number("weight", weight, above=0, or_equal=True)
+    return require_number("weight", weight, or_equal=True)

@@ -65,12 +65,7 @@ from gradaccum.refusals import (
     update_due_error,
     wrapped_twice_error,
 )
-from gradaccum.registry import (
-    Backend,
-    Steps,
-    WrapOptions,
-    wrap_with,
-)
+from gradaccum.registry import Backend, Steps, WrapOptions, wrap_with
 from gradaccum.saving import (
     FORMAT,
     Terms,
@@ -113,10 +108,7 @@ from gradaccum.state import (
     largest_number,
     round_to_float32,
 )
-from gradaccum.statistics import (
-    add_loss,
-    window_loss,
-)
+from gradaccum.statistics import add_loss, window_loss
 from gradaccum.transitions import (
     Decision,
     Fields,

@@ -70,9 +70,9 @@ def is_column(nest: Nest) -> bool:
     """True if `nest` is a list or tuple of plain values, which counts as one leaf with
     one value per item.
     """
-    if not isinstance(nest, list | tuple) or hasattr(nest, "_fields"):
+    if not _is_list(nest):
         return False
-    return bool(nest) and all(isinstance(value, PLAIN) for value in nest)
+    return bool(nest) and all(isinstance(value, PLAIN) for value in nest)  # type: ignore[attr-defined]
 
 
 def with_leaves(nest: Nest, leaves: Iterator[object]) -> Nest:

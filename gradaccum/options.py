@@ -230,7 +230,7 @@ class ScalerDriver(Protocol):
 
 
 def scale_rule(
-    loss_scale: object, driver: ScalerDriver | None = None
+    loss_scale: object, driver: ScalerDriver | None
 ) -> tuple[ScaleRule, Any]:
     """Return the loss-scaling rule selected by `loss_scale`, and the framework's own
     loss scaler if the user passed one (otherwise None).
@@ -244,8 +244,7 @@ def scale_rule(
     if isinstance(loss_scale, DynamicLossScale):
         return loss_scale.rule(), None
     if isinstance(loss_scale, Real) and not isinstance(loss_scale, bool):
-        number = require_number("loss_scale", loss_scale, above=0)
-        return ScaleRule(init_scale=number), None
+        return ScaleRule(init_scale=require_number("loss_scale", loss_scale)), None
     kinds = "gradaccum.DynamicLossScale"
     if driver is not None:
         rule = driver.scaler_rule(loss_scale)
@@ -316,7 +315,7 @@ def make_options(
     rule, scaler = scale_rule(loss_scale, driver)
     for name, norm in {"clip_norm": clip_norm, "skip_norm": skip_norm}.items():
         if norm is not None:
-            require_number(name, norm, above=0, fix=_NO_LIMIT)
+            require_number(name, norm, fix=_NO_LIMIT)
     # A disabled torch.amp.GradScaler is accepted, because its scale is always 1.
     if on_overflow == "ignore" and rule.backoff_factor != 1:
         raise ArgumentValueError(
@@ -399,4 +398,4 @@ def require_denominator(
     allowed, because each worker could pass a different number.
     """
     require_denominator_allowed(options, several=several)
-    return require_number("denominator", denominator, above=0)
+    return require_number("denominator", denominator)

@@ -57,22 +57,15 @@ def half_made_error() -> UsageError:
     )
 
 
-def missing_worker_error(state: State, rank: int, more_time: str = "") -> UsageError:
-    """Return the error for a reduction that failed at a window's end. `more_time` is
-    advice on how to give slow workers more time.
-    """
-    fix = (
-        "When a worker has no more data, call flush() on that worker. flush() takes"
-        " part in the other workers' windows until all workers have called flush()."
-    )
-    if more_time:
-        fix = f"{fix} {more_time}"
+def missing_worker_error(state: State, rank: int) -> UsageError:
+    """Return the error for a reduction that failed at a window's end."""
     return UsageError(
         f"the end of a window on rank {rank}: expected every worker to end its window"
         " at the same point, either with its last micro-batch or by calling flush();"
         " got a reduction that failed or timed out. This worker had accumulated"
         f" {state.micro_step} micro-batches for update {state.optimizer_step + 1}."
-        f" {fix}"
+        " When a worker has no more data, call flush() on that worker. flush() takes"
+        " part in the other workers' windows until all workers have called flush()."
     )
 
 

@@ -22,10 +22,7 @@ from importlib.util import find_spec
 from inspect import isroutine, signature
 from typing import Any, Protocol, TypedDict, cast, runtime_checkable
 
-from gradaccum.errors import (
-    ArgumentTypeError,
-    BackendNotFoundError,
-)
+from gradaccum.errors import ArgumentTypeError, BackendNotFoundError
 from gradaccum.options import (
     OnOverflow,
     Options,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from gradaccum.errors import require_int, require_number
 from gradaccum.state import Scalar
-from gradaccum.transitions import contribution
+from gradaccum.transitions import contribution, denominator
 
 if TYPE_CHECKING:
     from gradaccum.options import Options
@@ -49,12 +49,9 @@ def window_loss(total: Scalar, state: Fields, options: Options, where: Where) ->
     - `state`: the state that was passed to `decide`.
     """
     weight = state[3]
-    one = 0 * weight + 1
-    loss = (
-        total if options.reduction == "sum" else total / where(weight > 0, weight, one)
-    )
-    # Do not write ``NaN * one``, because its derivative would be NaN.
-    return where(weight > 0, loss, float("nan") + one)
+    loss = total / denominator(weight, options, where)
+    # Do not multiply by NaN, because the derivative would be NaN.
+    return where(weight > 0, loss, float("nan") + 0 * weight)
 
 
 # The number of items in an update, and a learning rate that matches this number.
@@ -96,6 +93,6 @@ def scaled_learning_rate(
     """
     numbers = {"base": base, "effective": effective, "reference": reference}
     for name, number in numbers.items():
-        require_number(name, number, above=0)
+        require_number(name, number)
     ratio = effective / reference
     return base * {"linear": ratio, "sqrt": math.sqrt(ratio)}[rule]

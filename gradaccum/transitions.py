@@ -165,26 +165,14 @@ def joined(state: Fields, weight: Scalar, overflow: Scalar) -> Fields:
     - `weight`: the sum of the weights of all workers.
     - `overflow`: bool, True if the overflow flag of any worker is True.
     """
-    micro_step, optimizer_step, skipped_windows, _, _, loss_scale, growth_tracker = (
-        state
-    )
-    return (
-        micro_step,
-        optimizer_step,
-        skipped_windows,
-        weight,
-        overflow,
-        loss_scale,
-        growth_tracker,
-    )
+    return (*state[:3], weight, overflow, *state[5:])
 
 
 def divisor(state: Fields, options: Options, where: Where) -> Scalar:
     """Return the number by which the window's gradient sum is divided before clipping:
     the loss scale times the denominator.
     """
-    loss_scale = state[5]
-    return loss_scale * denominator(state[3], options, where)
+    return state[5] * denominator(state[3], options, where)
 
 
 def denominator(weight: Scalar, options: Options, where: Where) -> Scalar:
@@ -208,30 +196,11 @@ def with_denominator(
     - `denominator`: a finite scalar > 0. With any other value, `decide` skips the
       window.
     """
-    (
-        micro_step,
-        optimizer_step,
-        skipped_windows,
-        weight,
-        overflow,
-        loss_scale,
-        growth_tracker,
-    ) = state
+    weight = state[3]
     weight = where(weight > 0, denominator + 0 * weight, weight)
-    divides = (
-        options._replace(reduction="sum_per_item")
-        if options.reduction == "sum"
-        else options
-    )
-    return (
-        micro_step,
-        optimizer_step,
-        skipped_windows,
-        weight,
-        overflow,
-        loss_scale,
-        growth_tracker,
-    ), divides
+    if options.reduction == "sum":
+        options = options._replace(reduction="sum_per_item")
+    return (*state[:3], weight, *state[4:]), options
 
 
 def decide(

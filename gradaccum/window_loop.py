@@ -336,9 +336,7 @@ class Windows(Generic[M]):
         values = [float(len(micro_batches))]
         for name, function in self.count.items():
             numbers = map(function, micro_batches)
-            values.append(
-                sum(require_number(name, n, above=0, or_equal=True) for n in numbers)
-            )
+            values.append(sum(require_number(name, n, or_equal=True) for n in numbers))
         return values
 
     def _reduced(self, values: list[float]) -> list[float]:

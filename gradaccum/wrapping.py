@@ -7,11 +7,7 @@ from typing import Any
 from gradaccum.registry import NOT_GIVEN, backend_of, wrap_with
 
 
-def wrap(
-    optimizer: Any,
-    steps: object = NOT_GIVEN,
-    **options: Any,
-) -> Any:
+def wrap(optimizer: Any, steps: object = NOT_GIVEN, **options: Any) -> Any:
     """Make an optimizer run once per window of micro-batches, with the gradient that
     the window would have as one large batch.
 

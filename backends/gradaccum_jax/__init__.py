@@ -30,8 +30,6 @@ __all__ = [
     "coupled_value_and_grad",
     "data_parallel",
     "describe",
-]
-__all__ += [
     "discard",
     "epoch",
     "flush",
@@ -39,8 +37,6 @@ __all__ += [
     "redistributed",
     "result",
     "scale_loss",
-]
-__all__ += [
     "value_and_grad",
     "value_and_update",
     "wrap",

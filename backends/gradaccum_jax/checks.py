@@ -11,11 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradaccum import (
-    ArgumentTypeError,
-    GradientError,
-    kit,
-)
+from gradaccum import ArgumentTypeError, GradientError, kit
 from gradaccum.kit import (
     Options,
     Scalar,
@@ -61,7 +57,7 @@ def require_params_alone(params: Params) -> None:
     other nnx variables. A random stream among the parameters would give every
     micro-batch the same dropout mask.
     """
-    flat = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_variable)[0]
+    flat = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_variable)
     kinds_by_path = {
         path: [base.__name__ for base in type(node).__mro__]
         for path, node in flat

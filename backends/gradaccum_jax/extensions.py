@@ -12,13 +12,7 @@ import jax.numpy as jnp
 from gradaccum import kit
 from gradaccum.kit import Options, Scalar
 from gradaccum_jax.arrays import DType
-from gradaccum_jax.state import (
-    UNKNOWN,
-    AccumulationState,
-    as_read,
-    as_stored,
-    like,
-)
+from gradaccum_jax.state import UNKNOWN, AccumulationState, as_read, as_stored, like
 
 
 def first_losses(dtype: DType) -> dict[str, Scalar]:

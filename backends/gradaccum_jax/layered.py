@@ -336,18 +336,13 @@ class LayeredPasses:
             )
             # If a weight is invalid, the window is closed as if it had overflowed.
             weight = jnp.where(weight > 0, weight, 0)
-            outer_gradients = gradients[:outer_count]
-            sums = add_gradients(sums, outer_gradients, weight, spec.options)
-            upstream = gradients[outer_count:]
-            return (window, sums), (loss, weight, aux, upstream)
+            sums = add_gradients(sums, gradients[:outer_count], weight, spec.options)
+            return (window, sums), (loss, weight, aux, gradients[outer_count:])
 
         window = self.state._replace(accumulator=(), inner_state=(), masters=())
         window = group.shared_window(window, spec.axis_names)
         (window, sums), stacks = self.for_each(
-            head,
-            (window, self.empty_sums(outer)),
-            activations,
-            len(numbers) + 1,
+            head, (window, self.empty_sums(outer)), activations, len(numbers) + 1
         )
         weights = [stack[1] for stack in stacks]
         upstream = [stack[3] for stack in stacks]

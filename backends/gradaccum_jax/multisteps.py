@@ -130,12 +130,7 @@ class MultiSteps:
         check_known(self._options.steps, state.gradient_step)
         gradients = align(updates, state.acc_grads)
         results: tuple[Updates, optax.MultiStepsState] = call_jitted(
-            self._jitted_update,
-            gradients,
-            updates,
-            state,
-            params,
-            extra_args,
+            self._jitted_update, gradients, updates, state, params, extra_args
         )
         return results
 

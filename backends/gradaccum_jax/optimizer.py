@@ -94,7 +94,7 @@ class Accumulation:
     transformation: optax.GradientTransformation
     """The optimizer that was passed to `wrap`."""
     options: Options
-    axes: tuple[str, ...] = ()
+    axes: tuple[str, ...]
     """The mesh axes along which devices share the window."""
     shard_axes: ShardAxes = None
 
@@ -211,8 +211,7 @@ class Accumulation:
     def _align(self, grads: Tree, state: AccumulationState) -> Gradients:
         gradients = align(grads, state.accumulator)
         structure = jax.tree.structure(state.accumulator)
-        gradient_tree = jax.tree.unflatten(structure, gradients)
-        group.require_own("grads", gradient_tree, self.axes)
+        group.require_own("grads", jax.tree.unflatten(structure, gradients), self.axes)
         return gradients
 
     @cached_property

@@ -30,11 +30,7 @@ from gradaccum.kit import (
 from gradaccum_jax.arrays import Array, Params, Tree, plain
 from gradaccum_jax.combinators import new_part, part_of
 from gradaccum_jax.optimizer import accumulation_of
-from gradaccum_jax.state import (
-    AccumulationState,
-    fields_of,
-    the_state,
-)
+from gradaccum_jax.state import AccumulationState, fields_of, the_state
 from gradaccum_jax.workers.group import by_kind
 
 
@@ -85,10 +81,9 @@ def _on_devices(like: AccumulationState, restored_state: Tree) -> AccumulationSt
     devices = np.shape(by_path(restored_state).get("weight", 0.0))
 
     def with_device_axis(leaf: Array) -> Array:
-        kind: Any = jax.ShapeDtypeStruct
-        return kind((*devices, *leaf.shape), leaf.dtype)
+        return jax.ShapeDtypeStruct((*devices, *leaf.shape), leaf.dtype)  # type: ignore[no-untyped-call]
 
-    return by_kind(like, own=with_device_axis, shared=lambda leaf: leaf)
+    return by_kind(like, own=with_device_axis)
 
 
 def _resume(state: AccumulationState, options: Options) -> AccumulationState:
@@ -153,7 +148,7 @@ def by_path(tree: Tree) -> dict[str, Array]:
     A leaf keeps its path if a checkpoint library converts tuples to dicts:
     ``tree["0"]["mu"]`` has the path "0.mu" too.
     """
-    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    flat = jax.tree_util.tree_leaves_with_path(tree)
     name_of = partial(jax.tree_util.keystr, simple=True, separator=".")
     return {name_of(path): leaf for path, leaf in flat}
 

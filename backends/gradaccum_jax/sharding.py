@@ -158,8 +158,7 @@ def axis_shards(leaf: Array, axis: int, others: Tree) -> AxisShards:
     shard_length = leaf.sharding.shard_shape(leaf.shape)[axis]
     if shard_length == leaf.shape[axis]:
         return ONE_SHARD
-    known = leaf.shape[axis] // shard_length
-    return AxisShards(known, len(leaf.sharding.device_set))
+    return AxisShards(leaf.shape[axis] // shard_length, len(leaf.sharding.device_set))
 
 
 def _shards_by_type(sharding: Any, axis: int, others: Tree) -> AxisShards:

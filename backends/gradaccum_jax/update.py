@@ -33,13 +33,7 @@ from gradaccum_jax.arrays import (
     takes_part,
     wider,
 )
-from gradaccum_jax.gradient_sum import (
-    as_gradient,
-    divide,
-    has_sum,
-    select,
-    without_sum,
-)
+from gradaccum_jax.gradient_sum import as_gradient, divide, has_sum, select, without_sum
 from gradaccum_jax.sharding import ShardAxes, replicated
 from gradaccum_jax.workers.group import same
 from gradaccum_jax.xla import run_if
@@ -61,18 +55,8 @@ class Update(NamedTuple):
     """The mesh axes along which devices share the window."""
     shard_axes: ShardAxes = None
 
-    def with_loss(self, loss: Scalar) -> Update:
-        """Return a copy that also passes `loss`, the window's loss, to the inner
-        optimizer. In optax's optimizers, this argument is called ``value``.
-        """
-        return self._replace(extra={**self.extra, "value": loss})
-
     def run(
-        self,
-        accumulator: Tree,
-        inner_state: InnerState,
-        divisor: Scalar,
-        apply: Scalar,
+        self, accumulator: Tree, inner_state: InnerState, divisor: Scalar, apply: Scalar
     ) -> tuple[Updates, Tree, InnerState]:
         """Run the inner optimizer on the sum of the gradients if `apply` is true.
         ``divisor=None`` means that the sum has already been divided.
@@ -89,7 +73,6 @@ class Update(NamedTuple):
             gradients = self._gradients(
                 cast_like(operand[0], accumulator), divisor, self.types.dtypes
             )
-            gradients = replicated(gradients, self.axes)
             updates, new_state = self._optimize(gradients, operand[1])
             updates = _updates_that_move(updates, accumulator)
             return cast_like(updates, buffer), cast_like(new_state, inner_state)
@@ -113,7 +96,6 @@ class Update(NamedTuple):
 
         def updates_of(accumulator: Tree, inner_state: InnerState) -> Updates:
             gradients = self._gradients(accumulator, divisor, self.types.update_dtypes)
-            gradients = replicated(gradients, self.axes)
             return self._optimize(gradients, inner_state)[0]
 
         updates = jax.eval_shape(updates_of, accumulator, inner_state)
@@ -124,7 +106,7 @@ class Update(NamedTuple):
             accumulator = divide(accumulator, divisor)
         leaves, structure = jax.tree.flatten(accumulator)
         gradients = map(lax.convert_element_type, map(as_gradient, leaves), dtypes)
-        return jax.tree.unflatten(structure, gradients)
+        return replicated(jax.tree.unflatten(structure, gradients), self.axes)
 
     def _optimize(self, gradients: Tree, inner_state: InnerState) -> tuple[Any, Any]:
         """Call the inner optimizer. If it does not accept the argument ``value``

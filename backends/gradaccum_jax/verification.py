@@ -140,8 +140,7 @@ class JaxSubject(Subject):
         """
         names = re.findall(r"\b(b?f\d+)", str(self._program))
         roundoff = max(ROUNDOFFS[name] for name in names if name in ROUNDOFFS)
-        leaves = jax.tree.leaves(self._parameters)
-        limits = [jnp.finfo(leaf.dtype) for leaf in leaves]
+        limits = [jnp.finfo(leaf.dtype) for leaf in jax.tree.leaves(self._parameters)]
         return roundoff, max(float(each.smallest_normal) for each in limits)
 
 

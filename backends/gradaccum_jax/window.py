@@ -21,7 +21,6 @@ from gradaccum.kit import (
     Options,
     Scalar,
     accumulate,
-    contribution,
     decide,
     divisor,
     joined,
@@ -87,7 +86,7 @@ def add(
     if weight is None:
         weight = jnp.ones_like(state.weight)
     elif options.reduction == "mean":
-        factor = contribution(weight, options)
+        factor = weight
     can_drop = options.on_overflow == "drop_micro_batch"
     finite = jnp.asarray(True)
     if can_drop:
@@ -213,7 +212,8 @@ def close(
         total = run_if(ending.apply, divide, total)
         divisor = None
     if takes_loss:
-        update = update.with_loss(ending.loss)
+        # In optax's optimizers, the argument with the loss is called ``value``.
+        update = update._replace(extra={**update.extra, "value": ending.loss})
     inner_state = (state.inner_state, state.masters)
     updates, total, (inner_state, masters) = update.run(
         total, inner_state, divisor, ending.apply

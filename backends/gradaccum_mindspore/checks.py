@@ -17,7 +17,14 @@ from mindspore.ops import constexpr
 
 from gradaccum import ArgumentTypeError, GradientError
 from gradaccum.kit import given_weight, require_weight
-from gradaccum_mindspore.gradient_sum import DType, Gradients, Number, Shape
+from gradaccum_mindspore.gradient_sum import (
+    DType,
+    Gradients,
+    Number,
+    Shape,
+    dtype_of,
+    shape_of,
+)
 
 Weight: TypeAlias = Number | None
 """The number of items in a micro-batch; None means 1."""
@@ -33,8 +40,8 @@ def checked_gradients(gradients: Gradients, specs: Specs) -> Gradients:
     their shapes and dtypes.
     """
     gradients = tuple(gradients)
-    shapes = [() if gradient is None else gradient.shape for gradient in gradients]
-    dtypes = [None if gradient is None else gradient.dtype for gradient in gradients]
+    shapes = list(map(shape_of, gradients))
+    dtypes = list(map(dtype_of, gradients))
     require_gradients(shapes, dtypes, specs)
     return gradients
 

@@ -164,10 +164,8 @@ class WindowLoss(nn.Cell):  # type: ignore[misc]
         return where(losses[1] == weight, losses[0], self.nan)
 
     def compiled_after_window(self, state: Fields) -> Tensor:
-        _, _, _, weight, _, _, _ = state
-        total = self.compiled_total(weight)
+        total = self.compiled_total(state[3])
         loss = kit.window_loss(total, state, self.options, where)
-        loss = where(weight > 0, loss, self.nan)
         return ops.stack((self.zero, self.zero, loss.astype(self.float_dtype)))
 
     def compiled_with_total(self, total: Tensor, weight: Tensor) -> Tensor:
@@ -245,7 +243,7 @@ class ListenerCalls(Extension):
             )
             self.listeners.note(result, micro_batches=micro_batches)
 
-    def report(self, micro_batches: float = math.nan) -> None:
+    def report(self, micro_batches: float) -> None:
         """Call the listeners if compiled code has closed a window since the last check.
         `micro_batches` is the number of micro-batches since the last check.
         """

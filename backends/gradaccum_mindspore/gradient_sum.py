@@ -377,6 +377,10 @@ def shape_of(tensor: Tensor | None) -> Shape:
     return () if tensor is None else tensor.shape
 
 
+def dtype_of(tensor: Tensor | None) -> DType | None:
+    return None if tensor is None else tensor.dtype
+
+
 def packed_rows(sums: Sums, dtype: DType) -> Tensor:
     """Concatenate the elements of all sums, and return them as a matrix with rows of
     length `ROW`. The last row is padded with zeros.

@@ -23,12 +23,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.experimental import optim
 
 from gradaccum import StepResult, UsageError, kit, updates_in
-from gradaccum.kit import (
-    Handle,
-    Listener,
-    Options,
-    UntilWeight,
-)
+from gradaccum.kit import Handle, Listener, Options, UntilWeight
 from gradaccum_mindspore import checks
 from gradaccum_mindspore.checks import Loss, Weight
 from gradaccum_mindspore.extensions import ChangedRateWarning
@@ -41,11 +36,7 @@ from gradaccum_mindspore.mindspore_private import (
     refuse_trace,
 )
 from gradaccum_mindspore.state import Storage
-from gradaccum_mindspore.update import (
-    Update,
-    require_no_scale,
-    require_unwrapped,
-)
+from gradaccum_mindspore.update import Update, require_no_scale, require_unwrapped
 from gradaccum_mindspore.window.compiled import CompiledWindow
 from gradaccum_mindspore.window.pynative import PyNativeWindow
 from gradaccum_mindspore.workers.agreement import (
@@ -299,8 +290,7 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
         require_read(self.storage.scale_key)
         if positional_weight is not None:
             if positional_loss is None and loss is None:
-                dtype = getattr(positional_weight, "dtype", None)
-                checks.require_certain_weight(dtype)
+                checks.require_certain_weight(getattr(positional_weight, "dtype", None))
             weight = positional_weight
         if positional_loss is not None:
             loss = positional_loss

@@ -12,12 +12,7 @@ from mindspore import Parameter, Tensor, nn
 from gradaccum import CheckpointError, kit
 from gradaccum.kit import FIELD_DTYPES, State
 from gradaccum_mindspore.gradient_sum import write
-from gradaccum_mindspore.state import (
-    WORKERS,
-    Checkpoint,
-    Storage,
-    with_known_size,
-)
+from gradaccum_mindspore.state import WORKERS, Checkpoint, Storage, with_known_size
 
 
 def load_checkpoint_into(cell: nn.Cell, parameter_dict: Checkpoint) -> None:

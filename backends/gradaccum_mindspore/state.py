@@ -12,7 +12,7 @@ window is open.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
@@ -57,10 +57,7 @@ Checkpoint = Mapping[str, Parameter | Tensor]
 # below 1 is skipped as if it had overflowed.
 
 
-Sizes = int | tuple[tuple[int, int], ...] | Callable[[Any], Any]
-
-
-def sizes_of(steps: Schedule) -> Sizes | None:
+def sizes_of(steps: Schedule) -> Any:
     return steps.weight if isinstance(steps, UntilWeight) else steps
 
 
@@ -72,7 +69,7 @@ def window_size(steps: Schedule, optimizer_step: int) -> Schedule:
     if kit.is_known(steps):
         size: Schedule = kit.steps_at(steps, optimizer_step, kit.select)
         return size
-    function: Any = sizes_of(steps)
+    function = sizes_of(steps)
     try:
         number = function(optimizer_step)
     except Exception:
@@ -142,8 +139,8 @@ class Storage(nn.Cell):  # type: ignore[misc]
         parameters: Sequence[Parameter],
         options: Options,
         name: str,
-        place: tuple[int, int] | None = None,
-        sharded_places: tuple[int, ...] = (),
+        place: tuple[int, int] | None,
+        sharded_places: tuple[int, ...],
     ) -> None:
         super().__init__(auto_prefix=False)
         self.options = options
@@ -179,7 +176,7 @@ class Storage(nn.Cell):  # type: ignore[misc]
         """The wrapped learning-rate schedulers of the inner optimizer."""
 
     def add_sums(
-        self, parameters: Sequence[Parameter], sharded_places: Sequence[int]
+        self, parameters: Sequence[Parameter], sharded_places: tuple[int, ...]
     ) -> None:
         options = self.options
         self.specs = tuple(
@@ -211,13 +208,12 @@ class Storage(nn.Cell):  # type: ignore[misc]
         self.sums = ParameterTuple(
             [
                 hidden_parameter(
-                    ops.zeros(parameter.shape, dtype),
-                    parameter.name + self.sum_suffix,
+                    ops.zeros(parameter.shape, dtype), parameter.name + self.sum_suffix
                 )
                 for parameter, dtype in zip(parameters, sum_dtypes, strict=True)
             ]
         )
-        self.sharded_places = tuple(sharded_places)
+        self.sharded_places = sharded_places
         """The indices of the gradient sums that are not all-reduced, because their
         parameters are sharded.
         """
@@ -239,8 +235,8 @@ class Storage(nn.Cell):  # type: ignore[misc]
                 self.float_dtype if field == "weight" else DTYPES[FIELD_DTYPES[field]]
             )
             setattr(self, field, self.entry(field, value, dtype))
-        codes = kit.encode_terms(self.terms_after(0))
-        self.terms = self.entry("terms", codes, ms.int32)
+        terms = kit.terms_of(with_known_size(self.options, 0), 0)
+        self.terms = self.entry("terms", kit.encode_terms(terms), ms.int32)
         """The options on which the open window depends, encoded as integers by
         `gradaccum.kit.encode_terms` so that a checkpoint can store them.
         """
@@ -256,10 +252,6 @@ class Storage(nn.Cell):  # type: ignore[misc]
 
     def entry(self, name: str, value: object, dtype: DType) -> Parameter:
         return hidden_parameter(Tensor(value, dtype), f"{self.prefix}.{name}")
-
-    def terms_after(self, optimizer_step: int) -> Terms:
-        options = with_known_size(self.options, optimizer_step)
-        return kit.terms_of(options, optimizer_step)
 
     def note_loaded(self) -> None:
         """Called after a checkpoint has been loaded. Notify the schedulers and the
@@ -298,8 +290,7 @@ class Storage(nn.Cell):  # type: ignore[misc]
         """Return `state` with each number rounded to the dtype in which it will be
         stored.
         """
-        has_float64 = self.float_dtype == ms.float64
-        return kit.at_rest(State(*state), float64_weight=has_float64)
+        return kit.at_rest(State(*state), float64_weight=self.float_dtype == ms.float64)
 
     def read(self) -> State:
         return State(*(getattr(self, field).item() for field in FIELD_DTYPES))

@@ -178,8 +178,7 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
         """If training stopped before the end of an epoch, flush the window that is
         still open.
         """
-        has_workers = self.optimizer.storage.has_workers
-        if not (has_workers and self.has_flushed):
+        if not (self.optimizer.storage.has_workers and self.has_flushed):
             self._flush()
 
     def _flush(self) -> None:

@@ -18,8 +18,6 @@ __all__ = [
     "backward",
     "coupled_backward",
     "layered_backward",
-]
-__all__ += [
     "redistributed",
     "wrap",
 ]

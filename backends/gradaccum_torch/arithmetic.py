@@ -10,12 +10,7 @@ import torch
 from torch import Tensor
 
 from gradaccum.kit import has_exact_inverse
-from gradaccum_torch.torch_private.names import (
-    elements,
-    is_sharded,
-    local,
-    mesh_of,
-)
+from gradaccum_torch.torch_private.names import elements, is_sharded, local, mesh_of
 
 HALF = (torch.float16, torch.bfloat16)
 """Gradients of these dtypes are summed in float32, unless ``accumulate_dtype`` is set.
@@ -116,7 +111,7 @@ def fits(total: Tensor, divisor: float, dtype: torch.dtype) -> bool:
     return bool(torch.isfinite(peak.to(dtype)))
 
 
-def measure(sums: Sequence[Tensor]) -> tuple[float, bool]:
+def measure(sums: Iterable[Tensor]) -> tuple[float, bool]:
     """Return the global norm of `sums`, and whether all elements of `sums` are finite.
     This synchronizes with the device.
     """
@@ -196,7 +191,7 @@ def complete(gradient: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def all_finite(gradients: Sequence[Tensor]) -> bool:
+def all_finite(gradients: Iterable[Tensor]) -> bool:
     """True if all `gradients` are finite. This synchronizes with the device."""
     return measure([complete(gradient) for gradient in gradients])[1]
 
@@ -205,4 +200,4 @@ def is_zero(tensor: Tensor) -> bool:
     """True if the part of `tensor` that this process stores contains only zeros. This
     synchronizes with the device.
     """
-    return not bool(local(elements(tensor)).any())
+    return not local(elements(tensor)).any()

@@ -106,10 +106,9 @@ class TorchBackend:
                 " gradaccum.wrap(torch.optim.AdamW(model.parameters()), steps=4)."
             )
             raise optimizer_error("a torch.optim.Optimizer", optimizer, fix)
-        separate = require_bool("separate_sums", separate_sums)
         checked_options = options._replace(
+            separate_sums=require_bool("separate_sums", separate_sums),
             accumulate_dtype=require_accumulate_dtype(options.accumulate_dtype),
-            separate_sums=separate,
         )
         workers = workers_of(
             optimizer, module, checked_options, gradient_sync, process_group, norm_group

@@ -409,8 +409,7 @@ class DividedLossWarning(Extension):
         """
         if self.is_finished:
             return
-        division = last_division(loss)
-        if is_divided_by(division, self._steps, self._reduction):
+        if is_divided_by(last_division(loss), self._steps, self._reduction):
             micro_batch.divided_losses += 1
 
     def micro_batch_added(self, micro_batch: MicroBatch, weight: float) -> None:

@@ -146,12 +146,14 @@ def groups_for_a_scaler(link: ScalerLink | None) -> list[dict[str, Any]] | None:
             the user has called ``scaler.unscale_``, which would unscale the gradients
             in each micro-batch.
     """
-    caller = unscaling_caller(3)
+    caller = unscaling_caller()
     if caller is None:
         return None
-    if link is None or caller.get("self") is not link.scaler:
-        raise foreign_scaler_error()
-    if not caller.get("allow_fp16"):  # The user has called scaler.unscale_.
+    if (
+        link is None
+        or caller.get("self") is not link.scaler
+        or not caller.get("allow_fp16")  # The user has called scaler.unscale_.
+    ):
         raise foreign_scaler_error()
     return [{"params": [link.probe]}]
 

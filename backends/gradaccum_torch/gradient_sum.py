@@ -44,17 +44,15 @@ class GradientSum:
     """Whether the sum is kept outside ``.grad``, so that ``.grad`` contains only the
     current micro-batch's gradient.
     """
-    expects_windows = False
-    """Whether `expect_window` has to be called before each window."""
+    adds_at_once = False
+    """Whether a `SumOnArrival` moves every gradient out of ``.grad`` immediately. This
+    is necessary if the backward passes of several micro-batches run before the next
+    ``step``.
+    """
 
     def __init__(self, parameters: GetParameters, watch: GradientWatch) -> None:
         self.parameters = parameters
         self.watch = watch
-
-    def expect_window(self, size: object) -> None:
-        """Prepare for the next window. The window's size is a number of micro-batches,
-        a weight, or None if only ``flush`` closes the window.
-        """
 
     def follow_additions(self, gradient_added: Callable[[Tensor], None] | None) -> bool:
         """From now on, call ``gradient_added(parameter)`` whenever a gradient has been
@@ -157,7 +155,7 @@ class SumInBuffers(GradientSum):
 
     def add_micro_batch(self, guard: UpdateGuard) -> bool:
         gradients = super().gradients()
-        is_finite = not self.drops_micro_batches or all_finite([*gradients.values()])
+        is_finite = not self.drops_micro_batches or all_finite(gradients.values())
         new_buffers: Gradients = {}
         if is_finite:
             # Allocate the new buffers first. If memory runs out during the allocation,
@@ -234,18 +232,11 @@ class SumOnArrival(SumInBuffers):
     gradients stay in ``.grad``.
     """
 
-    expects_windows = True
-
     def __init__(
         self, parameters: GetParameters, watch: GradientWatch, options: Options
     ) -> None:
         super().__init__(parameters, watch, options)
         self._staying: WatchedGradient | None = None
-        self.adds_at_once = False
-        """Whether every gradient is moved out of ``.grad`` immediately. This is
-        necessary if the backward passes of several micro-batches run before the next
-        ``step``.
-        """
         self._gradient_added: Callable[[Tensor], None] | None = None
 
     @property
@@ -253,6 +244,9 @@ class SumOnArrival(SumInBuffers):
         return self.watch.move_gradient is None
 
     def expect_window(self, size: object) -> None:
+        """Prepare for the next window. The window's size is a number of micro-batches,
+        a weight, or None if only ``flush`` closes the window.
+        """
         self.watch.move_gradient = None
         if size != 1:
             reference = weakref.ref(self)

@@ -326,7 +326,7 @@ WATCHES: weakref.WeakSet[GradientWatch] = weakref.WeakSet()
 
 
 def is_watched(parameter: Tensor) -> bool:
-    return bool(WATCHES) and any(parameter in watch for watch in list(WATCHES))
+    return any(parameter in watch for watch in list(WATCHES))
 
 
 def remove(handles: dict[int, RemovableHandle]) -> None:

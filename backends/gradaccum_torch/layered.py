@@ -15,20 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from gradaccum import ArgumentTypeError, UsageError, kit
-from gradaccum.kit import measures
 from gradaccum_torch.large_batch.backward import run_micro_batches
-from gradaccum_torch.large_batch.batch import (
-    MergeAux,
-    Weight,
-    tensors_of,
-)
+from gradaccum_torch.large_batch.batch import MergeAux, Weight, tensors_of
 from gradaccum_torch.large_batch.gradients import (
     GradientsInGrad,
     collecting,
@@ -305,7 +299,7 @@ class LayeredRun:
         possible if no option needs the norm of the window's gradient.
         """
         if destination.window is not None:
-            self._updates_layers = not measures(destination.window.options)
+            self._updates_layers = not kit.measures(destination.window.options)
         self._before = destination.before
         self._is_on_host = is_on_host
         self._recomputes = recomputes
@@ -404,10 +398,9 @@ class LayeredRun:
         """
         is_trained = index in self._first_layers.values()
         if index and is_trained and self._updates_layers:
-            self._window.update_part(index, partial(self._is_complete, index))
-
-    def _is_complete(self, index: int, parameter: Tensor) -> bool:
-        return self._first_layers.get(id(parameter), 0) >= index
+            self._window.update_part(
+                index, lambda p: self._first_layers.get(id(p), 0) >= index
+            )
 
     def _reach(self, index: int, tensors: list[Tensor]) -> None:
         leaves = self._destination.reach(tensors, self._leaf_nodes[index])
@@ -440,7 +433,7 @@ def require_layered_optimizer(optimizer: AccumulatingOptimizer) -> None:
     if options.separate_sums or options.on_overflow == "drop_micro_batch":
         problem = 'separate_sums=True or on_overflow="drop_micro_batch"'
     hooks = [*hooks_of(optimizer, "step_pre"), *hooks_of(optimizer, "step_post")]
-    if hooks and not measures(options):
+    if hooks and not kit.measures(options):
         problem = "a step hook"
     if problem:
         raise UsageError(

@@ -31,7 +31,7 @@ class MasterWeights:
         self,
         inner: torch.optim.Optimizer,
         is_wanted: bool,
-        masters: Mapping[int, Tensor] | None = None,
+        masters: Mapping[int, Tensor] | None,
     ) -> None:
         self.inner = inner
         self.is_wanted = is_wanted
@@ -53,16 +53,6 @@ class MasterWeights:
             models = {master: parameter for parameter, master in self.masters.items()}
             parameters = [models.get(tensor, tensor) for tensor in parameters]
         return parameters
-
-    def groups(self) -> list[Group]:
-        """Return copies of the optimizer's groups, in which each master weight is
-        replaced with the model's parameter.
-        """
-        parameters = iter(self.parameters())
-        return [
-            {**group, "params": [next(parameters) for _ in group["params"]]}
-            for group in self.inner.param_groups
-        ]
 
     def worked_on(self, parameter: Tensor) -> Tensor:
         """Return the tensor that the inner optimizer updates: the master weight of
@@ -211,30 +201,25 @@ class MasterWeights:
             self.masters.clear()
             self.masters.update(every_master)
 
+    @torch.no_grad()
     def copy_model_into_masters(self) -> None:
         """If a value of a parameter differs from the rounded master weight, other code
         has changed this value. Copy such values into the master weight.
         """
-        if not self.masters:
-            return
-        with torch.no_grad():
-            for parameter, master in self.masters.items():
-                is_same = master.to(parameter.dtype) == parameter
-                master.copy_(torch.where(is_same, master, parameter))
+        for parameter, master in self.masters.items():
+            is_same = master.to(parameter.dtype) == parameter
+            master.copy_(torch.where(is_same, master, parameter))
 
+    @torch.no_grad()
     def round(self) -> None:
         """Write the rounded master weights into the model's parameters."""
-        if not self.masters:
-            return
-        with torch.no_grad():
-            for parameter, master in self.masters.items():
-                rounded_master = master.to(parameter.dtype)
-                # Do not write unchanged values, because autograd raises an error if a
-                # parameter was written to after the forward pass. On an accelerator,
-                # always write the values, because a comparison would wait for the
-                # device.
-                if not parameter.is_cpu or not torch.equal(rounded_master, parameter):
-                    parameter.copy_(rounded_master)
+        for parameter, master in self.masters.items():
+            rounded_master = master.to(parameter.dtype)
+            # Do not write unchanged values, because autograd raises an error if a
+            # parameter was written to after the forward pass. On an accelerator, always
+            # write the values, because a comparison would wait for the device.
+            if not parameter.is_cpu or not torch.equal(rounded_master, parameter):
+                parameter.copy_(rounded_master)
 
 
 def through(action: Callable[[], None]) -> None:

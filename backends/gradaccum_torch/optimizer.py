@@ -9,7 +9,7 @@ wrapped optimizer's hooks are separate from the inner optimizer's hooks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sized
-from functools import partial, wraps
+from functools import wraps
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
@@ -28,10 +28,7 @@ from gradaccum.kit import (
 )
 from gradaccum_torch import checks, saving
 from gradaccum_torch.arithmetic import is_zero
-from gradaccum_torch.grad_scaler import (
-    groups_for_a_scaler,
-    link_scaler,
-)
+from gradaccum_torch.grad_scaler import groups_for_a_scaler, link_scaler
 from gradaccum_torch.master_weights import Group, MasterWeights
 from gradaccum_torch.saving import StateDict
 from gradaccum_torch.torch_private.names import is_called_by_model_state
@@ -178,7 +175,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         if "grad_scale" in self.__dict__:
             self._step_for_scaler()
         elif window.add_micro_batch():
-            window.call_listeners_after(window.close)
+            with window.listeners.settled():
+                window.close()
         return loss
 
     def _step_for_scaler(self) -> None:
@@ -191,7 +189,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         scaler.stepping_optimizer = self
         try:
             if window.add_micro_batch():
-                window.call_listeners_after(window.close)
+                with window.listeners.settled():
+                    window.close()
             else:
                 scaler.prepare_update(window.state, overflow=False)
         except BaseException:
@@ -257,7 +256,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         # The next micro-batch may close a window too. The scheduler would then step
         # only once for two updates.
         schedulers = [each for each in window.schedulers if each.is_called_each_time()]
-        window.call_listeners_after(partial(window.flush, schedulers, denominator))
+        with window.listeners.settled():
+            window.flush(schedulers, denominator)
         for scheduler in schedulers:
             scheduler.follow()
 
@@ -499,10 +499,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        inner = state["inner"]
-        options = state["options"]
-        masters = state["masters"]
-        AccumulatingOptimizer.__init__(self, inner, options, Workers(), masters)
+        AccumulatingOptimizer.__init__(
+            self, state["inner"], state["options"], Workers(), state["masters"]
+        )
         entry = state["window"]
         self._window.restore(saving.state_in(entry), entry["sums"], entry)
 
@@ -510,13 +509,13 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         # Show the class and the options. To see the groups, use
         # ``print(opt.optimizer)``. If the scale comes from a GradScaler, this method
         # may wait for the device.
-        window = self._window
-        state = window.current_state()
-        size = window.size
-        if not state.micro_step:
-            size = checks.known_window_size(self._options, state.optimizer_step)
-        names = (type(self).__name__, type(self._inner).__name__)
-        return described(*names, self._options, state, size)
+        return described(
+            type(self).__name__,
+            type(self._inner).__name__,
+            self._options,
+            self._window.current_state(),
+            self._window.current_size(),
+        )
 
 
 def on_masters(method: Callable[..., Any], masters: MasterWeights) -> Any:

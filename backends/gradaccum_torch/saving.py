@@ -150,8 +150,7 @@ def encode_size(steps: Any) -> int | None:
     is returned with a negative sign. A number of micro-batches is returned unchanged,
     and so is None.
     """
-    size: Any = kit.code_of(steps) if isinstance(steps, UntilWeight) else steps
-    return None if size is None else int(size)
+    return None if steps is None else int(kit.code_of(steps))
 
 
 def decode_terms(saved_terms: Mapping[str, Any]) -> Terms:

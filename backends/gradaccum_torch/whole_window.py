@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,6 @@ from torch import Tensor
 from gradaccum import UsageError
 from gradaccum_torch.arithmetic import is_zero
 from gradaccum_torch.extensions import rate_mark
-from gradaccum_torch.gradient_sum import SumOnArrival
 from gradaccum_torch.torch_private.fsdp import units_holding
 from gradaccum_torch.torch_private.names import Versions, is_sharded
 from gradaccum_torch.window import Window
@@ -38,7 +36,7 @@ class WholeWindow:
         cannot be undone.
         """
 
-    def __enter__(self) -> WholeWindow:
+    def __enter__(self) -> None:
         self._window.update.require_usable()
         if self._window.is_under_way():
             raise UsageError(
@@ -61,22 +59,18 @@ class WholeWindow:
                 " gradients. Call opt.zero_grad() first."
             )
         self._window.watch.reset()
-        return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: object, error: BaseException | None, traceback: object
     ) -> None:
-        if kind is None:
+        if error is None:
             return
         self._window.discard()
         with torch.no_grad():
             for parameter, gradient in self._gradients_before.items():
                 parameter.grad = gradient.zero_()
         self._window.watch.reset()
-        if self._updated_parts and error is not None:
+        if self._updated_parts:
             self._window.update.is_broken = True
             error.add_note(
                 f"gradaccum: layers {self._updated_parts} were updated before this"
@@ -138,13 +132,11 @@ class WholeWindow:
         sum. The micro-batches of these passes must already have been counted.
         """
         gradient_sum = self._window.gradient_sum
-        if isinstance(gradient_sum, SumOnArrival):
-            gradient_sum.adds_at_once = True
+        gradient_sum.adds_at_once = True
         try:
             yield
         finally:
-            if isinstance(gradient_sum, SumOnArrival):
-                gradient_sum.adds_at_once = False
+            gradient_sum.adds_at_once = False
         gradient_sum.add_micro_batch(self._window.update)
         self._window.update.is_broken = False
         self._window.watch.reset()

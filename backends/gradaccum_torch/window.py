@@ -48,6 +48,7 @@ from gradaccum_torch.grad_scaler import ScalerLink, scaler_rule
 from gradaccum_torch.gradient_sum import (
     Gradients,
     GradientSum,
+    SumOnArrival,
     make_gradient_sum,
 )
 from gradaccum_torch.gradient_watch import FACTORS, PASSES, GradientWatch
@@ -243,7 +244,7 @@ class Window:
         self.watch.was_changed = was_changed
 
     def expect_window(self) -> None:
-        if self.gradient_sum.expects_windows:
+        if isinstance(self.gradient_sum, SumOnArrival):
             self.gradient_sum.expect_window(self.current_size())
 
     def weight(self) -> float:
@@ -315,10 +316,10 @@ class Window:
         be the last one of its window, the workers may begin to reduce gradients during
         this pass.
         """
-        if not self.workers.is_shared:
-            return nullcontext()
-        size = self.current_size()
-        if not isinstance(size, int) or self.state.micro_step != size - 1:
+        if (
+            not self.workers.is_shared
+            or self.state.micro_step + 1 != self.current_size()
+        ):
             return nullcontext()
         is_only_pass = self.expects_one_pass and not self.has_new_gradient
         return self.workers.last_pass(self.gradient_sum, is_only_pass)
@@ -616,7 +617,7 @@ class Window:
         """Return the norm of the gradient sums, and whether the sums divided by
         `divisor` are finite in the dtype of the inner optimizer's parameters.
         """
-        norm, is_finite = measure(list(sums.values()))
+        norm, is_finite = measure(sums.values())
         return norm, is_finite and self._fits(sums, norm, divisor)
 
     def _fits(self, sums: Gradients, norm: float, divisor: float) -> bool:
@@ -670,22 +671,14 @@ class Window:
             )
         self.update.is_broken = False
 
-    def call_listeners_after(self, close: Callable[[], None]) -> None:
-        """Call `close`, and then call the listeners for each window that `close` has
-        closed.
-        """
-        with self.listeners.settled():
-            close()
-
-    def flush(
-        self, schedulers: Sequence[Scheduler], denominator: float | None = None
-    ) -> None:
+    def flush(self, schedulers: Sequence[Scheduler], denominator: float | None) -> None:
         """Close the open window. Then take part in the other workers' windows until all
         workers have called ``flush``. Step the `schedulers` between these windows.
         """
         if denominator is not None:
-            is_shared = self.workers.is_shared
-            kit.require_denominator(denominator, self.options, several=is_shared)
+            kit.require_denominator(
+                denominator, self.options, several=self.workers.is_shared
+            )
         self.update.require_usable()
         micro_step = self.state.micro_step
         if self.watch.is_running and not self.options.separate_sums:
@@ -838,9 +831,7 @@ def with_factor(
     return {**arguments, "gradient": gradient * factor}
 
 
-def parameter_marks(
-    parameters: list[Tensor],
-) -> list[tuple[int, torch.dtype, bool]]:
+def parameter_marks(parameters: list[Tensor]) -> list[tuple[int, torch.dtype, bool]]:
     """Return the id, the dtype and the ``requires_grad`` flag of each parameter. The
     lists from two calls differ if a parameter was replaced, cast, frozen or unfrozen
     between the calls.

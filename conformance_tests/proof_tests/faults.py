@@ -77,7 +77,7 @@ FAULTS = {
         "apply = (in_range", "apply = (in_range & (weight < 0)", GOOD
     ),
     "the gradient stays scaled": Fault(
-        "    return loss_scale * denominator(state[3], options, where)\n",
+        "    return state[5] * denominator(state[3], options, where)\n",
         "    return denominator(state[3], options, where)\n",
         GOOD,
     ),
@@ -170,28 +170,8 @@ FAULTS = {
         "discard_forgets_the_window_alone",
     ),
     "joining forgets the scale": Fault(
-        """\
-        state
-    )
-    return (
-        micro_step,
-        optimizer_step,
-        skipped_windows,
-        weight,
-        overflow,
-        loss_scale,
-""",
-        """\
-        state
-    )
-    return (
-        micro_step,
-        optimizer_step,
-        skipped_windows,
-        weight,
-        overflow,
-        0 * loss_scale + 1,
-""",
+        "    return (*state[:3], weight, overflow, *state[5:])\n",
+        "    return (*state[:3], weight, overflow, 0 * state[5] + 1, state[6])\n",
         "joining_takes_weight_and_flag_alone",
     ),
 }

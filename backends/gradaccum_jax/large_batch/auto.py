@@ -20,12 +20,7 @@ import numpy as np
 
 from gradaccum import ArgumentValueError, AutoMicroBatchSize, kit
 from gradaccum_jax.arrays import Tree, is_constant, typeof
-from gradaccum_jax.large_batch.batch import (
-    LargeBatch,
-    Splitting,
-    cut_batch,
-    read_batch,
-)
+from gradaccum_jax.large_batch.batch import LargeBatch, Splitting, cut_batch, read_batch
 from gradaccum_jax.xla import call_jitted
 
 
@@ -106,21 +101,17 @@ class SizeSearch:
         """
         if name in self.programs:
             return self.programs[name](model_arguments, batch)
-        program = self.compile(model_arguments, batch)
+        with jax.numpy_dtype_promotion("standard"):
+            program = self.jitted.lower(model_arguments, batch).compile()
         needed_bytes = bytes_of(program, (model_arguments, batch))
         if needed_bytes > limit:
             raise jax.errors.JaxRuntimeError(
                 f"RESOURCE_EXHAUSTED: {needed_bytes} bytes"
             )
         # A device may report only at the end of a run that it ran out of memory.
-        library: Any = jax
-        result = library.block_until_ready(program(model_arguments, batch))
+        result = jax.block_until_ready(program(model_arguments, batch))  # type: ignore[no-untyped-call]
         self.programs[name] = program
         return result
-
-    def compile(self, model_arguments: Tree, batch: LargeBatch) -> Any:
-        with jax.numpy_dtype_promotion("standard"):
-            return self.jitted.lower(model_arguments, batch).compile()
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -245,7 +245,7 @@ def _weights_of_items(weight: Weight, items: int) -> Array:
 # size grows by an eighth at most, because the batch may not be sharded at all.
 
 
-def cut_batch(batch: LargeBatch, size: int, others: Tree = ()) -> LargeBatch:
+def cut_batch(batch: LargeBatch, size: int, others: Tree) -> LargeBatch:
     """Return `batch`, split into micro-batches of `size` items, or of slightly more
     items if the batch is sharded over devices. If the batch's own arrays do not show
     the mesh, the mesh is read from `others`, the other arguments of the call.
@@ -287,7 +287,7 @@ def for_each_micro_batch(
     carry: C,
     inputs: Stacks | None = None,
     *,
-    axis_names: tuple[str, ...] = (),
+    axis_names: tuple[str, ...],
     key_number: Scalar = None,
 ) -> tuple[C, Stacks]:
     """Run ``carry, outputs = body(carry, micro_batch, inputs)`` on each micro-batch.
@@ -370,8 +370,7 @@ def _rows_by_block(array: Array, blocks: int) -> Array:
     items of the large batch, and each micro-batch has rows from every block (see
     `LargeBatch.blocks`).
     """
-    by_block = jnp.swapaxes(divide_axis(array, 1, blocks), 0, 1)
-    return merge_axis(by_block, 1)
+    return merge_axis(jnp.swapaxes(divide_axis(array, 1, blocks), 0, 1), 1)
 
 
 def weight_of(micro_batch: MicroBatch, weight: Weight, dtype: DType) -> Scalar:

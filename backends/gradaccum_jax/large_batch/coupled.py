@@ -182,9 +182,9 @@ class CoupledValueAndGrad(LargeBatchFunction):
         names = self.axis_names
         if not names:
             return self.loss_fn(params, outputs)
-        library: Any = lax
         outputs = jax.tree.map(
-            lambda leaf: library.all_gather(leaf, names, tiled=True), outputs
+            lambda leaf: lax.all_gather(leaf, names, tiled=True),  # type: ignore[no-untyped-call]
+            outputs,
         )
         is_first = lax.axis_index(names) == 0
         return jax.tree.map(

@@ -15,14 +15,7 @@ from jax import lax
 from gradaccum import kit
 from gradaccum.kit import Options, Scalar
 from gradaccum_jax import gradient_sum
-from gradaccum_jax.arrays import (
-    Array,
-    DType,
-    Leaves,
-    Params,
-    Tree,
-    moving_of,
-)
+from gradaccum_jax.arrays import Array, DType, Leaves, Params, Tree, moving_of
 from gradaccum_jax.large_batch.batch import (
     LargeBatch,
     MicroBatch,
@@ -167,10 +160,7 @@ def add_gradients(
 
 
 def gradients_of(
-    sums: Leaves,
-    divisor: Scalar,
-    params: Params,
-    axis_names: tuple[str, ...] = (),
+    sums: Leaves, divisor: Scalar, params: Params, axis_names: tuple[str, ...] = ()
 ) -> Tree:
     """Return the gradients of the large batch in the dtypes of the parameters. To get
     each gradient, add up one of the `sums` over the devices along the mesh axes

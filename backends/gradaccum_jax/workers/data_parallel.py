@@ -203,8 +203,8 @@ def _typed_by(leaf: Array, spec: Spec, mesh: Mesh) -> Array:
     leaf_spec = typeof(leaf).sharding.spec
     if not is_explicit or tuple(leaf_spec)[: len(spec)] == tuple(spec):
         return leaf
-    reshard: Any = jax.sharding.reshard
-    return reshard(leaf, jax.sharding.NamedSharding(mesh, spec))
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    return jax.sharding.reshard(leaf, sharding)  # type: ignore[no-untyped-call]
 
 
 def _without_device_axis(arg: Tree) -> Tree:
@@ -239,10 +239,11 @@ def results_of(results: Any, args: tuple[Tree, ...], axes: tuple[str, ...]) -> R
     )
     leaves = jax.tree.leaves(params_and_state)
     specs = specs_of(0, params_and_state, axes)
+    split, same = _specs(axes)
     for leaf in jax.tree.leaves(rest):
-        spec = _specs(axes)[1]
+        spec = same
         if axes_of(leaf) & frozenset(axes):
-            spec = _specs(axes)[0]
+            spec = split
             leaf = _with_device_axis(leaf)
         leaves.append(leaf)
         specs.append(spec)
@@ -277,8 +278,7 @@ def require_shared_window(tree: Tree, axes: tuple[str, ...]) -> None:
 
 
 def _is_flag(leaf: Array) -> bool:
-    is_bool = jnp.issubdtype(jnp.result_type(leaf), jnp.bool_)
-    return bool(jnp.shape(leaf) == () and is_bool)
+    return jnp.shape(leaf) == () and jnp.result_type(leaf) == jnp.bool_
 
 
 def _with_device_axis(leaf: Array) -> Array:

@@ -30,6 +30,7 @@ from gradaccum_jax.arrays import (
     Leaves,
     Params,
     Tree,
+    is_none,
     moving_of,
 )
 from gradaccum_jax.sharding import (
@@ -82,7 +83,13 @@ def params_typed_as(params_type: ParamsType) -> Iterator[None]:
         _params_type.reset(token)
 
 
-def by_kind(state: AccumulationState, own: OnLeaf, shared: OnLeaf) -> AccumulationState:
+def unchanged(leaf: Array) -> Array:
+    return leaf
+
+
+def by_kind(
+    state: AccumulationState, own: OnLeaf, shared: OnLeaf = unchanged
+) -> AccumulationState:
     """Apply `own` to the fields of `state` whose values differ between devices, and
     `shared` to the other fields.
     """
@@ -124,7 +131,7 @@ def same(name: str, tree: T, axes: tuple[str, ...]) -> T:
 
 
 def require_same(name: str, tree: Tree, axes: tuple[str, ...]) -> None:
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         differing_axes = axes_of(leaf) & frozenset(axes)
         if differing_axes:
             raise UsageError(
@@ -158,7 +165,7 @@ def require_own(name: str, tree: Tree, axes: tuple[str, ...]) -> None:
     """
     if not axes or _params_type.get() is ParamsType.SAME:
         return
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if spread_axes(axes) - axes_of(leaf):
             raise UsageError(
                 f"{name}{jax.tree_util.keystr(path)}: expected the value from this"
@@ -184,10 +191,6 @@ def shared_window(state: AccumulationState, axes: tuple[str, ...]) -> Accumulati
         own=lambda leaf: vary(leaf, frozenset(axes)),
         shared=lambda leaf: replicated(leaf, axes),
     )
-
-
-def unchanged(leaf: Array) -> Array:
-    return leaf
 
 
 def map_by_kind(
@@ -249,7 +252,7 @@ def like_params(
         return None if leaf is None else vary(leaf, axes_of(parameter))
 
     return optax.tree_utils.tree_map_params(
-        inner, vary_like, inner_state, params, is_leaf=lambda leaf: leaf is None
+        inner, vary_like, inner_state, params, is_leaf=is_none
     )
 
 
@@ -258,7 +261,7 @@ def are_bound(axes: tuple[str, ...]) -> bool:
     over the axes in `axes`.
     """
     try:
-        return bool(axes) and lax.axis_size(axes) > 0
+        return lax.axis_size(axes) > 0
     except NameError:
         return False
 
@@ -333,6 +336,4 @@ def _packed(leaves: Leaves) -> tuple[Array, Callable[[Array], Leaves]]:
     """
     if len(leaves) == 1:
         return leaves[0], lambda array: [array]
-    ravel: Any = ravel_pytree
-    array, unravel = ravel(leaves)
-    return array, unravel
+    return ravel_pytree(leaves)  # type: ignore[no-any-return,no-untyped-call]

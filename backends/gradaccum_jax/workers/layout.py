@@ -11,12 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from gradaccum_jax.arrays import Array, Tree, is_key
-from gradaccum_jax.state import (
-    AccumulationState,
-    as_read,
-    as_stored,
-    is_state,
-)
+from gradaccum_jax.state import AccumulationState, as_read, as_stored, is_state
 from gradaccum_jax.workers.group import by_kind
 
 
@@ -55,5 +50,5 @@ def _on_devices(state: AccumulationState, workers: int) -> AccumulationState:
         lambda leaf: leaf if is_key(leaf) else jnp.asarray(jax.device_get(leaf)), state
     )
     state = state._replace(loss=as_read(state.loss))
-    state = by_kind(state, own=on_first_device, shared=lambda leaf: leaf)
+    state = by_kind(state, own=on_first_device)
     return state._replace(loss=as_stored(state.loss))

@@ -37,11 +37,7 @@ from gradaccum_mindspore.large_batch.gradients import (
     require_scalar,
     tensors_of,
 )
-from gradaccum_mindspore.large_batch.replay import (
-    RandomReplay,
-    SavedState,
-    modules_of,
-)
+from gradaccum_mindspore.large_batch.replay import RandomReplay, SavedState, modules_of
 from gradaccum_mindspore.mindspore_private import context, refuse_trace
 
 

@@ -86,8 +86,7 @@ class RandomReplay:
             cell.dropout = operator
 
     def begin(self, micro_batch: int) -> None:
-        counters = self.counters.setdefault(micro_batch, dict(SEEDS._KERNEL_SEED))
-        set_counters(counters)
+        set_counters(self.counters.setdefault(micro_batch, dict(SEEDS._KERNEL_SEED)))
         for cell, _ in self.dropouts:
             keep = cell.keep_prob if cell.p is None else 1.0 - cell.p
             cell.dropout = ops.Dropout(keep, *SEEDS._get_graph_seed(0, "dropout"))

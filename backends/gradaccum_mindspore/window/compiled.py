@@ -38,17 +38,13 @@ from gradaccum_mindspore.gradient_sum import (
     DType,
     Gradients,
     Number,
+    dtype_of,
     map_over,
     shape_of,
     where,
 )
 from gradaccum_mindspore.mindspore_private import CellOfOnePhase
-from gradaccum_mindspore.state import (
-    GRAD_NORM,
-    STEPS,
-    Storage,
-    sizes_of,
-)
+from gradaccum_mindspore.state import GRAD_NORM, STEPS, Storage, sizes_of
 from gradaccum_mindspore.update import Update
 
 # The indices of the state's fields. The code indexes the fields instead of unpacking
@@ -103,10 +99,6 @@ def number_of(weight: Number) -> Number:
         return weight.reshape(())
     checks.check_compiled_weight(weight)
     return weight
-
-
-def dtype_of(gradient: Tensor | None) -> DType | None:
-    return None if gradient is None else gradient.dtype
 
 
 @constexpr  # type: ignore[untyped-decorator]
@@ -176,18 +168,14 @@ class CompiledWindow(CellOfOnePhase):
     """
 
     def __init__(
-        self,
-        storage: Storage,
-        options: Options,
-        update: Update,
-        workers: Any = None,
+        self, storage: Storage, options: Options, update: Update, workers: Any
     ) -> None:
         super().__init__(auto_prefix=False)
         self.storage = storage
         self.update = update
         self.workers = workers
         self.steps: Any = options.steps
-        self.sizes: Any = sizes_of(options.steps)
+        self.sizes = sizes_of(options.steps)
         self.has_size_function = callable(self.sizes)
         self.ends_by_weight = isinstance(options.steps, kit.UntilWeight)
         self.use_of_weights = kit.use_of_weights(options)
@@ -250,9 +238,6 @@ class CompiledWindow(CellOfOnePhase):
     def last_norm(self) -> Tensor:
         return self.storage.last_event.value()[GRAD_NORM]
 
-    def write_event(self, event: Tensor) -> Tensor:
-        return ops.assign(self.storage.last_event, event)
-
     def write_open(self, state: Fields, event: Tensor) -> bool:
         """Write into `self.storage` what a micro-batch or a discard changes: the
         outcome `event`, and three fields of `state`, which are the number of
@@ -261,7 +246,7 @@ class CompiledWindow(CellOfOnePhase):
         ops.assign(self.storage.micro_step, state[MICRO_STEP].astype(ms.int32))
         ops.assign(self.storage.weight, state[WEIGHT].astype(self.float_dtype))
         ops.assign(self.storage.overflow, state[OVERFLOW])
-        self.write_event(event)
+        ops.assign(self.storage.last_event, event)
         return True
 
     def write_counters(self, state: Fields) -> bool:
@@ -461,7 +446,7 @@ class CompiledWindow(CellOfOnePhase):
         ops.assign(storage.micro_step, self.no_step)
         ops.assign(storage.weight, self.zero)
         ops.assign(storage.overflow, self.false)
-        self.write_event(event)
+        ops.assign(storage.last_event, event)
         return self.write_counters(after)
 
     def with_checked_size(self, state: Fields) -> Fields:
@@ -484,11 +469,6 @@ class CompiledWindow(CellOfOnePhase):
             )
         return is_finite
 
-    def gradients(self, divisor: Tensor) -> tuple[Tensor, ...]:
-        return gradient_sum.compiled_divided(
-            self.storage.sums, divisor, self.storage.gradient_dtypes
-        )
-
     def finish(self) -> bool:
         """Update the parameters, unless the update is skipped. Then clear the gradient
         sums. One method does both, because a separate graph that only clears the sums
@@ -496,7 +476,10 @@ class CompiledWindow(CellOfOnePhase):
         and one without, and each branch clears the sums.
         """
         if self.is_applied:
-            self.update(self.gradients(self.divisor.value()))
+            gradients = gradient_sum.compiled_divided(
+                self.storage.sums, self.divisor.value(), self.storage.gradient_dtypes
+            )
+            self.update(gradients)
         gradient_sum.compiled_clear(self.storage.sums, self.nothing.value())
         return True
 
@@ -508,7 +491,7 @@ class CompiledWindow(CellOfOnePhase):
         if is_open:
             self.close()
         else:
-            self.write_event(self.empty_event())
+            ops.assign(self.storage.last_event, self.empty_event())
         return is_open
 
     def discard(self) -> bool:

@@ -114,7 +114,13 @@ class PyNativeWindow:
         gradients: tuple[Tensor, ...] = ()
         if decision.apply:
             self.update.require_effect()
-            gradients = ms.mutable(self.gradients(decision.divisor))
+            gradients = gradient_sum.divided(
+                self.storage.sums,
+                decision.divisor,
+                self.storage.gradient_dtypes,
+                self.storage.float_dtype,
+            )
+            gradients = ms.mutable(gradients)
         with self.storage.writing():
             if decision.apply:
                 self.update(gradients)
@@ -150,14 +156,6 @@ class PyNativeWindow:
             for place in self.storage.narrow_places
         )
 
-    def gradients(self, divisor: float) -> tuple[Tensor, ...]:
-        return gradient_sum.divided(
-            self.storage.sums,
-            divisor,
-            self.storage.gradient_dtypes,
-            self.storage.float_dtype,
-        )
-
     def finish(self, state: State, decision: Decision, losses: Losses) -> None:
         """Clear the gradient sums. Write the window's loss, the window's outcome, and
         the state with which the next window begins.
@@ -172,7 +170,7 @@ class PyNativeWindow:
             decision.apply, not decision.apply, decision.overflow, decision.grad_norm
         )
 
-    def flush(self, denominator: float | None = None) -> bool:
+    def flush(self, denominator: float | None) -> bool:
         """Close the open window; return whether a window was open."""
         state = self.storage.pull()
         is_open = state.micro_step > 0

@@ -33,17 +33,11 @@ from gradaccum.kit import Options, State
 from gradaccum_mindspore.gradient_sum import write_numbers
 from gradaccum_mindspore.master_weights import Optimizer
 from gradaccum_mindspore.mindspore_private import is_graph_mode
-from gradaccum_mindspore.state import (
-    STEPS,
-    Storage,
-)
+from gradaccum_mindspore.state import STEPS, Storage
 from gradaccum_mindspore.update import Update
 from gradaccum_mindspore.window.compiled import CompiledWindow, note
 from gradaccum_mindspore.window.pynative import PyNativeWindow
-from gradaccum_mindspore.workers.collectives import (
-    buckets,
-    compiled_sum_over_workers,
-)
+from gradaccum_mindspore.workers.collectives import buckets, compiled_sum_over_workers
 
 OPTIMIZERS = cycle(range(1, 33))
 """Numbers from 1 to 32, which identify the optimizers whose windows are shared. All
@@ -347,7 +341,7 @@ class SharedWindow(PyNativeWindow):
             self.all_numbers = AllNumbers(self.workers)
             self.window_end = WindowEnd(self.compiled_window, self.workers)
 
-    def flush(self, denominator: float | None = None) -> bool:
+    def flush(self, denominator: float | None) -> bool:
         """End the open window, and then take part in the other workers' windows until
         every worker has called ``flush``. Return whether any of these windows contained
         a micro-batch.

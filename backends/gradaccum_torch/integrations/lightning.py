@@ -155,11 +155,7 @@ def _require_untouched_micro_batches(trainer: Trainer) -> None:
             "clip_norm={}). To clip by value, clip in"
             " optimizer.register_step_pre_hook(...).",
         ),
-        (
-            "accumulate_grad_batches",
-            1,
-            "steps={}). steps also accepts a schedule.",
-        ),
+        ("accumulate_grad_batches", 1, "steps={}). steps also accepts a schedule."),
     ):
         value = getattr(trainer, name)
         if value and value != usual:

@@ -122,11 +122,7 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self._replacements.close()
 
     def _training_step(
-        self,
-        training_step: Argument,
-        model: Argument,
-        inputs: Argument,
-        *_: Argument,
+        self, training_step: Argument, model: Argument, inputs: Argument, *_: Argument
     ) -> Tensor:
         """Run the Trainer's ``training_step`` as if the micro-batch were the whole
         batch, so that the loss is a mean over the micro-batch. Return 0 as the loss to

@@ -24,13 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradaccum import AutoMicroBatchSize, UsageError
-from gradaccum.kit import (
-    Division,
-    LargeBatch,
-    MicroBatch,
-    Options,
-    SmallerSizeError,
-)
+from gradaccum.kit import Division, LargeBatch, MicroBatch, Options, SmallerSizeError
 from gradaccum_torch.large_batch.gradients import GradientsInGrad, collecting
 from gradaccum_torch.large_batch.replay import Before
 from gradaccum_torch.optimizer import AccumulatingOptimizer

@@ -22,10 +22,7 @@ from gradaccum_torch.large_batch.batch import (
     copy_without_graph,
     require_scalar,
 )
-from gradaccum_torch.large_batch.gradients import (
-    GradientsInGrad,
-    options_of_call,
-)
+from gradaccum_torch.large_batch.gradients import GradientsInGrad, options_of_call
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.torch_private.names import processes, untraced_within
 

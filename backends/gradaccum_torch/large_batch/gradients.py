@@ -58,18 +58,11 @@ class GradientsInGrad:
         before: the random states and module buffers from before the call.
         largest_factor: the largest factor by which a micro-batch's loss is multiplied.
         divisor: the number by which the sum of the losses is divided.
-        ignored_ids: the ids of leaves whose gradients are collected elsewhere.
     """
 
     window: WholeWindow | None = None
 
-    def __init__(
-        self,
-        before: Before,
-        largest_factor: float,
-        divisor: float,
-        ignored_ids: Iterable[int] = (),
-    ) -> None:
+    def __init__(self, before: Before, largest_factor: float, divisor: float) -> None:
         self.before = before
         self.divisor = divisor
         self._largest_factor = largest_factor
@@ -77,7 +70,7 @@ class GradientsInGrad:
         """The number by which the losses were already divided before their backward
         passes.
         """
-        self._known_ids = set(ignored_ids)
+        self._known_ids: set[int] = set()
         self._refused_nodes: set[str] = set()
         self._needs_optimizer = self.window is None and processes() > 1
         """Whether `reach` raises an error if it finds a module that several workers
@@ -172,12 +165,11 @@ class GradientsInGrad:
         tensor was written to. Before that, copy each gradient that shares its memory
         with other tensors.
         """
-        if self._without_gradient:
-            for leaf in self._without_gradient:
-                keep_own(leaf)
-            self._without_gradient = [
-                leaf for leaf in self._without_gradient if leaf.grad is None
-            ]
+        for leaf in self._without_gradient:
+            keep_own(leaf)
+        self._without_gradient = [
+            leaf for leaf in self._without_gradient if leaf.grad is None
+        ]
         self._noted_sums = []
         for leaf in self._earlier_gradients:
             total = self._sum_of(leaf)
@@ -250,8 +242,8 @@ class GradientsInWindow(GradientsInGrad):
     ) -> None:
         self._optimizer = optimizer
         self.window = optimizer.whole_window()
-        ids = self.window.parameter_ids
-        super().__init__(before, largest_factor, divisor, ids)
+        super().__init__(before, largest_factor, divisor)
+        self.ignore(self.window.parameter_ids)
 
     def __enter__(self) -> None:
         self.window.__enter__()

@@ -14,11 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from gradaccum_torch.torch_private.names import (
-    buffers_of,
-    untraced,
-    version,
-)
+from gradaccum_torch.torch_private.names import buffers_of, untraced, version
 
 
 class RandomState:
@@ -28,7 +24,7 @@ class RandomState:
     """
 
     def __init__(
-        self, devices: Iterable[torch.device] = (), *, with_host: bool = True
+        self, devices: Iterable[torch.device], *, with_host: bool = True
     ) -> None:
         self._python: Any = None
         self._numpy: Any = None
@@ -108,8 +104,7 @@ class Buffers:
                 for name, buffer in buffers_of(child).items():
                     values = None if buffer is None else buffer.detach().clone()
                     number = 0 if buffer is None else version(buffer)
-                    copy = BufferCopy(child, name, buffer, number, values)
-                    self._copies.append(copy)
+                    self._copies.append(BufferCopy(child, name, buffer, number, values))
 
     @contextmanager
     def noting_calls(self) -> Iterator[None]:
@@ -175,9 +170,8 @@ class Before:
         self.notes_calls = notes_calls
         self._noting = self.buffers.noting_calls() if notes_calls else nullcontext()
 
-    def __enter__(self) -> Before:
+    def __enter__(self) -> None:
         self._noting.__enter__()
-        return self
 
     def __exit__(self, *error: Any) -> None:
         self._noting.__exit__(None, None, None)

@@ -306,13 +306,13 @@ def note_step_called(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
-def unscaling_caller(frames: int) -> Mapping[str, Any] | None:
-    """If the function that is `frames` levels up the call stack is
+def unscaling_caller() -> Mapping[str, Any] | None:
+    """If the function that is three levels up the call stack is
     ``GradScaler._unscale_grads_``, return its local variables. Otherwise return None.
     There is no other way to detect that a scaler is unscaling the gradients, because
     unscaling does not change a gradient's version.
     """
-    frame = sys._getframe(frames)
+    frame = sys._getframe(3)
     return frame.f_locals if frame.f_code.co_name == "_unscale_grads_" else None
 
 

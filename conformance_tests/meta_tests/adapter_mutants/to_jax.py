@@ -304,7 +304,7 @@ MUTANTS = (
     ),
     Mutant(
         "forget_what_the_loss_gave_outer_parameters",
-        "            sums = add_gradients(sums, outer_gradients, weight, spec.options)\n",
+        "            sums = add_gradients(sums, gradients[:outer_count], weight, spec.options)\n",
         "",
         "test_jax_layered.py::test_numbers_of_the_usual_window",
     ),

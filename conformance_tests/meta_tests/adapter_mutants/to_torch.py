@@ -125,7 +125,7 @@ MUTANTS = (
     ),
     Mutant(
         "add_what_is_dropped",
-        "        is_finite = not self.drops_micro_batches or all_finite([*gradients.values()])\n",
+        "        is_finite = not self.drops_micro_batches or all_finite(gradients.values())\n",
         "        is_finite = True\n",
         "test_overflow.py::test_drop_in_every_mode",
     ),
@@ -402,8 +402,8 @@ MUTANTS = (
     ),
     Mutant(
         "update_a_shared_parameter_at_its_last_layer",
-        "        return self._first_layers.get(id(parameter), 0) >= index\n",
-        "        return self._first_layers.get(id(parameter), 0) >= 0\n",
+        "                index, lambda p: self._first_layers.get(id(p), 0) >= index\n",
+        "                index, lambda p: self._first_layers.get(id(p), 0) >= 0\n",
         "test_torch_layered.py::test_equals_the_large_batch",
     ),
     Mutant(
@@ -421,8 +421,8 @@ MUTANTS = (
     ),
     Mutant(
         "add_a_layers_small_gradients_in_half_precision",
-        "            gradient_sum.adds_at_once = True\n",
-        "            pass\n",
+        "        gradient_sum.adds_at_once = True\n",
+        "",
         "test_torch_layered.py::test_same_bits_as_without_layers",
         "True-clip",
     ),
