@@ -106,8 +106,8 @@ MUTANTS = (
     ),
     Mutant(
         "leave_followers_behind",
-        "        for scheduler in schedulers:\n            scheduler.follow()\n",
-        "",
+        "            partial(self._between_windows, schedulers),\n",
+        "            partial(self._between_windows, []),\n",
         "test_torch_workers.py::test_two_workers",
         only="schedules_and_averages",
     ),
