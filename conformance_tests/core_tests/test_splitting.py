@@ -161,7 +161,7 @@ def test_frames_of_a_failed_attempt_are_freed() -> None:
 
     alive = []
 
-    def attempt(cause: BaseException | None = None) -> None:
+    def attempt(cause=None):
         held = Array()
         alive.append(weakref.ref(held))
         raise MemoryError from cause
@@ -195,7 +195,7 @@ class Attempts:
 def test_automatic_size_halves_and_remembers() -> None:
     sizes = AutoMicroBatchSize(memory_limit=100)
     attempts = Attempts(0)
-    retries: list[int] = []
+    retries = []
     with pytest.raises(
         UsageError,
         match=(
@@ -231,7 +231,7 @@ def test_another_worker_chooses_the_size() -> None:
     sizes = AutoMicroBatchSize()
     tried = []
 
-    def attempt(size: int, smaller_size: int) -> int:
+    def attempt(size, smaller_size):
         tried.append((size, smaller_size))
         if size > 3:
             raise SmallerSizeError(3)
@@ -244,9 +244,9 @@ def test_another_worker_chooses_the_size() -> None:
 def test_agreed_size_is_remembered_after_a_short_batch() -> None:
     """Another worker with a full batch has found 32, which is more than the 4 items."""
     sizes = AutoMicroBatchSize()
-    tried: list[int] = []
+    tried = []
 
-    def attempt(size: int, _: int) -> None:
+    def attempt(size, _):
         tried.append(size)
         if size in (4, 64):
             raise SmallerSizeError(32)

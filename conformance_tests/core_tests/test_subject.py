@@ -92,7 +92,7 @@ def test_loss_that_closes_over_its_model_through_a_function() -> None:
 def test_loss_is_left_alone_where_nothing_is_known_of_it() -> None:
     """Without a model that can be called, as in JAX, and without a signature."""
 
-    def loss_fn(outputs: Any, x: Any = 5) -> Any:
+    def loss_fn(outputs, x=5):
         return outputs, x
 
     assert as_loss(loss_fn, (1,)) == (loss_fn, (1,))
@@ -150,7 +150,7 @@ def test_random_numbers_of_the_host(draw: Callable[[], float]) -> None:
     host.restore()
     assert draw() == users
 
-    def number(seed: int) -> float:
+    def number(seed):
         host.restore(seed)
         return draw()
 

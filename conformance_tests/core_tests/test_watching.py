@@ -36,7 +36,7 @@ def test_seconds_since_the_last_end(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_listener_hears_though_one_raises() -> None:
     listeners, heard = Listeners(), []
 
-    def close() -> None:
+    def close():
         with listeners.settled():
             listeners.note(end())
             assert not heard, "not before everything is settled"
@@ -55,7 +55,7 @@ def test_windows_of_one_call_are_told_between() -> None:
     """
     listeners, heard = Listeners(), []
 
-    def close() -> None:
+    def close():
         with listeners.settled():
             for number in (1, 2):
                 listeners.note(end(number))
@@ -75,7 +75,7 @@ def test_windows_of_one_call_are_told_between() -> None:
 def test_the_own_error_goes_first() -> None:
     listeners = Listeners()
 
-    def close() -> None:
+    def close():
         with listeners.settled():
             listeners.note(end())
             raise KeyError("the update's")
@@ -121,7 +121,7 @@ def test_status_is_one_line() -> None:
 def test_updates_are_heard_without_arguments() -> None:
     """Not the windows that were skipped."""
     listeners = Listeners()
-    heard: list[str] = []
+    heard = []
     listeners.on_update(lambda: heard.append("update"))
     for applied in (True, False, True):
         with listeners.settled():

@@ -167,7 +167,7 @@ def test_progress_of_a_loader_of_unknown_length(
 
 
 def test_epoch_flushes_when_the_loader_ends() -> None:
-    flushed: list[int] = []
+    flushed = []
     seen: list[int] = []
     looked_at: list[int] = []
     batches = epoch([1, 2, 3], lambda: flushed.append(len(seen)), see=looked_at.append)
@@ -185,7 +185,7 @@ def test_epoch_has_the_length_of_its_loader() -> None:
 
 
 def test_epoch_leaves_the_window_open_where_it_is_asked_to_or_is_left_early() -> None:
-    def flush() -> None:
+    def flush():
         raise AssertionError("nobody asked for it")
 
     assert list(epoch([1, 2], flush, carry=True)) == [1, 2]
@@ -193,7 +193,7 @@ def test_epoch_leaves_the_window_open_where_it_is_asked_to_or_is_left_early() ->
         if item == 1:
             break
 
-    def broken() -> Iterator[int]:
+    def broken():
         yield 1
         raise OSError("a disk that is gone for a moment")
 
@@ -297,8 +297,8 @@ def run_workers(
     and so does a reduction of unequal lists.
     """
     barrier = threading.Barrier(len(loaders))
-    sent: dict[int, list[float]] = {}
-    reductions: list[int] = []
+    sent = {}
+    reductions = []
     made: list[Pieces] = [[] for _ in loaders]
 
     def work(rank: int) -> None:

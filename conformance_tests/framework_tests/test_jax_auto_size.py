@@ -121,7 +121,7 @@ def test_limit_of_the_device(between: int, monkeypatch: pytest.MonkeyPatch) -> N
     class Device:
         device_kind, platform = "a device", "gpu"
 
-        def memory_stats(self) -> dict[str, int]:
+        def memory_stats(self):
             return stats
 
     monkeypatch.setattr(auto, "devices_of", lambda arguments: {Device()})
@@ -142,7 +142,7 @@ def test_exhausted_halves(runs: Runs) -> None:
     held: list[Any] = []
     most = 4
 
-    def fail(size: int) -> None:
+    def fail(size):
         gc.collect()
         assert not any(one() is not None for one in held)
         array = np.ones(3)
@@ -167,7 +167,7 @@ def test_exhausted_halves(runs: Runs) -> None:
 def test_other_errors_pass(runs: Runs) -> None:
     error = jax.errors.JaxRuntimeError("INTERNAL: broken")
 
-    def fail(size: int) -> None:
+    def fail(size):
         raise error
 
     runs.fail, sizes = fail, automatic(10**9)
@@ -181,7 +181,7 @@ def test_real_exhaustion() -> None:
     is told that all fits.
     """
 
-    def hungry(params: Any, x: Any) -> Any:
+    def hungry(params, x):
         if len(x) <= 4:
             return loss(params, x)
         numbers = jax.lax.iota(jnp.float32, 2**30).reshape(2**10, 2**20)[:, :, None]

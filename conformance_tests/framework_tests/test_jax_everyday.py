@@ -72,7 +72,7 @@ def test_windows_that_only_last_ends() -> None:
     tx = gradaccum.wrap(INNER, steps=None, clip_norm=0.3)
     ends = jnp.stack([np.isin(np.arange(10), (2, 3, 9)), np.arange(10) == 9])
 
-    def trained(x: Any, ends: Any) -> Any:
+    def trained(x, ends):
         return jax.lax.scan(
             lambda carry, given: (step_of(tx)(*carry, *given), None),
             (PARAMS, tx.init(PARAMS)),
@@ -87,7 +87,7 @@ def test_windows_that_only_last_ends() -> None:
 
 
 def test_epoch_of_a_loader() -> None:
-    drawn: list[int] = []
+    drawn = []
     loader = (drawn.append(i) or i for i in range(3))  # type: ignore[func-returns-value]
     passing = gradaccum_jax.epoch(loader)
     assert next(passing) == (0, False)
@@ -122,7 +122,7 @@ def test_declared_argument_reaches_the_inner_optimizer() -> None:
 def test_flush_tells_the_inner_optimizer_the_windows_loss() -> None:
     """The mean by weights, or what the caller says."""
 
-    def noting(updates: Any, state: Any, params: Any = None, *, value: Any) -> Any:
+    def noting(updates, state, params=None, *, value):
         return updates, jnp.asarray(value, jnp.float32)
 
     tx = gradaccum.wrap(

@@ -43,7 +43,7 @@ def test_nest_with_an_axis_per_leaf() -> None:
     batch = {"x": x.T[:, None], "rest": (y, Pair(numbers(2, ITEMS), None))}
     axes = {"x": -1, "rest": (0, Pair(1, None)), "offset": None, "square": None}
 
-    def loss(params: Any, batch: Any) -> Any:
+    def loss(params, batch):
         found = errors(params, batch["x"][:, 0].T + batch["offset"], batch["rest"][0])
         found = found * jnp.sum(batch["rest"][1].first, 0)
         return jnp.mean(found**2 if batch["square"] else found)
@@ -97,7 +97,7 @@ def test_leaves_that_take_no_part() -> None:
     """
     params = {"w": jnp.ones(3), "n": jnp.arange(2), "unused": jnp.ones(2), "none": None}
 
-    def loss(params: Any, x: Any) -> Any:
+    def loss(params, x):
         return jnp.mean(x @ params["w"]) * params["n"][1]
 
     x = numbers(4, 3)
@@ -135,10 +135,10 @@ def test_traced_weight_that_is_negative_shows() -> None:
     overflowed.
     """
 
-    def loss(params: Any, x: Any) -> Any:
+    def loss(params, x):
         return params * jnp.mean(x)
 
-    def first(x: Any) -> Any:
+    def first(x):
         return x[0] - 3
 
     assert np.isnan(
@@ -181,7 +181,7 @@ def test_keywords_reach_the_loss() -> None:
 def test_arrays_by_keyword_are_cut(steps: int) -> None:
     """Also in nests, with weights by a function of them, and along another axis."""
 
-    def loss_fn(params: Any, *, batch: Any, mask: Any, train: bool = False) -> Any:
+    def loss_fn(params, *, batch, mask, train=False):
         assert train is True
         products = params * batch["x"] * mask
         return products.sum() / mask.sum()
@@ -192,7 +192,7 @@ def test_arrays_by_keyword_are_cut(steps: int) -> None:
         loss, gradient = step(ONE, batch={"x": x}, mask=mask, train=True)
         assert float(loss) == float(gradient) == pytest.approx(11.5 / 4.5)
 
-    def outputs_fn(params: Any, *, x: Any) -> Any:
+    def outputs_fn(params, *, x):
         assert x.shape in {(1, math.ceil(6 / steps)), (1, 6 % math.ceil(6 / steps))}
         return params * x.T
 

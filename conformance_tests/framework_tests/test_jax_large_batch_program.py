@@ -67,9 +67,9 @@ def test_program_is_that_of_one_micro_batch() -> None:
 
 def test_repeated_calls_compile_once() -> None:
     """A bare call is jitted: the loss is traced again for another shape only."""
-    traced: list[Any] = []
+    traced = []
 
-    def noted(params: Any, x: Any) -> Any:
+    def noted(params, x):
         traced.append(x.shape)
         return jnp.mean(params * x)
 
@@ -89,7 +89,7 @@ def test_window_works_in_place() -> None:
     tx = gradaccum.wrap(optax.adam(1e-3), steps=None)
     call = gradaccum_jax.value_and_update(loss, tx, micro_batch_size=SIZE)
 
-    def step(params: Any, state: Any, x: Any) -> Any:
+    def step(params, state, x):
         _, updates, state = call(params, state, x)
         return optax.apply_updates(params, updates), state
 

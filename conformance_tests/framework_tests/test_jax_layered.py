@@ -149,7 +149,7 @@ def test_memory_is_that_of_a_layer() -> None:
     params = autoencoder(layers, width, jnp.float32)
     batch = np.ones((16, 3), np.float32), np.ones(16, np.float32), jax.random.key(0)
 
-    def needed(step: Any, state: Tree) -> Any:
+    def needed(step, state):
         """Beside the donated parameters and moments."""
         call = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, *batch)
         held = call.compile().memory_analysis()

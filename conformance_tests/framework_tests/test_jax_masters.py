@@ -69,7 +69,7 @@ def test_half_precision_step_works_in_place(masters: bool) -> None:
     )
     params = {f"w{i}": jnp.ones((SIDE, SIDE), jnp.float16) for i in range(MATRICES)}
 
-    def step(params: Any, state: Any, grads: Any) -> Any:
+    def step(params, state, grads):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
@@ -119,7 +119,7 @@ def test_parameters_reach_their_rounded_masters(name: str, together: bool) -> No
     held = np.tile(every_number(name), 8)
     p = held.astype(np.float64)
 
-    def move(p: Any, masters: Any) -> Any:
+    def move(p, masters):
         update = distance if together else jax.jit(distance)
         return optax.apply_updates(p, update(p, masters))
 

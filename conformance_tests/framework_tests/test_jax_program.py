@@ -20,9 +20,9 @@ PARAMS = {"w": jnp.ones((2, 3)), "half": jnp.ones(2, jnp.bfloat16), "scalar": 1.
 
 def test_step_outside_jit_compiles_once() -> None:
     """And asks the device for nothing, so that it need not wait."""
-    traces: list[int] = []
+    traces = []
 
-    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(gradients, state, params=None):
         traces.append(1)
         return gradients, state
 

@@ -176,7 +176,7 @@ def test_flax_batch_norm_couples_items(normalised: bool) -> None:
     net = linen.Sequential(layers)
     variables = net.init({"params": KEY, "dropout": KEY}, X)
 
-    def loss_fn(params: Any, x: Any, y: Any, key: Any) -> Any:
+    def loss_fn(params, x, y, key):
         output, _ = net.apply(
             {**variables, "params": params},
             x,

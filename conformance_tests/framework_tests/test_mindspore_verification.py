@@ -130,7 +130,7 @@ def test_nothing_of_the_users_changes(raises: bool, mode: int) -> None:
     )
     model[3].set_train(False)
 
-    def loss_fn(model: Any, x: Any, y: Any) -> Any:
+    def loss_fn(model, x, y):
         np.random.random()
         random.random()
         loss = plain(model, ops.dropout(x, 0.5, True), y)

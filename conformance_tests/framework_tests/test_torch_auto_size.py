@@ -193,7 +193,7 @@ def test_freed_before_retry(kept: bool) -> None:
     """A tensor of the failed frames, and of an error that somebody else still holds."""
     model, alive, errors = make(), [], []
 
-    def loss_fn(x: Tensor) -> Tensor:
+    def loss_fn(x):
         large = model(x)
         if len(x) < len(X):
             assert alive[0]() is None
@@ -220,7 +220,7 @@ def test_batch_is_not_written_into_twice() -> None:
     x, model = X.clone(), make()
     before = numbers(model)
 
-    def loss_of(x: Tensor) -> Tensor:
+    def loss_of(x):
         outputs = model(x.clamp_(-0.5, 0.5).float())
         if len(x) > 2:
             raise torch.OutOfMemoryError

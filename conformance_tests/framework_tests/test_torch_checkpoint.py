@@ -87,7 +87,7 @@ def test_bare_state_loads_as_empty_window(kind: str) -> None:
 
 def test_state_dict_hooks_run_in_order() -> None:
     _, opt = trained(0)
-    seen: list[Any] = []
+    seen = []
     opt.register_state_dict_pre_hook(lambda o: seen.append("pre"))
     opt.register_state_dict_post_hook(lambda o, state: {**state, "extra": 1})
     opt.register_load_state_dict_pre_hook(lambda o, state: seen.append(state["extra"]))

@@ -48,7 +48,7 @@ def waits(action: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> int:
     """How often the host reads a tensor: by ``item``, called directly or not, and by
     ``tolist``, which is no operation.
     """
-    lists: list[Tensor] = []
+    lists = []
     tolist = Tensor.tolist
 
     def counted(tensor: Tensor) -> Any:
@@ -84,7 +84,7 @@ def test_only_window_ends_wait(
     monkeypatch.setattr(window, "as_number", lambda loss: loss.detach().clone())
     model, opt = make(place, steps=3, **options)
 
-    def micro_batch() -> None:
+    def micro_batch():
         opt.scale(loss_of(model)).backward()
         opt.step()
         opt.zero_grad()

@@ -69,7 +69,7 @@ def delayed(model: nn.Module, index: int) -> None:
     """A hook takes the gradients away, and the loop gives them back after the pass, as
     a compressor does.
     """
-    taken: dict[Tensor, Any] = {}
+    taken = {}
 
     def take(parameter: Tensor) -> None:
         taken[parameter], parameter.grad = parameter.grad, None

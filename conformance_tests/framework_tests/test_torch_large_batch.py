@@ -5,7 +5,6 @@ against one backward pass of the large batch.
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import numpy as np
 import pytest
@@ -40,9 +39,9 @@ def test_nests_and_axes(coupled: bool) -> None:
     _, expected = truth(model, lambda: cross_entropy(model(X), Y))
     columns = X.T.contiguous()
     sample = {"x": columns, "rows": np.stack([np.zeros(ITEMS), np.arange(ITEMS)])}
-    seen: list[int] = []
+    seen = []
 
-    def losses_of(part: Any, y: Tensor, scale: Tensor, flag: bool, text: str) -> Tensor:
+    def losses_of(part, y, scale, flag, text):
         assert (scale.shape, flag, text) == ((7,), True, "text")
         assert part["x"].untyped_storage()._cdata == columns.untyped_storage()._cdata
         seen.extend(part["rows"][1].astype(int))
@@ -66,7 +65,7 @@ def test_every_leaf_gets_its_gradient() -> None:
     scale = torch.tensor(1.5, dtype=X.dtype, requires_grad=True)
     rare, unused = nn.Parameter(torch.ones(3, dtype=X.dtype)), nn.Linear(2, 2)
 
-    def loss_fn(x: Tensor, y: Tensor) -> Tensor:
+    def loss_fn(x, y):
         bias = rare if y[0] == 2 else 0
         return cross_entropy(model(x) * scale + bias, y)
 
@@ -92,9 +91,9 @@ def test_leaves_beside_the_optimizer(scale: str, coupled: bool) -> None:
     scales = {"static": 1024.0, "scaler": torch.amp.GradScaler("cpu", init_scale=64.0)}
     inner = SGD(generator.parameters(), lr=1.0)
     opt = gradaccum.wrap(inner, steps=None, loss_scale=scales.get(scale))
-    loss_of: Any = Tensor.std if coupled else lambda outputs: outputs.square().mean()
+    loss_of = Tensor.std if coupled else lambda outputs: outputs.square().mean()
 
-    def outputs_of(x: Tensor) -> Tensor:
+    def outputs_of(x):
         return critic(generator(x))
 
     if coupled:
@@ -119,7 +118,7 @@ def test_reentrant_checkpoint() -> None:
     model, other = make_model(), make_model()
     _, expected = truth(model, lambda: cross_entropy(model(X), Y))
 
-    def loss_fn(x: Tensor, y: Tensor) -> Tensor:
+    def loss_fn(x, y):
         x = x.clone().requires_grad_()
         return cross_entropy(checkpoint(model, x, use_reentrant=True), y)
 
@@ -171,7 +170,7 @@ def test_sparse_gradients(before: str | None) -> None:
     table = nn.Embedding(7, 3, sparse=True, dtype=torch.float64)
     rows = torch.tensor([1, 1, 2, 5, 6, 1, 0, 2])
 
-    def loss_fn(rows: Tensor) -> Tensor:
+    def loss_fn(rows):
         return table(rows).square().sum(1).mean()
 
     _, (expected,) = truth(table, lambda: loss_fn(rows))

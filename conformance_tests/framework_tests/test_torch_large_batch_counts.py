@@ -98,13 +98,13 @@ def test_compiled(what: str) -> None:
     model, other = make_model(), make_model()
     forward = torch.compile(model, backend="aot_eager") if what == "model" else model
 
-    def loss_fn(x: Tensor) -> Tensor:
+    def loss_fn(x):
         return loss_of(forward, x)
 
     if what == "loss":
         loss_fn = torch.compile(loss_fn, backend="aot_eager")
 
-    def call(x: Tensor) -> Tensor:
+    def call(x):
         return backward(loss_fn, x * 2, micro_batch_size=24)
 
     if what == "call":
@@ -122,7 +122,7 @@ def test_compiled_statistics_move_once_or_are_refused(named: bool) -> None:
     """Compiled code may call no hook, by which a coupled loss finds the modules."""
     torch._dynamo.reset()
 
-    def make() -> nn.Module:
+    def make():
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8))
 

@@ -76,7 +76,7 @@ def test_closure_as_a_loss_function_is_refused(
     """Its gradient would count twice."""
     model = make_model(dtype)
 
-    def closure(x: Tensor) -> Tensor:
+    def closure(x):
         loss = model(x).square()
         if torch.is_grad_enabled():
             loss.mean().backward(retain_graph=True)
@@ -94,7 +94,7 @@ def test_closure_as_a_loss_function_is_refused(
 def test_loss_function_that_clears_the_sum_is_refused() -> None:
     model = make_model()
 
-    def clearing(x: Tensor) -> Tensor:
+    def clearing(x):
         model.zero_grad()
         return model(x).std()
 
@@ -136,7 +136,7 @@ def test_replaced_buffer() -> None:
     held = model[1].calls
     factors = torch.arange(1.0, 6).repeat_interleave(2)[:, None]
 
-    def fail(_: Tensor) -> Tensor:
+    def fail(_):
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

@@ -150,7 +150,7 @@ def test_equals_the_large_batch(reduction: str, updated: bool) -> None:
     """
     x, y, weights = X.double(), X.double().square(), torch.arange(11.0)
 
-    def loss_fn(outputs: Any, targets: tuple[Tensor, Tensor]) -> tuple[Tensor, Any]:
+    def loss_fn(outputs, targets):
         errors = (outputs[0] - targets[0]).square().mean(1) + outputs[1]
         divisor = targets[1].sum().clamp(min=1) if reduction == "mean" else 1
         return (errors * targets[1]).sum() / divisor, {"outputs": outputs[0]}
@@ -195,7 +195,7 @@ def test_buffers_that_two_layers_and_the_loss_share(place: dict[str, Any]) -> No
         norm = nn.BatchNorm1d(6, affine=False)
         model = nn.Sequential(nn.Linear(6, 6), norm, Drifting(), nn.Linear(6, 6), norm)
 
-        def loss_fn(outputs: Tensor, y: Tensor, norm: Any = norm) -> Tensor:
+        def loss_fn(outputs, y, norm=norm):
             return cross_entropy(outputs.float() * norm.running_var.clone(), y)
 
         run(model, X, loss_fn, **options)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.optim import SGD
 from torch.testing import assert_close
 
@@ -161,7 +160,7 @@ def test_closure_runs_once_per_micro_batch() -> None:
         opt.step(lambda: 1 / 0)
     assert opt.result.micro_step == 0
 
-    def closure() -> Tensor:
+    def closure():
         opt.zero_grad()
         loss = loss_of(model, rows_of(len(losses)))
         loss.backward()

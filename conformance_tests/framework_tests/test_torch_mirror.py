@@ -56,7 +56,7 @@ def test_window_sends_what_the_law_says(
     """The buckets, under the pass where the one before was the only one of its
     micro-batch; then the numbers.
     """
-    sent: list[Sent] = []
+    sent = []
     with mirror(workers) as calls:
         parameters = [nn.Parameter(torch.ones(elements)) for _ in range(tensors)]
         opt = gradaccum.wrap(

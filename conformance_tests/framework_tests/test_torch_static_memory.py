@@ -84,7 +84,7 @@ def test_aux_is_copied() -> None:
     """A buffer that each micro-batch counts up."""
     weight, count = nn.Parameter(torch.ones(3)), torch.zeros(1)
 
-    def loss_fn(x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss_fn(x):
         count.add_(1)
         return (x * weight).mean(), {"all": count}
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from gradaccum_torch import window as window_module
 
@@ -36,7 +35,7 @@ def test_plain_backward_tells_nothing(mixed: str) -> None:
     """Beside others too: the loss of the window would lack a part."""
     model, opt = make(steps=1)
 
-    def closure() -> Tensor:
+    def closure():
         loss = loss_of(model)
         loss.backward()
         return loss
@@ -56,7 +55,7 @@ def test_each_way_to_tell(way: str) -> None:
     model, opt = make(steps=2, loss_scale=4.0 if way == "scale" else None)
     expected = pytest.approx(loss_of(model).item(), rel=1e-13)
 
-    def closure(rows: slice) -> Any:
+    def closure(rows):
         opt.zero_grad()
         loss = loss_of(model, rows)
         if way == "closure and backward":

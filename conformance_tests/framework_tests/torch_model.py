@@ -56,7 +56,7 @@ MAKERS = {
 }
 
 
-HALF: dict[str, Any] = {"dtype": torch.bfloat16}
+HALF = {"dtype": torch.bfloat16}
 PLACES: dict[str, dict[str, Any]] = {
     "in .grad": {},
     "in float64": {"accumulate_dtype": "float64"},

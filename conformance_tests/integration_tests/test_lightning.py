@@ -106,7 +106,7 @@ def test_validation_in_mid_window() -> None:
     """Lightning clears the model's gradients before it validates: refused where the sum
     is in ``.grad``.
     """
-    options: dict[str, Any] = {"val_check_interval": 3, "num_sanity_val_steps": 0}
+    options = {"val_check_interval": 3, "num_sanity_val_steps": 0}
     with pytest.raises(UsageError, match="separate_sums=True"):
         trainer(**options).fit(Validating({}), loader(), loader())
     model = Validating({"separate_sums": True})

@@ -210,7 +210,7 @@ def test_equals_the_bare_optimizer_at_a_flush(name: str) -> None:
     moved, state = start, tx.init(start)
 
     @partial(jax.jit, compiler_options=QUICK)
-    def add(params: Any, state: Any, x: Any, y: Any) -> Any:
+    def add(params, state, x, y):
         extra = of_batch(names, params, x, y)
         return tx.update(GRADIENT(params, x, y), state, params, **extra)[1]
 

@@ -103,7 +103,7 @@ def test_model_of_others(make: Callable[[], Model]) -> None:
         params, apply = make()
         x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)))
 
-        def gradient(x: Any) -> Any:
+        def gradient(x):
             return jax.grad(lambda params: jnp.mean((apply(params, x) - 1) ** 2))(
                 params
             )
@@ -145,7 +145,7 @@ def test_line_search_on_a_split_batch() -> None:
     """
     x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)
 
-    def minimised(value_and_grad: Any) -> Any:
+    def minimised(value_and_grad):
         tx, params = optax.lbfgs(), PARAMS
         state = tx.init(params)
         for _ in range(2):

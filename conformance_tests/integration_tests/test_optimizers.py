@@ -19,7 +19,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import gradaccum
 
@@ -199,7 +199,7 @@ def of_schedulefree(library: Any) -> Iterator[tuple[str, Case]]:
         yield name, Case(lambda net, make=make: in_training(make(net)))
 
 
-LIBRARIES: dict[str, Any] = {
+LIBRARIES = {
     "torch.optim": of_torch,
     "pytorch_optimizer": of_pytorch_optimizer,
     "torch_optimizer": of_torch_optimizer,
@@ -265,7 +265,7 @@ def test_bitsandbytes_has_the_same_bits(name: str, options: dict[str, Any]) -> N
     rows = torch.randint(-16, 17, (24, 64, 64), generator=generator) / 16
     start = torch.linspace(-1, 1, 4096).view(64, 64)
 
-    def run(parameter: nn.Parameter, opt: Any, rows: Tensor) -> None:
+    def run(parameter, opt, rows):
         for part in rows:
             opt.zero_grad()
             (parameter * part).sum().backward()
@@ -290,7 +290,7 @@ def test_schedulefree_resumes_in_mid_window(options: dict[str, Any]) -> None:
     """The averaged weights were put into the model before, and taken out."""
     kind = pytest.importorskip("schedulefree").AdamWScheduleFree
 
-    def make() -> tuple[nn.Module, Any]:
+    def make():
         net = make_net()
         inner = kind(net.parameters(), lr=0.01, warmup_steps=2)
         return net, in_training(gradaccum.wrap(inner, steps=4, **options))

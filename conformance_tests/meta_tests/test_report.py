@@ -156,7 +156,7 @@ def test_runner_hands_on_records_in_order(tmp_path: Path) -> None:
     )
     results = tmp_path / "torch.jsonl"
     job = Job("torch", (sys.executable, "-c", script, str(results)), results)
-    kinds: list[str] = []
+    kinds = []
     (process,) = run_jobs([job], lambda backend, record: kinds.append(record["kind"]))
     assert (process.exit_code, process.log_tail) == (3, "last words")
     assert kinds == ["a", "unreadable", "unreadable"]

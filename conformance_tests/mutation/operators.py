@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-PAIRS: dict[type[ast.AST], type[ast.AST]] = {
+PAIRS = {
     ast.Lt: ast.LtE,
     ast.Gt: ast.GtE,
     ast.Eq: ast.NotEq,

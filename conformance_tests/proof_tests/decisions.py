@@ -17,7 +17,6 @@ from .claims import Claim, any_state, holds, is_finite, is_normal, number
 from .terms import (
     FLOAT32,
     RECORD,
-    Term,
     make,
     product,
     product_is_known,
@@ -174,7 +173,7 @@ def clipping_keeps_the_limit(transitions: Any) -> Iterator[Claim]:
             4, reduction=reduction, on_overflow=on_overflow
         )._replace(clip_norm=make(clip))
         state = any_state()[0]._replace(weight=make(weight), loss_scale=make(scale))
-        finite: Term = make(z3.BoolVal(True))
+        finite = make(z3.BoolVal(True))
         decision = transitions.Decision(
             *transitions.decide(tuple(state), make(norm), finite, options, where)
         )

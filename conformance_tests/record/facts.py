@@ -17,7 +17,7 @@ def file_of(part: str) -> Path:
 
 
 def read(file: Path) -> Facts:
-    facts: Facts = {}
+    facts = {}
     for line in file.read_text("utf-8").splitlines() if file.exists() else ():
         if not line.startswith("#"):
             section, _, fact = line.partition(" | ")

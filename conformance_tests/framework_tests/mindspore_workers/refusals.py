@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import mindspore as ms
@@ -53,7 +52,7 @@ def each_mistake_is_refused(rank: int) -> None:
             ms.reset_auto_parallel_context()
 
     usage, value = UsageError, ArgumentValueError
-    mistakes: tuple[tuple[Callable[[], object], type[Exception], str], ...] = (
+    mistakes = (
         (lambda: gradaccum.wrap(sgd(), steps=2), usage, "data_parallel=True"),
         (lambda: wrapped(steps=2 + rank), value, "options"),
         (lambda: wrapped(value=1.0 + rank), value, "parameters"),

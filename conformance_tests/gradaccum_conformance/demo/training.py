@@ -43,7 +43,7 @@ def train(harness: Harness, digits: Digits, epochs: int = EPOCHS) -> Iterator[Me
     of each.
     """
     x, y = digits.test
-    large: list[Arrays] = []
+    large = []
     for recipe in RECIPES:
         session = _start(harness, recipe)
         for epoch in range(1, epochs + 1):

@@ -231,7 +231,7 @@ class ReferenceAccumulation:
         self, gradient: Mapping[str, Array | None], weight: float, loss: float
     ) -> MicroBatch:
         factor = weight if self.options.reduction == "mean" else 1.0
-        contribution: Arrays = {}
+        contribution = {}
         for name, g in gradient.items():
             if weight > 0 and g is not None:
                 dtype = self._dtype(self.model[name])

@@ -283,7 +283,7 @@ class NumpyHarness(WorkersHarness, LargeBatchHarness):
         return Outcome(loss, gradient, {})
 
 
-_DTYPES: dict[Dtype, Any] = {
+_DTYPES = {
     "float32": np.float32,
     "float64": np.float64,
     "float16": np.float16,

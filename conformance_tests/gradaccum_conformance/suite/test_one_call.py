@@ -157,7 +157,7 @@ def test_weights_of_items(
     check(errors, got, PIECES, TOKENS_OF_PIECES, reduction)
 
 
-def firsts_squared(x: Any, y: Any) -> Any:
+def firsts_squared(x, y) -> Any:
     return x[:, 0].sum() ** 2
 
 
@@ -171,11 +171,11 @@ def test_weight_by_a_function(
     check(errors, got, PIECES, weights, reduction)
 
 
-def with_mean(loss: Any, logits: Any) -> Any:
+def with_mean(loss, logits) -> Any:
     return loss, {"mean": logits.mean(0)}
 
 
-def with_rows(loss: Any, logits: Any) -> Any:
+def with_rows(loss, logits) -> Any:
     return loss, {"rows": logits}
 
 

@@ -96,7 +96,7 @@ def test_empty_batch(backend: LargeBatchHarness) -> None:
 
 
 def test_loss_per_item(backend: LargeBatchHarness) -> None:
-    def returns(loss: Any, logits: Any) -> Any:
+    def returns(loss, logits) -> Any:
         return logits.sum(1)
 
     words = "^loss_fn: expected a function that returns a scalar loss"
@@ -124,7 +124,7 @@ def test_function_that_returns_no_weight(
 def test_aux_that_is_missing(backend: LargeBatchHarness, axis: int | None) -> None:
     """Two losses in an array can be unpacked as if they were a loss and an aux."""
 
-    def returns(loss: Any, logits: Any) -> Any:
+    def returns(loss, logits) -> Any:
         return loss if axis is None else logits.sum(axis)
 
     call = CALL._replace(
@@ -203,7 +203,7 @@ def test_error_of_the_loss_passes(
     """
     trouble = [True]
 
-    def returns(loss: Any, logits: Any) -> Any:
+    def returns(loss, logits) -> Any:
         if trouble:
             raise kind("now")
         return loss

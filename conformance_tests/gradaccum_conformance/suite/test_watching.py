@@ -128,7 +128,7 @@ def test_what_moves_per_update_moves_once(backend: Harness, mode: str) -> None:
     once more after each flush.
     """
     session = start(backend, LINEAR, steps=2, mode=mode, skip_norm=1e6)
-    moved: list[int] = []
+    moved = []
 
     def move() -> None:
         moved.append(session.state().optimizer_step)

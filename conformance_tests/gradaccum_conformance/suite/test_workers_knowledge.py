@@ -1,7 +1,5 @@
 """The statistics of a window of several workers: its loss is that of all."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -51,7 +49,7 @@ def test_loss_and_norm_are_those_of_all_workers(
     crew = crews(reduction=reduction)
     listening = crew.listen()
     batch, loss, gradient = run_window(crew, reduction)
-    heard: list[list[Any]] = [[result] for result in crew.ask("result")]
+    heard = [[result] for result in crew.ask("result")]
     require_equal(crew)
     crew.flush()
     if listening:

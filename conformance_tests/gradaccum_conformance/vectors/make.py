@@ -130,7 +130,7 @@ def walk_vectors(page: Page) -> list[dict[str, Any]]:
 def file_text(kind: str) -> str:
     """Return the text of a file: JSON with one vector in a line."""
     text = (FOLDER / f"{kind}.json").read_text("utf-8")
-    page: Page = decode(json.loads(text))
+    page = decode(json.loads(text))
     vectors = page.pop("vectors")
     if kind == "transitions":
         vectors = walk_vectors(page)

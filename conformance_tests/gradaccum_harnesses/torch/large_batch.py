@@ -67,7 +67,7 @@ class TorchLargeBatch(TorchWorkers, VerifyingHarness, LargeBatchHarness):
         def loss_fn(x: Tensor, y: Tensor) -> Tensor:
             logits = model(x)
             value = functional.cross_entropy(logits, y, reduction=loss)
-            made: Tensor = value if returns is None else returns(value, logits)
+            made = value if returns is None else returns(value, logits)
             return made
 
         return float(

@@ -34,7 +34,7 @@ from gradaccum_conformance import (
 from gradaccum_conformance import Harness as BaseHarness
 from gradaccum_conformance.specs import AvgPool, Conv, Dense, Flatten, Layer, Tanh
 
-_DTYPES: dict[str, torch.dtype] = {
+_DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
     "float16": torch.float16,

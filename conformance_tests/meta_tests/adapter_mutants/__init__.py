@@ -14,7 +14,7 @@ from .to_torch import MUTANTS as TORCH
 
 __all__ = ["ADAPTERS", "Mutant"]
 
-ADAPTERS: dict[str, tuple[Mutant, ...]] = {
+ADAPTERS = {
     "torch": TORCH,
     "jax": JAX,
     "mindspore": MINDSPORE,
