@@ -2,8 +2,6 @@
 never mix a bad value in.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import sys

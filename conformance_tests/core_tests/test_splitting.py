@@ -2,8 +2,6 @@
 outputs.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import weakref

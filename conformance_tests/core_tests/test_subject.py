@@ -2,8 +2,6 @@
 NumPy.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

@@ -2,8 +2,6 @@
 refused.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -2,8 +2,6 @@
 the wrapped optimizer does not train.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -2,8 +2,6 @@
 scratch, and never asks the host.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from typing import Any

@@ -2,8 +2,6 @@
 all of it, in float64.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The program of a large batch: its scratch, its loops, and how often it is compiled."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

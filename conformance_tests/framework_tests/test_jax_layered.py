@@ -2,8 +2,6 @@
 masters; what it keeps in memory.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

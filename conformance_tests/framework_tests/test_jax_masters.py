@@ -2,8 +2,6 @@
 no further copy.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -2,8 +2,6 @@
 of its class that says what to write.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

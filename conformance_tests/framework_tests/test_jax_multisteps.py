@@ -2,8 +2,6 @@
 none of its faults.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

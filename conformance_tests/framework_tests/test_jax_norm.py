@@ -2,8 +2,6 @@
 and only if every element is.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

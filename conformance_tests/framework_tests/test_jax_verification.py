@@ -2,8 +2,6 @@
 keys, derivatives of one's own, trees. Nothing of the user's is changed.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

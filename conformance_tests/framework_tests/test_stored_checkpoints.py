@@ -5,8 +5,6 @@ later release and every supported version resumes it.
 a new `gradaccum.kit.FORMAT`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

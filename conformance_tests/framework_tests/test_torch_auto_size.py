@@ -2,8 +2,6 @@
 starts over with half, as if it had never begun.
 """
 
-from __future__ import annotations
-
 import random
 import weakref
 from collections.abc import Callable

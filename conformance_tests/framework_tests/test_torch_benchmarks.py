@@ -2,8 +2,6 @@
 that their times can be compared.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.testing import assert_close

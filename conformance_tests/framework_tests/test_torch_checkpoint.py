@@ -2,8 +2,6 @@
 window.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

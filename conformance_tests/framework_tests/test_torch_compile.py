@@ -2,8 +2,6 @@
 included, trains as it does in eager mode.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

@@ -2,8 +2,6 @@
 benchmarks measure times.
 """
 
-from __future__ import annotations
-
 import cProfile
 import weakref
 from typing import Any

@@ -2,8 +2,6 @@
 against one backward pass of the large batch.
 """
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

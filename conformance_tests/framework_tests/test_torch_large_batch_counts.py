@@ -2,8 +2,6 @@
 same under `torch.compile`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

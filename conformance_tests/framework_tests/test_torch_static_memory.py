@@ -2,8 +2,6 @@
 gradients, outputs, losses and buffers as aux.
 """
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 from typing import Any

@@ -2,8 +2,6 @@
 where a part of it is not known.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from functools import partial

@@ -2,8 +2,6 @@
 started: the state dicts say it all.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

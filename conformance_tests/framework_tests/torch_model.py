@@ -2,8 +2,6 @@
 what one large batch makes of it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -2,8 +2,6 @@
 with a wrapped optimizer all is as on large batches.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

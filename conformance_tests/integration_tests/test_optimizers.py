@@ -2,8 +2,6 @@
 or refused.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import random

@@ -2,8 +2,6 @@
 code.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -2,8 +2,6 @@
 installer writes.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sysconfig

@@ -2,8 +2,6 @@
 their links lead to files that exist.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -2,8 +2,6 @@
 must be refuted.
 """
 
-from __future__ import annotations
-
 import inspect
 from types import ModuleType
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Facts in sections, and the file that holds them."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterator
 from pathlib import Path

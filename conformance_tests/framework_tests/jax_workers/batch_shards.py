@@ -2,8 +2,6 @@
 its share of every micro-batch, and nothing gathers the batch.
 """
 
-from __future__ import annotations
-
 import re
 from contextlib import nullcontext
 from typing import Any, NamedTuple

@@ -2,8 +2,6 @@
 reduction per part.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

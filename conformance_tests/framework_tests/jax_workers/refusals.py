@@ -2,8 +2,6 @@
 Beside them what is nearly the same, and right.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

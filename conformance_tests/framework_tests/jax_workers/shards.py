@@ -2,8 +2,6 @@
 device with all of them would.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -2,8 +2,6 @@
 other numbers of devices.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Refusals, and saved windows that resume."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

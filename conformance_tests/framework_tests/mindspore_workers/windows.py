@@ -2,8 +2,6 @@
 and in `Model.train`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import product

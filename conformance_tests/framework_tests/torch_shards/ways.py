@@ -2,8 +2,6 @@
 workers.
 """
 
-from __future__ import annotations
-
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 

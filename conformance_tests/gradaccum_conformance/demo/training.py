@@ -2,8 +2,6 @@
 from the large-batch run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -2,8 +2,6 @@
 anew for each.
 """
 
-from __future__ import annotations
-
 import gradaccum
 from gradaccum_conformance.harness import Option
 

@@ -2,8 +2,6 @@
 optimizer, options, dtype and mode, and shared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property

@@ -4,8 +4,6 @@ MindSpore has no float64 convolution on a CPU, so there it is slices and a matri
 product. Constants are Tensors, because a Python number is rounded to float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
