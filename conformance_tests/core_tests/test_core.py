@@ -44,7 +44,8 @@ from gradaccum.kit import (
     with_denominator,
 )
 
-FLOAT32, FLOAT64 = 3.4028234663852886e38, sys.float_info.max
+FLOAT32 = 3.4028234663852886e38
+FLOAT64 = sys.float_info.max
 ONE = State(1, 0, 0, 1.0, False, 1.0, 0)
 """A micro-batch of weight 1."""
 
@@ -202,7 +203,8 @@ def test_window_goes_on_with_other_workers() -> None:
     """One worker, or more than before, hold the weight and the flag once between them,
     and end their windows together.
     """
-    one, other = (State(2, 5, 1, 3.0, False, 8.0, 4), State(1, 5, 1, 4.0, True, 8.0, 4))
+    one = State(2, 5, 1, 3.0, False, 8.0, 4)
+    other = State(1, 5, 1, 4.0, True, 8.0, 4)
     for workers in (1, 2, 4):
         states = redistributed([one, other], workers)
         assert (

@@ -115,7 +115,8 @@ def test_list_whose_elements_may_be_the_items(name: str) -> None:
     assert lists_of_one_kind((ROWS, nest), axes) == expected
 
 
-X, TARGETS = ("batch[0]", 8), ("batch[1]", 8)
+X = ("batch[0]", 8)
+TARGETS = ("batch[1]", 8)
 THREE_CHANNELS = [(f"batch[0][{image}]", 3) for image in range(8)]
 OF_PAIR = [("batch[1][0]", 8), ("batch[1][1]", 8)]
 

@@ -111,7 +111,9 @@ def test_part_of_a_batch() -> None:
     """Arrays are cut along their axes; a number and what has no axis are passed in
     full.
     """
-    x, y, table = np.arange(12).reshape(2, 6), np.arange(6), np.ones(3)
+    x = np.arange(12).reshape(2, 6)
+    y = np.arange(6)
+    table = np.ones(3)
     batch = make_batch({"x": x, "y": y}, table, 7, axes=({"x": 1, "y": 0}, None, 0))
     nest, whole, number = batch.part([5, 0])
     assert (batch.items, batch.terms) == (6, 12)

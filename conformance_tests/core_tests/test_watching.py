@@ -32,7 +32,8 @@ def test_seconds_since_the_last_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_listener_hears_though_one_raises() -> None:
-    listeners, heard = Listeners(), []
+    listeners = Listeners()
+    heard = []
 
     def close():
         with listeners.settled():
@@ -51,7 +52,8 @@ def test_windows_of_one_call_are_told_between() -> None:
     """What a listener raises waits for the end of the call: the call may have another
     worker's windows to close.
     """
-    listeners, heard = Listeners(), []
+    listeners = Listeners()
+    heard = []
 
     def close():
         with listeners.settled():
@@ -85,7 +87,8 @@ def test_the_own_error_goes_first() -> None:
 
 
 def test_removed_and_copied_listeners_hear_nothing() -> None:
-    listeners, heard = Listeners(), []
+    listeners = Listeners()
+    heard = []
     handle = listeners.add(heard.append)
     assert not copy.deepcopy(listeners).added
     handle.remove()

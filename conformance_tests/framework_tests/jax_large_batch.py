@@ -59,7 +59,8 @@ def close(made: Any, wanted: Any, tolerance: float = 1e-13) -> None:
     assert jax.tree.structure(made) == jax.tree.structure(wanted)
 
     def check(a: Any, b: Any) -> None:
-        a, b = np.asarray(a), np.asarray(b)
+        a = np.asarray(a)
+        b = np.asarray(b)
         assert a.shape == b.shape
         assert a.dtype == b.dtype
         np.testing.assert_allclose(

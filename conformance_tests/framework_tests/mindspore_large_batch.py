@@ -19,7 +19,8 @@ by_mode = pytest.mark.parametrize("mode", MODES)
 from_python = pytest.mark.parametrize("mode", ["pynative", "graph"])
 ITEMS = 7
 RNG = np.random.RandomState(3)
-X, Y = RNG.randn(ITEMS, 4), RNG.randn(ITEMS, 2)
+X = RNG.randn(ITEMS, 4)
+Y = RNG.randn(ITEMS, 2)
 START = RNG.randn(2, 4)
 
 

@@ -20,7 +20,8 @@ from gradaccum_jax.large_batch import auto
 
 from .jax_large_batch import assert_same_bits
 
-ITEMS, WIDTH = 16, 64
+ITEMS = 16
+WIDTH = 64
 EXHAUSTED = "RESOURCE_EXHAUSTED: Out of memory allocating 4 bytes."
 RNG = np.random.default_rng(0)
 PARAMS = {"w": jnp.asarray(RNG.normal(size=(4, WIDTH)), jnp.float32)}
@@ -59,7 +60,8 @@ def need(size: int) -> int:
 @pytest.fixture(scope="module")
 def between() -> int:
     """A limit that four items fit and eight do not."""
-    four, eight = need(4), need(8)
+    four = need(4)
+    eight = need(8)
     assert four < eight < need(16)
     return (four + eight) // 2
 
@@ -76,7 +78,8 @@ class Runs:
         original = auto.SizeSearch.compile
 
         def compiled(search: Any, given: Any, batch: Any) -> Any:
-            size, program = batch.size, original(search, given, batch)
+            size = batch.size
+            program = original(search, given, batch)
             self.compiled.append(size)
 
             class Program:
@@ -119,7 +122,8 @@ def test_limit_of_the_device(between: int, monkeypatch: pytest.MonkeyPatch) -> N
     stats = {"bytes_limit": between + 10**6, "bytes_in_use": 10**6}
 
     class Device:
-        device_kind, platform = "a device", "gpu"
+        device_kind = "a device"
+        platform = "gpu"
 
         def memory_stats(self):
             return stats
@@ -150,7 +154,8 @@ def test_exhausted_halves(runs: Runs) -> None:
         if size > most:
             raise jax.errors.JaxRuntimeError(EXHAUSTED)
 
-    runs.fail, sizes = fail, automatic(10**9)
+    runs.fail = fail
+    sizes = automatic(10**9)
     step = step_with(sizes)
     found = step(PARAMS, BATCH)
     assert (runs.run, sizes.size) == ([16, 8, 4], 4)
@@ -170,7 +175,8 @@ def test_other_errors_pass(runs: Runs) -> None:
     def fail(size):
         raise error
 
-    runs.fail, sizes = fail, automatic(10**9)
+    runs.fail = fail
+    sizes = automatic(10**9)
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL: broken"):
         step_with(sizes)(PARAMS, BATCH)
     assert (runs.run, sizes.size) == ([16], None)

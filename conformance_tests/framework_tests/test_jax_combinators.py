@@ -43,7 +43,8 @@ def partition(trained: Any, frozen: Any = None, labels: Any = LABELS) -> Any:
 
 def begun(tx: Any) -> Any:
     """The state with two micro-batches in an open window."""
-    state, update = tx.init(PARAMS), jax.jit(tx.update)
+    state = tx.init(PARAMS)
+    update = jax.jit(tx.update)
     for gradient in GRADS:
         updates, state = update(gradient, state, PARAMS)
         assert not updates["a"].any()

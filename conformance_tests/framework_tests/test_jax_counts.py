@@ -14,7 +14,8 @@ import pytest
 import gradaccum
 import gradaccum_jax
 
-SIDE, MATRICES = 1024, 4
+SIDE = 1024
+MATRICES = 4
 OWN = MATRICES * SIDE * SIDE * 4
 UNTUNED = {
     "xla_backend_optimization_level": 0,

@@ -74,7 +74,8 @@ def test_memory_is_one_micro_batch() -> None:
     given = {
         name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()
     }
-    few, many = given.pop("x64"), given.pop("x256")
+    few = given.pop("x64")
+    many = given.pop("x256")
 
     def scratch(x):
         memory = jax.jit(step).lower(given, x).compile().memory_analysis()

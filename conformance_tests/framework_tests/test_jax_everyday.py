@@ -35,7 +35,8 @@ def step_of(tx: Any) -> Callable[..., Any]:
 
 def by_large_batches(*windows: Any) -> Any:
     tx = gradaccum.wrap(INNER, steps=1, clip_norm=0.3)
-    params, state = PARAMS, tx.init(PARAMS)
+    params = PARAMS
+    state = tx.init(PARAMS)
     for window in windows:
         params, state = step_of(tx)(params, state, window.reshape(-1, 3))
     return params
@@ -51,7 +52,9 @@ def test_the_last_window_of_a_loader_ends_in_the_step(steps: Any) -> None:
     own.
     """
     tx = gradaccum.wrap(INNER, steps=steps, clip_norm=0.3)
-    step, params, state = jax.jit(step_of(tx)), PARAMS, tx.init(PARAMS)
+    step = jax.jit(step_of(tx))
+    params = PARAMS
+    state = tx.init(PARAMS)
     for x, last in gradaccum_jax.epoch(iter(X)):
         params, state = step(params, state, x, last)
     assert_close(params, by_large_batches(X[:4], X[4:8], X[8:]))

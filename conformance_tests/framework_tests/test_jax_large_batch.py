@@ -25,7 +25,8 @@ from .jax_large_batch import (
     numbers,
 )
 
-ONE, X = np.ones(()), np.arange(1.0, 7)
+ONE = np.ones(())
+X = np.arange(1.0, 7)
 
 
 class Pair(NamedTuple):
@@ -72,13 +73,15 @@ def test_every_micro_batch_has_its_own_key(legacy: bool) -> None:
 def test_under_vmap() -> None:
     step = gradaccum_jax.value_and_grad(mean_loss, steps=4)
     params = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf, leaf - 1]), model())
-    x, y = numbers(3, ITEMS, 3), numbers(3, ITEMS)
+    x = numbers(3, ITEMS, 3)
+    y = numbers(3, ITEMS)
     wanted = jax.vmap(jax.value_and_grad(mean_loss))(params, x, y)
     close(jax.vmap(step)(params, x, y), wanted)
 
 
 def test_accumulate_dtype() -> None:
-    x, one = jnp.asarray([2.0**24] + [1.0] * 16, jnp.float32), jnp.float32(1)
+    x = jnp.asarray([2.0**24] + [1.0] * 16, jnp.float32)
+    one = jnp.float32(1)
     for dtype, wanted in ((None, 2.0**24), ("float64", 2.0**24 + 16)):
         made = gradaccum_jax.value_and_grad(
             lambda params, x: jnp.sum(params * x),
@@ -184,7 +187,8 @@ def test_arrays_by_keyword_are_cut(steps: int) -> None:
         products = params * batch["x"] * mask
         return products.sum() / mask.sum()
 
-    x, mask = np.arange(6.0), np.array([1.0, 0, 1, 1, 1, 0.5])
+    x = np.arange(6.0)
+    mask = np.array([1.0, 0, 1, 1, 1, 0.5])
     for weight in (lambda batch, mask, train: mask.sum(), mask):
         step = gradaccum_jax.value_and_grad(loss_fn, steps=steps, weight=weight)
         loss, gradient = step(ONE, batch={"x": x}, mask=mask, train=True)

@@ -11,7 +11,8 @@ import optax
 import gradaccum
 import gradaccum_jax
 
-WIDTH, SIZE = 512, 8
+WIDTH = 512
+SIZE = 8
 PARAMS = {
     name: jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for name in ("a", "b")
 }
@@ -45,7 +46,8 @@ def test_program_is_that_of_one_micro_batch() -> None:
     as many with a smaller last one. Number, loss and weight take 12 bytes each.
     """
     made = {items: compiled(items) for items in (8, 32, 2048, 2051)}
-    activations, one = 4 * SIZE * WIDTH * 4, scratch(made[8])
+    activations = 4 * SIZE * WIDTH * 4
+    one = scratch(made[8])
     assert scratch(made[2048]) - scratch(made[32]) <= 12 * 256
     assert scratch(made[2048]) <= one + OWN + activations
     # What the large batch would want.

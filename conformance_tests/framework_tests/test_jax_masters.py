@@ -53,7 +53,8 @@ def test_masters_exist_for_halves_only() -> None:
     assert {str(leaf.dtype) for leaf in moments} == {"int32", "float32"}
 
 
-SIDE, MATRICES = 1024, 4
+SIDE = 1024
+MATRICES = 4
 ELEMENTS = MATRICES * SIDE * SIDE
 
 
@@ -76,7 +77,8 @@ def test_half_precision_step_works_in_place(masters: bool) -> None:
         .lower(params, jax.eval_shape(tx.init, params), params)
         .compile()
     )
-    memory, expected = compiled.memory_analysis(), (14 if masters else 8) * ELEMENTS
+    memory = compiled.memory_analysis()
+    expected = (14 if masters else 8) * ELEMENTS
     assert expected <= memory.alias_size_in_bytes
     assert memory.output_size_in_bytes <= expected + 1024
     assert memory.temp_size_in_bytes <= 2 * ELEMENTS + 4096
@@ -125,7 +127,8 @@ def test_parameters_reach_their_rounded_masters(name: str, together: bool) -> No
         with np.errstate(over="ignore"):
             rounded_master = masters.astype(HALVES[name])
         moved = np.asarray((jax.jit(move) if together else move)(held, masters))
-        q, found = np.float64(rounded_master), np.float64(moved)
+        q = np.float64(rounded_master)
+        found = np.float64(moved)
         promised = (
             (np.abs(p) <= LARGEST_RATIO[name] * np.abs(q))
             | (name == "float16") & (np.abs(q - p) <= 1)

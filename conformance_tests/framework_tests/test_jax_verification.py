@@ -12,7 +12,9 @@ import pytest
 from gradaccum import verify
 
 RNG = np.random.default_rng(0)
-ITEMS, WIDTH, CLASSES = 12, 5, 4
+ITEMS = 12
+WIDTH = 5
+CLASSES = 4
 X = jnp.asarray(RNG.normal(size=(ITEMS, WIDTH)), jnp.float32)
 Y = jnp.asarray(RNG.normal(size=ITEMS), jnp.float32)
 PARAMS = {

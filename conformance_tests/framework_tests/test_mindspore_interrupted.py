@@ -31,7 +31,8 @@ def counted(optimizer):
 @contextmanager
 def stopped(place, name, call=1):
     """At call number `call` this function of `place` raises."""
-    function, calls = getattr(place, name), count(1)
+    function = getattr(place, name)
+    calls = count(1)
 
     def stops(*args):
         if next(calls) == call:
@@ -54,7 +55,8 @@ def test_missed_update_is_made_by_flush(steps, tmp_path):
     """Until then a further micro-batch is refused: it may be the one that raised, and
     would count twice. Also after a resume.
     """
-    optimizer, resumed = wrapped(steps=steps), wrapped(steps=steps)
+    optimizer = wrapped(steps=steps)
+    resumed = wrapped(steps=steps)
     optimizer(two_gradients(2.0), 2)
     with stopped(optimizer.pynative_window, "gradients"):
         optimizer(two_gradients(4.0), 2)

@@ -103,7 +103,8 @@ def test_wider_sums(mode):
 @by_mode
 def test_axes(mode):
     """Items along another axis, a leaf given whole, and a plain number."""
-    net, batch = Net(), tensors(X.T, Y)
+    net = Net()
+    batch = tensors(X.T, Y)
     scale = Tensor([0.5, 1.0, 1.5, 2.0], ms.float64)
 
     def forward(batch, scale, power):
@@ -128,7 +129,8 @@ def test_batch_is_not_written():
     """The gradient of sum(w * x) by w is x itself, which a sum in place would
     change.
     """
-    weight, x = Parameter(Tensor(np.zeros((1, 4)), ms.float64), name="w"), Tensor(X)
+    weight = Parameter(Tensor(np.zeros((1, 4)), ms.float64), name="w")
+    x = Tensor(X)
     made = value_and_grad(
         lambda x: (weight * x).sum(), None, weight, micro_batch_size=1, reduction="sum"
     )

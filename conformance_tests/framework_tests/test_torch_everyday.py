@@ -60,7 +60,8 @@ def test_inner_step_is_refused() -> None:
 def test_inner_optimizer_is_free_again() -> None:
     """As a copy, or without its wrapper; a copy of the wrapper has its own."""
     model, opt = make()
-    inner, copied = opt.optimizer, copy.deepcopy(opt)
+    inner = opt.optimizer
+    copied = copy.deepcopy(opt)
     copy.deepcopy(inner).step()
     with pytest.raises(UsageError, match="inner optimizer's SGD"):
         copied.optimizer.step()

@@ -16,8 +16,10 @@ from gradaccum_torch import window
 from .torch_model import PLACES, loss_of, make
 from .torch_operations import Operations, Peak
 
-LAYERS, SIZE = 6, 32
-ONE, ALL = SIZE * SIZE, LAYERS * SIZE * SIZE
+LAYERS = 6
+SIZE = 32
+ONE = SIZE * SIZE
+ALL = LAYERS * SIZE * SIZE
 
 
 @pytest.mark.parametrize("master_weights", [False, True])

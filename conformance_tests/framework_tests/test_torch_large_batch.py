@@ -59,9 +59,11 @@ def test_every_leaf_gets_its_gradient() -> None:
     """A closed-over tensor and the batch itself, like parameters. What only some
     micro-batches use counts, what none uses stays None.
     """
-    model, x = make_model(), X.clone().requires_grad_()
+    model = make_model()
+    x = X.clone().requires_grad_()
     scale = torch.tensor(1.5, dtype=X.dtype, requires_grad=True)
-    rare, unused = nn.Parameter(torch.ones(3, dtype=X.dtype)), nn.Linear(2, 2)
+    rare = nn.Parameter(torch.ones(3, dtype=X.dtype))
+    unused = nn.Linear(2, 2)
 
     def loss_fn(x, y):
         bias = rare if y[0] == 2 else 0
@@ -82,7 +84,8 @@ def test_leaves_beside_the_optimizer(scale: str, coupled: bool) -> None:
     """A critic that the generator's loss goes through gets the large batch's gradient,
     freed of scale and weights, beside what it held.
     """
-    generator, critic = make_model(), nn.Linear(3, 1).double()
+    generator = make_model()
+    critic = nn.Linear(3, 1).double()
     held = critic.weight.grad = torch.ones_like(critic.weight)
     large = copy.deepcopy(nn.Sequential(generator, critic))
     large[1].weight.grad = torch.ones_like(held)
@@ -113,7 +116,8 @@ def test_reentrant_checkpoint() -> None:
     """Its parameters are in no graph that could be walked: a wrapped optimizer knows
     them.
     """
-    model, other = make_model(), make_model()
+    model = make_model()
+    other = make_model()
     _, expected = truth(model, lambda: cross_entropy(model(X), Y))
 
     def loss_fn(x, y):
@@ -142,7 +146,8 @@ def test_aux_keeps_no_graph() -> None:
     assert not auxes[0]["rows"][0].requires_grad
 
 
-HALF, WHOLE = torch.float16, torch.float32
+HALF = torch.float16
+WHOLE = torch.float32
 
 
 @pytest.mark.parametrize(("own", "of_loss"), [(HALF, WHOLE), (WHOLE, HALF)])
@@ -188,7 +193,8 @@ def test_outer_autocast(coupled: bool) -> None:
     """The weights that one pass over a micro-batch has cast are not those of the next
     pass.
     """
-    model, other = make_model(torch.float32), make_model(torch.float32)
+    model = make_model(torch.float32)
+    other = make_model(torch.float32)
     x = X.float()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         if coupled:

@@ -93,7 +93,8 @@ def test_compiled(what: str) -> None:
     function; a smaller last micro-batch among them.
     """
     torch._dynamo.reset()
-    model, other = make_model(), make_model()
+    model = make_model()
+    other = make_model()
     forward = torch.compile(model, backend="aot_eager") if what == "model" else model
 
     def loss_fn(x):
@@ -124,7 +125,8 @@ def test_compiled_statistics_move_once_or_are_refused(named: bool) -> None:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8))
 
-    model, other = make(), make()
+    model = make()
+    other = make()
     compiled = torch.compile(lambda x: model(x), backend="aot_eager")
     compiled(X[:16])
     model.load_state_dict(other.state_dict())

@@ -102,7 +102,8 @@ def test_loss_function_that_clears_the_sum_is_refused() -> None:
 
 def test_other_outputs_in_second_pass_are_refused() -> None:
     """A counter that no buffer holds: the gradient would be of another loss."""
-    model, factors = make_model(), iter(range(1, 9))
+    model = make_model()
+    factors = iter(range(1, 9))
     with pytest.raises(UsageError, match="the same outputs when it is called again"):
         couple(lambda x: model(x) * (1 + 0.01 * next(factors)))
     assert all(p.grad is None for p in model.parameters())
@@ -111,8 +112,10 @@ def test_other_outputs_in_second_pass_are_refused() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_wrapped_parameters_need_their_optimizer(dtype: torch.dtype) -> None:
     """Those of another wrapped optimizer too, unless the loss does not reach them."""
-    model, other = make_model(dtype), make_model(dtype)
-    opts, x = [wrap(each) for each in (model, other)], X.to(dtype)
+    model = make_model(dtype)
+    other = make_model(dtype)
+    opts = [wrap(each) for each in (model, other)]
+    x = X.to(dtype)
     with pytest.raises(UsageError, match="optimizer=opt"):
         split(lambda x: model(x).std(), x)
     with pytest.raises(UsageError, match="requires_grad_"):

@@ -41,7 +41,8 @@ class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.left, self.right = nn.Linear(3, 1), nn.Linear(3, 2)
+        self.left = nn.Linear(3, 1)
+        self.right = nn.Linear(3, 2)
 
     def forward(self, *sides: str) -> Tensor:
         x = X.to(self.left.weight.dtype)

@@ -25,7 +25,8 @@ def feed(model: Any, opt: Any, *parts: slice) -> None:
         opt.zero_grad()
 
 
-FIRST, LAST = slice(0, 3), slice(3, 8)
+FIRST = slice(0, 3)
+LAST = slice(3, 8)
 
 
 @pytest.mark.parametrize("mixed", ["with nothing", "with opt.backward", "with closure"])

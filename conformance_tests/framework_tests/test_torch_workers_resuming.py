@@ -60,5 +60,6 @@ def test_window_ends_as_the_large_batch(workers: int, options: Any) -> None:
     half = dtype is torch.bfloat16
     require_equal(again, reference, off=0 if half else 1e-13)
     for name in ("grad_norm", "loss"):
-        mine, wanted = getattr(opt.result, name), getattr(other.result, name)
+        mine = getattr(opt.result, name)
+        wanted = getattr(other.result, name)
         assert mine == pytest.approx(wanted, rel=1e-6 if half else 1e-12)

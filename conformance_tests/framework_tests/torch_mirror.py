@@ -45,7 +45,9 @@ class Mirror(dist.ProcessGroup):
 
     def __init__(self, rank: int, size: int, name: str) -> None:
         super().__init__(rank, size)
-        self._rank, self._size, self._name = rank, size, name
+        self._rank = rank
+        self._size = size
+        self._name = name
 
     def size(self) -> int:
         return self._size

@@ -60,7 +60,9 @@ def run_jobs(
 
     An interrupt ends the running processes too.
     """
-    waiting, running, ended = list(jobs), list[_Running](), dict[str, Ended]()
+    waiting = list(jobs)
+    running = list[_Running]()
+    ended = dict[str, Ended]()
     try:
         while waiting or running:
             running += [

@@ -139,7 +139,9 @@ def test_own_dynamic_scale_of_o2_needs_a_device() -> None:
 
 def test_backup_restores_the_open_window(tmp_path: Path) -> None:
     """Eight micro-batches an epoch: the backup at its end holds a window of two."""
-    whole, stopped, resumed = Run(), Run(), Run()
+    whole = Run()
+    stopped = Run()
+    resumed = Run()
     whole.train(epochs=2, end=16)
     for run in (stopped, resumed):
         backup = train.BackupAndRestore(str(tmp_path), delete_checkpoint=False)

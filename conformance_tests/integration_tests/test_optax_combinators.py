@@ -36,7 +36,8 @@ INNER = optax.sgd(0.5, momentum=0.5)
 def train(
     tx: Any, grads: Any, params: Any = PARAMS, state: Any = None
 ) -> tuple[Any, Any]:
-    state, update = tx.init(params) if state is None else state, jax.jit(tx.update)
+    state = tx.init(params) if state is None else state
+    update = jax.jit(tx.update)
     for gradient in grads:
         updates, state = update(gradient, state, params)
         params = optax.apply_updates(params, updates)
@@ -144,7 +145,8 @@ def test_line_search_on_a_split_batch() -> None:
     x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)
 
     def minimised(value_and_grad):
-        tx, params = optax.lbfgs(), PARAMS
+        tx = optax.lbfgs()
+        params = PARAMS
         state = tx.init(params)
         for _ in range(2):
             value, grad = value_and_grad(params, x)

@@ -269,7 +269,8 @@ def test_bitsandbytes_has_the_same_bits(name: str, options: dict[str, Any]) -> N
             (parameter * part).sum().backward()
             opt.step()
 
-    bare, parameter = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    bare = nn.Parameter(start.clone())
+    parameter = nn.Parameter(start.clone())
     large_batches = rows.unflatten(0, (3, 8)).mean(dim=1)
     run(bare, kind([bare], lr=0.01, **settings), large_batches)
     assert not torch.equal(bare, start)
@@ -309,7 +310,8 @@ def test_adaptive_clipping_of_timm() -> None:
     """Of the window's gradient, in the hook that the page names."""
     dispatch = pytest.importorskip("timm.utils").dispatch_clip_grad
     clip = partial(dispatch, value=1e-3, mode="agc")
-    net, bare = make_net(), make_net()
+    net = make_net()
+    bare = make_net()
     opt = gradaccum.wrap(sgd(net), steps=4)
     opt.register_step_pre_hook(lambda *_: clip(net.parameters()))
     step_on(net, opt, range(0, WINDOW, 2))

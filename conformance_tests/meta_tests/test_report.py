@@ -100,7 +100,8 @@ def test_cell_counts_outcomes(outcomes: list[str], status: str, counts: str) -> 
 
 def test_worst_error_is_nearest_its_bound() -> None:
     """A declared gap has none; a bound of 0 and NaN are far beyond."""
-    far, near = ("far", 1e-3, 1.0), ("near", 4e-9, 1e-8)
+    far = ("far", 1e-3, 1.0)
+    near = ("near", 4e-9, 1e-8)
     gap = record("xfailed", ("gap", 9.0, 1.0))
     worst = results_of(ended(record("passed", far, near), gap)).cell("weights").worst
     assert worst == Measurement(*near)

@@ -132,7 +132,8 @@ def varying() -> None:
     """``check_vma=True``, the default, accepts gradients that are reduced before the
     update.
     """
-    w, g = jnp.asarray(RNG.normal(size=5)), jnp.asarray(RNG.normal(size=(6, 8, 5)))
+    w = jnp.asarray(RNG.normal(size=5))
+    g = jnp.asarray(RNG.normal(size=(6, 8, 5)))
     for tx in OPTIMIZERS:
 
         def reduced(w: Any, g: Any, tx: Any = tx) -> Any:

@@ -26,7 +26,8 @@ def load() -> Digits:
         pixels, labels, test_size=TEST_ITEMS, stratify=labels, random_state=SPLIT_SEED
     )
     train, test, train_labels, test_labels = parts
-    mean, deviation = train.mean(), train.std()
+    mean = train.mean()
+    deviation = train.std()
     return Digits(
         _batch((train - mean) / deviation, train_labels),
         _batch((test - mean) / deviation, test_labels),

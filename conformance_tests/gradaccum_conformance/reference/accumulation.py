@@ -162,7 +162,8 @@ class ReferenceAccumulation:
         )
 
     def _close(self, denominator: float) -> None:
-        options, limits = self.options, self._limits()
+        options = self.options
+        limits = self._limits()
         self.divisor = self._rounded(self.loss_scale * denominator)
         in_range = limits.tiny <= self.divisor <= limits.max
         gradient = {

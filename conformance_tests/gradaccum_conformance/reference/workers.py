@@ -73,10 +73,8 @@ def _receive(link: Connection, rank: int) -> Any:
         found = f"a worker that did not do so within {TIMEOUT_SECONDS:g} seconds"
     except (EOFError, OSError):
         found = "a worker that is gone"
-    expected, fix = (
-        "every worker to end its window at the same point",
-        "When a worker has no more data, call flush() on it.",
-    )
+    expected = "every worker to end its window at the same point"
+    fix = "When a worker has no more data, call flush() on it."
     raise UsageError(
         f"the end of a window on rank {rank}: expected {expected}; got {found}. {fix}"
     )

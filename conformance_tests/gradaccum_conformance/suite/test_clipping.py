@@ -71,7 +71,8 @@ def test_only_the_window_is_clipped(backend: Harness, errors: Errors) -> None:
     Clipping either would change the sum.
     """
     session = start(backend, steps=2, clip_norm=1.0)
-    large, small = random_tree(LINEAR, 0, 8.0), random_tree(LINEAR, 1, 2.0**-4)
+    large = random_tree(LINEAR, 0, 8.0)
+    small = random_tree(LINEAR, 1, 2.0**-4)
     trees = [large, {name: small[name] - large[name] for name in large}]
     feed_gradients(session, trees)
     errors.check(

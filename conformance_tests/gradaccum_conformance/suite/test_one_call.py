@@ -238,7 +238,8 @@ def test_half_precision_is_summed_in_float32(backend: LargeBatchHarness) -> None
     """The terms that come late are as large as the first, however large the sum is by
     then.
     """
-    batch, weights = standard_batch(LINEAR, 256), make_weights(LINEAR)
+    batch = standard_batch(LINEAR, 256)
+    weights = make_weights(LINEAR)
     for dtype in backend.half_dtypes:
         terms = [
             backend.gradient(LINEAR, weights, item, dtype=dtype)

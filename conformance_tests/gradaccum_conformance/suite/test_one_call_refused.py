@@ -13,7 +13,8 @@ from gradaccum_conformance.harness import LargeBatchCall, LargeBatchHarness, Opt
 from gradaccum_conformance.scenarios import same, same_result, standard_batch, start
 from gradaccum_conformance.specs import LINEAR, Batch, make_weights
 
-VALUE, TYPE = gradaccum.ArgumentValueError, gradaccum.ArgumentTypeError
+VALUE = gradaccum.ArgumentValueError
+TYPE = gradaccum.ArgumentTypeError
 BATCH = standard_batch(LINEAR)
 CALL = LargeBatchCall(LINEAR, make_weights(LINEAR), options={"steps": 2})
 ROWS = np.ones((2, 4), np.float32)

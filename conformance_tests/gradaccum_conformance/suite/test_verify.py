@@ -15,7 +15,8 @@ from gradaccum_conformance.deep import deep_but
 from gradaccum_conformance.harness import Dtype, Option, VerifyCall, VerifyingHarness
 from gradaccum_conformance.specs import MLP, Array, make_batch, make_weights
 
-ITEMS, TOKENS = 12, 6
+ITEMS = 12
+TOKENS = 6
 LENGTHS = np.array([1, 6, 2, 5, 3, 4, 6, 1, 1, 5, 6, 2])
 X = make_batch(MLP, ITEMS).x
 Y = np.random.default_rng(1).normal(size=ITEMS)
@@ -200,7 +201,8 @@ def test_usual_number_of_micro_batches_fits_the_batch(
 
 def test_loss_of_groups_is_coupled(backend: VerifyingHarness) -> None:
     """With micro-batches of whole groups, of which each partition deals the items."""
-    x, y = np.tile(X, (2, 1))[:16], np.tile(Y, 2)[:16]
+    x = np.tile(X, (2, 1))[:16]
+    y = np.tile(Y, 2)[:16]
     report = verify(backend, in_groups, x, y)
     assert [cause.kind for cause in report.causes] == ["coupled"], str(report)
 

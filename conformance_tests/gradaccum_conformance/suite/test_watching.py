@@ -108,7 +108,8 @@ def test_listener_that_raises_loses_nothing(backend: Harness) -> None:
     """The window is closed, the others have heard of it, and the next one is as if
     nothing had been.
     """
-    heard, quiet = Heard(backend), Heard(backend)
+    heard = Heard(backend)
+    quiet = Heard(backend)
     heard.listens = heard.session.listen(lambda window: 1 // 0)
     for piece in (FIRST, LAST, FIRST, LAST):
         quiet.micro_batch(piece)
@@ -139,7 +140,8 @@ def test_what_moves_per_update_moves_once(backend: Harness, mode: str) -> None:
         if not hooked and session.result().applied:
             move()
 
-    small, large = random_tree(LINEAR, 0), random_tree(LINEAR, 0, 1e9)
+    small = random_tree(LINEAR, 0)
+    large = random_tree(LINEAR, 0, 1e9)
     for trees in ((small, small), (small, large), (small, small), (small,)):
         for tree in trees:
             session.gradients(tree)

@@ -70,7 +70,8 @@ class Pool:
         self.reseed(0)
         self._folder = Path(tempfile.mkdtemp(prefix="workers-"))
         self._processes: list[Process] = []
-        meeting, port = self._folder / "meeting", _free_port()
+        meeting = self._folder / "meeting"
+        port = _free_port()
         meeting.mkdir()
         try:
             self._processes += (
@@ -147,7 +148,8 @@ class Pool:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _answers(self) -> list[Answer]:
-        waiting, answers = dict(enumerate(self._processes)), dict[int, Answer]()
+        waiting = dict(enumerate(self._processes))
+        answers = dict[int, Answer]()
         deadline = time.monotonic() + self.limit
         while waiting and (
             ready := wait(

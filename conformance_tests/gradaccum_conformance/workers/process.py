@@ -70,7 +70,8 @@ class Process:
         """The failure of one that does not answer, with the stacks of its threads, from
         its log.
         """
-        written, deadline = self._log.stat().st_size, time.monotonic() + STACK_SECONDS
+        written = self._log.stat().st_size
+        deadline = time.monotonic() + STACK_SECONDS
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR1)
         while self._log.stat().st_size == written and time.monotonic() < deadline:

@@ -129,7 +129,8 @@ class SharedSession(JaxSession):
         return jax.tree.map(lambda leaf: put(sharding, np.asarray(leaf)), tree)
 
     def _adopt(self, params: Any, opt_state: Any) -> None:
-        self.params, self.opt_state = params, opt_state
+        self.params = params
+        self.opt_state = opt_state
 
     def _apply(self, tree: GradientTree, weight: float | None, *loss: float) -> None:
         """The program of all workers has a gradient for each parameter: zeros where it

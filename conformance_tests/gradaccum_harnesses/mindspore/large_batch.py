@@ -48,7 +48,8 @@ class Network(nn.Cell):  # type: ignore[misc]
 
     def __init__(self, call: LargeBatchCall) -> None:
         super().__init__(auto_prefix=False)
-        self.dtype, shapes = ms_dtype(call.dtype), call.model.parameter_shapes()
+        self.dtype = ms_dtype(call.dtype)
+        shapes = call.model.parameter_shapes()
         self.named = {
             name: Parameter(Tensor(np.zeros(shape), self.dtype), name=name)
             for name, shape in shapes.items()
@@ -85,7 +86,8 @@ class MindSporeLargeBatch(MindSporeWorkers, VerifyingHarness, LargeBatchHarness)
     """MindSpore has no matrix product of half precision on a CPU."""
 
     def value_and_grad(self, call: LargeBatchCall, batch: Batch) -> Outcome:
-        network, has_aux = Network(call), bool(call.options.get("has_aux"))
+        network = Network(call)
+        has_aux = bool(call.options.get("has_aux"))
         network.begin(call)
         with context_mode(call.mode or self.modes[0]):
             if has_aux:
@@ -118,7 +120,8 @@ class MindSporeLargeBatch(MindSporeWorkers, VerifyingHarness, LargeBatchHarness)
         returns: Returns | None = None,
     ) -> float:
         assert isinstance(session, MindSporeSession)
-        trainer, mean = session.trainer, loss == "mean"
+        trainer = session.trainer
+        mean = loss == "mean"
 
         def loss_fn(x: Any, labels: Any) -> Any:
             value = trainer.network.loss(x, labels)

@@ -63,7 +63,8 @@ class SpecModel(torch.nn.Module):
 
     def __init__(self, model: Model, weights: Arrays, dtype: Dtype) -> None:
         super().__init__()
-        self.spec, self.dtype = model, _DTYPES[dtype]
+        self.spec = model
+        self.dtype = _DTYPES[dtype]
         self.named: dict[str, torch.nn.Parameter] = {}
         for name in model.parameter_shapes():
             self.named[name] = torch.nn.Parameter(
@@ -86,7 +87,8 @@ class SpecModel(torch.nn.Module):
         loss: Loss,
         forward: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        x, y = torch.tensor(batch.x, dtype=self.dtype), torch.tensor(batch.y)
+        x = torch.tensor(batch.x, dtype=self.dtype)
+        y = torch.tensor(batch.y)
         return functional.cross_entropy((forward or self)(x), y, reduction=loss)
 
 
@@ -105,7 +107,8 @@ def _apply(layer: Layer, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
 
 
 def make_optimizer(model: SpecModel, spec: Optimizer) -> torch.optim.Optimizer:
-    parameters, rate = list(model.named.values()), spec.learning_rate
+    parameters = list(model.named.values())
+    rate = spec.learning_rate
     match spec.kind:
         case "capture":
             return CaptureSGD(parameters, lr=rate)

@@ -12,8 +12,4 @@ from .to_torch import MUTANTS as TORCH
 
 __all__ = ["ADAPTERS", "Mutant"]
 
-ADAPTERS = {
-    "torch": TORCH,
-    "jax": JAX,
-    "mindspore": MINDSPORE,
-}
+ADAPTERS = {"torch": TORCH, "jax": JAX, "mindspore": MINDSPORE}
