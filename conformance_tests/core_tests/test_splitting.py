@@ -207,7 +207,8 @@ def test_automatic_size_halves_and_remembers() -> None:
     assert (attempts.tried, len(retries), sizes.size) == ([13, 7, 4, 2, 1], 4, None)
     attempts = Attempts(4)
     assert sizes.search("step", 13, attempts) == "by 4"
-    assert (attempts.tried, sizes.size) == ([13, 7, 4], 4)
+    assert attempts.tried == [13, 7, 4]
+    assert sizes.size == 4
     for key, items, tried in (
         ("step", 13, [4]),
         ("step", 3, [3]),

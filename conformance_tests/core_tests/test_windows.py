@@ -111,7 +111,9 @@ def test_window_can_be_run_through_again_while_it_is_the_current_one() -> None:
             UsageError, match="window 0: expected to be iterated over before the next"
         ):
             next(late)
-    assert (len(first), first.number, list(second)) == (2, 0, [3])
+    assert len(first) == 2
+    assert first.number == 0
+    assert list(second) == [3]
     with pytest.raises(StopIteration):
         next(made)
     with pytest.raises(UsageError, match="window 1"):
@@ -173,7 +175,9 @@ def test_epoch_flushes_when_the_loader_ends() -> None:
         assert looked_at == seen, "after the loop's body"
         assert not flushed
         seen.append(item)
-    assert (seen, flushed, looked_at) == ([1, 2, 3], [3], [1, 2, 3])
+    assert seen == [1, 2, 3]
+    assert flushed == [3]
+    assert looked_at == [1, 2, 3]
 
 
 def test_epoch_has_the_length_of_its_loader() -> None:

@@ -27,10 +27,10 @@ START = RNG.randn(2, 4)
 class Net(nn.Cell):
     """``tanh(x W)``, with a parameter that no loss uses."""
 
-    def __init__(self, dtype=ms.float64):
+    def __init__(self):
         super().__init__()
-        self.weight = Parameter(Tensor(START, dtype), name="weight")
-        self.unused = Parameter(Tensor([1.0, 2.0], dtype), name="unused")
+        self.weight = Parameter(Tensor(START, ms.float64), name="weight")
+        self.unused = Parameter(Tensor([1.0, 2.0], ms.float64), name="unused")
 
     def construct(self, x):
         return ops.tanh(ops.matmul(x, self.weight.T))

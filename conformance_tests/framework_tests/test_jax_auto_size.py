@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.errors import JaxRuntimeError
 
 import gradaccum
 import gradaccum_jax
@@ -106,9 +107,12 @@ def test_decides_before_running(between: int, runs: Runs) -> None:
     step = step_with(sizes)
     assert_same_bits(step(PARAMS, BATCH), step_with(4)(PARAMS, BATCH))
     step(PARAMS, BATCH + 1)
-    assert (runs.compiled, runs.run, sizes.size) == ([16, 8, 4], [4, 4], 4)
+    assert runs.compiled == [16, 8, 4]
+    assert runs.run == [4, 4]
+    assert sizes.size == 4
     step(PARAMS, BATCH[:8])
-    assert (runs.compiled[3:], sizes.size) == ([8, 4], 4)
+    assert runs.compiled[3:] == [8, 4]
+    assert sizes.size == 4
 
 
 def test_limit_of_the_device(between: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,32 +156,34 @@ def test_exhausted_halves(runs: Runs) -> None:
         array = np.ones(3)
         held.append(weakref.ref(array))
         if size > most:
-            raise jax.errors.JaxRuntimeError(EXHAUSTED)
+            raise JaxRuntimeError(EXHAUSTED)
 
     runs.fail = fail
     sizes = automatic(10**9)
     step = step_with(sizes)
     found = step(PARAMS, BATCH)
-    assert (runs.run, sizes.size) == ([16, 8, 4], 4)
+    assert runs.run == [16, 8, 4]
+    assert sizes.size == 4
     assert_same_bits(found, step_with(4)(PARAMS, BATCH))
     most = 3  # something else takes the memory of a remembered size
     step(PARAMS, BATCH)
-    assert (runs.run[-1], sizes.size) == (2, 2)
+    assert runs.run[-1] == 2
+    assert sizes.size == 2
     most = 0
     with pytest.raises(gradaccum.UsageError, match="one item") as caught:
         step(PARAMS, BATCH)
-    assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)
+    assert isinstance(caught.value.__cause__, JaxRuntimeError)
 
 
 def test_other_errors_pass(runs: Runs) -> None:
-    error = jax.errors.JaxRuntimeError("INTERNAL: broken")
+    error = JaxRuntimeError("INTERNAL: broken")
 
     def fail(size):
         raise error
 
     runs.fail = fail
     sizes = automatic(10**9)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL: broken"):
+    with pytest.raises(JaxRuntimeError, match="INTERNAL: broken"):
         step_with(sizes)(PARAMS, BATCH)
     assert (runs.run, sizes.size) == ([16], None)
 

@@ -140,7 +140,7 @@ FROZEN_INSIDE = {
 }
 
 
-@pytest.mark.parametrize("has_params", [True, False], ids=["params", "no_params"])
+@pytest.mark.parametrize("has_params", [True, False])
 @pytest.mark.parametrize("name", FROZEN_INSIDE)
 def test_frozen_parameter_costs_and_counts_nothing(name: str, has_params: bool) -> None:
     """Not even a NaN; the trained parameters move as if they were alone."""

@@ -59,7 +59,8 @@ def test_the_last_window_of_a_loader_ends_in_the_step(steps: Any) -> None:
         params, state = step(params, state, x, last)
     assert_close(params, by_large_batches(X[:4], X[4:8], X[8:]))
     assert gradaccum_jax.result(state).applied
-    assert (state.micro_step, state.optimizer_step) == (0, 3)
+    assert state.micro_step == 0
+    assert state.optimizer_step == 3
     one_of_two = state._replace(last_overflow=jnp.asarray([False, True]))
     assert gradaccum_jax.result(one_of_two).overflow
     assert step._cache_size() == 1
@@ -135,7 +136,8 @@ def test_flush_tells_the_inner_optimizer_the_windows_loss() -> None:
         _, state = tx.update(PARAMS, state, PARAMS, weight=weight, value=loss)
     for extra, told in (({}, 3.0), ({"value": 7.0}, 7.0)):
         closed = gradaccum_jax.flush(tx, state, PARAMS, **extra)[1]
-        assert (closed.inner_state, closed.last_loss) == (told, 3.0)
+        assert closed.inner_state == told
+        assert closed.last_loss == 3.0
 
 
 def test_bad_traced_denominator_makes_no_update() -> None:

@@ -89,7 +89,8 @@ def test_accumulate_dtype() -> None:
             reduction="sum",
             accumulate_dtype=dtype,
         )(one, x)[1]
-        assert (made, made.dtype) == (wanted, jnp.float32)
+        assert made == wanted
+        assert made.dtype == jnp.float32
 
 
 def test_leaves_that_take_no_part() -> None:
@@ -128,7 +129,8 @@ def test_open_window_belongs_to_the_update() -> None:
     # A scan over windows takes no others.
     assert jax.tree.map(jax.typeof, state) == kinds
     assert updates == -(2 * 5 + 4 * 2) / 6
-    assert (state.micro_step, state.optimizer_step) == (0, 1)
+    assert state.micro_step == 0
+    assert state.optimizer_step == 1
 
 
 def test_traced_weight_that_is_negative_shows() -> None:
@@ -221,7 +223,8 @@ def test_keywords_reach_the_loss_or_the_optimizer() -> None:
         value, updates, _ = step(
             ONE, tx.init(ONE), np.ones(6), x=2.0, train=True, value=5.0
         )
-        assert (value, updates) == (3, -6)
+        assert value == 3
+        assert updates == -6
     sgd = gradaccum.wrap(optax.sgd(1.0), steps=None)
     step = gradaccum_jax.value_and_update(
         lambda p, x, value=0.0: jnp.mean(p * x * value), sgd, steps=3

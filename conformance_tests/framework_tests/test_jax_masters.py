@@ -155,7 +155,8 @@ def test_next_update_reaches_a_missed_master() -> None:
     updates, state = tx.update(params, state, params)
     assert optax.apply_updates(params, updates)["w"] == 0
     moved = gradaccum_jax.apply_updates(params, updates, (state,))["w"]
-    assert (moved, moved.dtype) == (tiny, jnp.float16)
+    assert moved == tiny
+    assert moved.dtype == jnp.float16
     params = optax.apply_updates(params, updates)
     updates, state = tx.update(params, state, params)
     assert optax.apply_updates(params, updates)["w"] == tiny

@@ -58,7 +58,7 @@ def test_state_types_hold_still(options: dict[str, Any], weight: float | None) -
         assert jax.tree.map(jax.typeof, state) == kinds
 
 
-@pytest.mark.parametrize("jit", [False, True], ids=["outside jit", "jit"])
+@pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize(
     ("told", "options"),
     [(None, {"on_overflow": "ignore"}), (1.5, {"clip_norm": 1.0})],

@@ -38,6 +38,7 @@ PLACES = {
         {"on_overflow": "drop_micro_batch", "clip_norm": 0.1},
     ),
 }
+by_pass = pytest.mark.parametrize("which", ["forward", "backward"])
 by_place = pytest.mark.parametrize("place", PLACES)
 
 
@@ -125,7 +126,7 @@ def require_same_as(size: int, run: Run, place: str, got: Tensor) -> None:
 
 
 @by_place
-@pytest.mark.parametrize("which", ["forward", "backward"])
+@by_pass
 @pytest.mark.parametrize("call", [1, 2])
 def test_as_without_failure(place: str, call: int, which: str) -> None:
     """The whole batch fails, then a half of it at every point, and then quarters fit:
@@ -149,7 +150,7 @@ def test_as_without_failure(place: str, call: int, which: str) -> None:
     ],
 )
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-@pytest.mark.parametrize("which", ["forward", "backward"])
+@by_pass
 @pytest.mark.parametrize("automatic", [False, True])
 def test_error_leaves_everything(
     place: str, coupled: bool, error: Any, which: str, automatic: bool

@@ -26,7 +26,7 @@ def test_splitting_contestants_agree() -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_loops_make_the_same_updates(fused: bool) -> None:
     x = torch.randn(4, 16)
-    trained = list[list[torch.Tensor]]()
+    trained = []
     for recipe in (hand_written, least, least_separate, wrapped):
         net = torch_split.model(16)
         window = recipe(

@@ -15,6 +15,7 @@ from gradaccum_torch.large_batch import backward, coupled_backward
 from .torch_large_batch import gradients
 from .torch_operations import Operations, Peak
 
+quiet = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 ITEMS = 64
 X = torch.randn(ITEMS, 16, generator=torch.Generator().manual_seed(1))
 
@@ -86,7 +87,7 @@ def test_fewer_operations_than_the_loop_by_hand(steps: int) -> None:
     assert not {"_foreach_div_", "_foreach_mul_", "div_", "mul_"} & set(ours.names)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@quiet
 @pytest.mark.parametrize("what", ["model", "loss", "call"])
 def test_compiled(what: str) -> None:
     """A compiled model or loss inside of the call, and the call inside of a compiled
@@ -115,7 +116,7 @@ def test_compiled(what: str) -> None:
     assert_close(gradients(model), gradients(other), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@quiet
 @pytest.mark.parametrize("named", [False, True])
 def test_compiled_statistics_move_once_or_are_refused(named: bool) -> None:
     """Compiled code may call no hook, by which a coupled loss finds the modules."""

@@ -14,6 +14,7 @@ from gradaccum_torch.large_batch import backward, coupled_backward
 
 from .torch_large_batch import Drifting, X, Y, cross_entropy, gradients, make_model
 
+by_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 MODEL = make_model()
 
 
@@ -66,7 +67,7 @@ def test_bad_input_is_refused(words: str, call: Callable[[], Any]) -> None:
         assert torch.equal(before, torch.ones_like(p))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@by_dtype
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_closure_as_a_loss_function_is_refused(
     dtype: torch.dtype, wrapped: bool
@@ -109,7 +110,7 @@ def test_other_outputs_in_second_pass_are_refused() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@by_dtype
 def test_wrapped_parameters_need_their_optimizer(dtype: torch.dtype) -> None:
     """Those of another wrapped optimizer too, unless the loss does not reach them."""
     model = make_model(dtype)

@@ -97,7 +97,7 @@ def test_gradient_that_somebody_holds_is_reduced_in_a_copy(dtype: torch.dtype) -
     large.register_hook(lambda _: held.detach())  # type: ignore[no-untyped-call]
     inner = SGD([small, unused, large], lr=1.0)
     inner.register_step_pre_hook(lambda *_: gradients.append(unused.grad))
-    gradients = list[Any]()
+    gradients = []
     with mirror(2) as calls:
         opt = gradaccum.wrap(inner, steps=2, process_group=dist.group.WORLD)
         for index, passes in enumerate((2, 2, 1, 1)):

@@ -15,6 +15,7 @@ import numpy as np
 from mindspore import boost, nn, train
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.train import Model
+from numpy.testing import assert_array_equal
 
 import gradaccum
 from conformance_tests.framework_tests.mindspore_common import (
@@ -66,7 +67,7 @@ def test_frozen_part_stays(mode: str) -> None:
         net.weight.requires_grad = False
         parameters.append(Run(wrapped, net=net).train())
     require_same(*parameters)
-    np.testing.assert_array_equal(parameters[0][:8], START[:8])
+    assert_array_equal(parameters[0][:8], START[:8])
 
 
 def test_freezing_later_needs_another_optimizer() -> None:
@@ -81,7 +82,7 @@ def test_freezing_later_needs_another_optimizer() -> None:
     require_same(got, wanted)
     assert np.abs(got - before)[:8].max() > 1e-3
     after = Run(net=runs[0].net).train(end=6)
-    np.testing.assert_array_equal(after[:8], got[:8])
+    assert_array_equal(after[:8], got[:8])
 
 
 def test_freezing_optimizer_is_refused() -> None:
@@ -152,7 +153,7 @@ def test_backup_restores_the_open_window(tmp_path: Path) -> None:
         whole.model.train_network.get_parameters(),
         strict=True,
     ):
-        np.testing.assert_array_equal(mine.asnumpy(), theirs.asnumpy())
+        assert_array_equal(mine.asnumpy(), theirs.asnumpy())
     assert resumed.opt.result.optimizer_step == 5
 
 

@@ -152,7 +152,7 @@ def of_batch(names: tuple[str, ...], params: Any, x: Any, y: Any) -> dict[str, A
     return {name: made[name] for name in names}
 
 
-def bare_run(inner: Any, start: Any, names: tuple[str, ...] = ()) -> list[Any]:
+def bare_run(inner: Any, start: Any, names: tuple[str, ...]) -> list[Any]:
     """The parameters and the optimizer's state after each large batch. Op by op: the
     programs of single ops serve all optimizers.
     """
@@ -168,7 +168,7 @@ def bare_run(inner: Any, start: Any, names: tuple[str, ...] = ()) -> list[Any]:
     return held
 
 
-def streamed_run(tx: Any, start: Any, names: tuple[str, ...] = ()) -> list[Any]:
+def streamed_run(tx: Any, start: Any, names: tuple[str, ...]) -> list[Any]:
     """The parameters and the wrapped optimizer's state before the first micro-batch and
     after each.
     """

@@ -95,7 +95,8 @@ def test_unknown_outcome_fails(outcome: str) -> None:
 )
 def test_cell_counts_outcomes(outcomes: list[str], status: str, counts: str) -> None:
     cell = results_of(ended(*map(record, outcomes))).cell("weights")
-    assert (cell.status, cell.counts) == (status, counts)
+    assert cell.status == status
+    assert cell.counts == counts
 
 
 def test_worst_error_is_nearest_its_bound() -> None:
@@ -157,6 +158,7 @@ def test_runner_hands_on_records_in_order(tmp_path: Path) -> None:
     job = Job("torch", (sys.executable, "-c", script, str(results)), results)
     kinds = []
     (process,) = run_jobs([job], lambda backend, record: kinds.append(record["kind"]))
-    assert (process.exit_code, process.log_tail) == (3, "last words")
+    assert process.exit_code == 3
+    assert process.log_tail == "last words"
     assert kinds == ["a", "unreadable", "unreadable"]
     assert [record["kind"] for record in process.records] == kinds

@@ -93,7 +93,7 @@ def test_norm_above_skip_norm_skips(backend: Harness, mode: str) -> None:
     assert all(not array.any() for array in session.accumulator().values())
 
 
-@pytest.mark.parametrize("clips", [False, True], ids=["plain", "clipped"])
+@pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("scale", [2.0**66, 2.0**-100], ids=["large", "tiny"])
 def test_squares_outside_float32(
     backend: Harness, mode: str, errors: Errors, scale: float, clips: bool

@@ -186,7 +186,7 @@ def test_ten_thousand_updates(backend: Harness) -> None:
     reference's, and memory stays what it was.
     """
     pair = Pair(backend, LONG)
-    peaks = list[int]()
+    peaks = []
     number = 0
     while (updates := pair.sessions[1].state().optimizer_step) < 10_000:
         for index in range(number, number := number + 111):

@@ -55,6 +55,7 @@ TOKENS = np.array([3, 1, 4, 1, 5, 2, 6, 5, 3, 5, 0, 7])
 """An uneven weight for each item of the standard batch, one of them 0."""
 TOKENS_OF_PIECES = [14.0, 21.0, 7.0]
 LOGITS = oracle.predict(MLP, make_weights(MLP), BATCH.x)
+by_reduction = pytest.mark.parametrize("reduction", deep_but(("mean",), REDUCTIONS))
 MEANS = [part.mean(0) for part in np.split(LOGITS, [5, 10])]
 
 
@@ -161,7 +162,7 @@ def firsts_squared(x, y) -> Any:
     return x[:, 0].sum() ** 2
 
 
-@pytest.mark.parametrize("reduction", deep_but(("mean",), REDUCTIONS))
+@by_reduction
 def test_weight_by_a_function(
     backend: LargeBatchHarness, large_batch_mode: str, errors: Errors, reduction: str
 ) -> None:
@@ -215,7 +216,7 @@ def test_outputs_merged_by_a_function(
     assert_allclose(got.aux["mean"], mean, rtol=1e-12)
 
 
-@pytest.mark.parametrize("reduction", deep_but(("mean",), REDUCTIONS))
+@by_reduction
 def test_weight_zero_adds_nothing(
     backend: LargeBatchHarness, large_batch_mode: str, errors: Errors, reduction: str
 ) -> None:

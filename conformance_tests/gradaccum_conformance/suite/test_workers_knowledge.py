@@ -17,7 +17,7 @@ from gradaccum_conformance.workers import Crew, Crews
 from gradaccum_conformance.workers.shares import require_equal
 
 
-def run_window(crew: Crew, reduction: str = "mean") -> tuple[Batch, float, Arrays]:
+def run_window(crew: Crew, reduction: str) -> tuple[Batch, float, Arrays]:
     """One micro-batch on each worker, and a second one on the last; returns the batch
     of all, its loss and its gradient.
     """

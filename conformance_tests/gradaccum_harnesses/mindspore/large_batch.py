@@ -95,13 +95,11 @@ class MindSporeLargeBatch(MindSporeWorkers, VerifyingHarness, LargeBatchHarness)
                     _from_python(network.loss, call.mode),
                     None,
                     network.weights,
-                    **dict(call.options),
+                    **call.options,
                 )
             else:
                 take = _in_mode(
-                    value_and_grad(
-                        network.loss, None, network.weights, **dict(call.options)
-                    ),
+                    value_and_grad(network.loss, None, network.weights, **call.options),
                     call.mode,
                 )
             value, gradients = take(*_tensors(call, batch), *_extra(call))
@@ -133,8 +131,7 @@ class MindSporeLargeBatch(MindSporeWorkers, VerifyingHarness, LargeBatchHarness)
 
         with context_mode(trainer.mode):
             take = _in_mode(
-                value_and_update(loss_fn, session.optimizer, **dict(options)),
-                trainer.mode,
+                value_and_update(loss_fn, session.optimizer, **options), trainer.mode
             )
             classes = int(trainer.parameters[-1].shape[0])
             return float(
@@ -179,7 +176,7 @@ class MindSporeLargeBatch(MindSporeWorkers, VerifyingHarness, LargeBatchHarness)
         with context_mode(call.mode or self.modes[0]):
             outputs_fn = _from_python(network.outputs, call.mode)
             take = coupled_value_and_grad(
-                outputs_fn, loss_fn, weights, modules=(network,), **dict(call.options)
+                outputs_fn, loss_fn, weights, modules=(network,), **call.options
             )
             loss, gradients = take(
                 *(Tensor(x, network.dtype) for x in (batch.x, mirrored(batch.x))),
