@@ -33,7 +33,8 @@ from rich.console import Console
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "gradaccum" / "VERSIONS.md"
-START, END = "<!-- table: versions -->", "<!-- end of table -->"
+START = "<!-- table: versions -->"
+END = "<!-- end of table -->"
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 FRONT_PAGE = {
     "torch": "import torch\n",

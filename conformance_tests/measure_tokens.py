@@ -104,7 +104,7 @@ RATES = {
 
 def figures_of(counts: Counter[str]) -> dict[str, float]:
     """Return the figures by name, in the order in which they are printed."""
-    figures: dict[str, float] = {}
+    figures = {}
     for name in ("tokens", "code lines", "files", "statements", "names"):
         figures[name] = counts[name]
     for name, (factor, part, total) in RATES.items():
@@ -234,7 +234,7 @@ def is_refusal(node: ast.stmt) -> bool:
         name = node.name.lstrip("_")
         return name.startswith(CHECKING_PREFIXES) or name.endswith("_error")
     if isinstance(node, ast.Assign):
-        targets: set[str] = set()
+        targets = set()
         for target in node.targets:
             targets.update(
                 name.id for name in ast.walk(target) if isinstance(name, ast.Name)
@@ -270,7 +270,7 @@ def name_of(node: ast.AST) -> str | None:
 
 def measure(*packages: Path) -> Counter[str]:
     """Count what is in the files in `packages`."""
-    counts: Counter[str] = Counter()
+    counts = Counter()
     for package in packages:
         for path in sorted(package.rglob("*.py")):
             FileMeasure(path, counts).run()

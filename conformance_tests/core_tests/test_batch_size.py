@@ -1,7 +1,5 @@
 """The effective batch size and the learning rate that goes with it."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -2,8 +2,6 @@
 never mix a bad value in.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import sys
@@ -46,7 +44,8 @@ from gradaccum.kit import (
     with_denominator,
 )
 
-FLOAT32, FLOAT64 = 3.4028234663852886e38, sys.float_info.max
+FLOAT32 = 3.4028234663852886e38
+FLOAT64 = sys.float_info.max
 ONE = State(1, 0, 0, 1.0, False, 1.0, 0)
 """A micro-batch of weight 1."""
 
@@ -124,7 +123,8 @@ def test_denominator_takes_the_place_of_the_weight(reduction: str) -> None:
     )
     assert state == (2, 5, 4, 16.0, False, 8.0, 6)
     decision = decided(state, 64.0, divides)
-    assert (decision.grad_norm, decision.divisor) == (0.5, 128.0)
+    assert decision.grad_norm == 0.5
+    assert decision.divisor == 128.0
     assert window_loss(32.0, state, divides, select) == 2.0
     empty, _ = with_denominator(
         State(2, 0, 0, 0.0, False, 8.0, 0), 16.0, options, select
@@ -204,14 +204,13 @@ def test_window_goes_on_with_other_workers() -> None:
     """One worker, or more than before, hold the weight and the flag once between them,
     and end their windows together.
     """
-    one, other = (State(2, 5, 1, 3.0, False, 8.0, 4), State(1, 5, 1, 4.0, True, 8.0, 4))
+    one = State(2, 5, 1, 3.0, False, 8.0, 4)
+    other = State(1, 5, 1, 4.0, True, 8.0, 4)
     for workers in (1, 2, 4):
         states = redistributed([one, other], workers)
-        assert (
-            len(states),
-            sum(state.weight for state in states),
-            sum(state.overflow for state in states),
-        ) == (workers, 7.0, 1)
+        assert len(states) == workers
+        assert sum(state.weight for state in states) == 7.0
+        assert sum(state.overflow for state in states) == 1
         assert {state._replace(weight=0.0, overflow=False) for state in states} == {
             State(2, 5, 1, 0.0, False, 8.0, 4)
         }
@@ -262,6 +261,7 @@ class Driver:
 
 def test_scaler_of_the_framework() -> None:
     options = make_options(4, loss_scale="scaler", driver=Driver())
-    assert (options.scaler, options.scale_rule.init_scale) == ("scaler", 8.0)
+    assert options.scaler == "scaler"
+    assert options.scale_rule.init_scale == 8.0
     with pytest.raises(ArgumentTypeError, match=r"loss_scale: .* or a text; got \[\]"):
         make_options(4, loss_scale=[], driver=Driver())

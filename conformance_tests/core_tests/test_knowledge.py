@@ -1,7 +1,5 @@
 """A window's statistics in the core's own transitions: its end by weight, and its loss."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -29,10 +27,8 @@ REDUCTIONS = ("mean", "sum", "sum_per_item")
 
 
 def test_weight_of_a_window_has_a_schedule() -> None:
-    pairs, function = (
-        until_weight([(0, 8), (5, 16)]),
-        until_weight(lambda step: 8 + step),
-    )
+    pairs = until_weight([(0, 8), (5, 16)])
+    function = until_weight(lambda step: 8 + step)
     assert [steps_at(pairs, step, select) for step in (0, 4, 5)] == [
         until_weight(8),
         until_weight(8),

@@ -2,8 +2,6 @@
 outputs.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import weakref
@@ -117,7 +115,8 @@ def test_list_whose_elements_may_be_the_items(name: str) -> None:
     assert lists_of_one_kind((ROWS, nest), axes) == expected
 
 
-X, TARGETS = ("batch[0]", 8), ("batch[1]", 8)
+X = ("batch[0]", 8)
+TARGETS = ("batch[1]", 8)
 THREE_CHANNELS = [(f"batch[0][{image}]", 3) for image in range(8)]
 OF_PAIR = [("batch[1][0]", 8), ("batch[1][1]", 8)]
 
@@ -161,7 +160,7 @@ def test_frames_of_a_failed_attempt_are_freed() -> None:
 
     alive = []
 
-    def attempt(cause: BaseException | None = None) -> None:
+    def attempt(cause=None):
         held = Array()
         alive.append(weakref.ref(held))
         raise MemoryError from cause
@@ -195,7 +194,7 @@ class Attempts:
 def test_automatic_size_halves_and_remembers() -> None:
     sizes = AutoMicroBatchSize(memory_limit=100)
     attempts = Attempts(0)
-    retries: list[int] = []
+    retries = []
     with pytest.raises(
         UsageError,
         match=(
@@ -208,7 +207,8 @@ def test_automatic_size_halves_and_remembers() -> None:
     assert (attempts.tried, len(retries), sizes.size) == ([13, 7, 4, 2, 1], 4, None)
     attempts = Attempts(4)
     assert sizes.search("step", 13, attempts) == "by 4"
-    assert (attempts.tried, sizes.size) == ([13, 7, 4], 4)
+    assert attempts.tried == [13, 7, 4]
+    assert sizes.size == 4
     for key, items, tried in (
         ("step", 13, [4]),
         ("step", 3, [3]),
@@ -231,7 +231,7 @@ def test_another_worker_chooses_the_size() -> None:
     sizes = AutoMicroBatchSize()
     tried = []
 
-    def attempt(size: int, smaller_size: int) -> int:
+    def attempt(size, smaller_size):
         tried.append((size, smaller_size))
         if size > 3:
             raise SmallerSizeError(3)
@@ -244,9 +244,9 @@ def test_another_worker_chooses_the_size() -> None:
 def test_agreed_size_is_remembered_after_a_short_batch() -> None:
     """Another worker with a full batch has found 32, which is more than the 4 items."""
     sizes = AutoMicroBatchSize()
-    tried: list[int] = []
+    tried = []
 
-    def attempt(size: int, _: int) -> None:
+    def attempt(size, _):
         tried.append(size)
         if size in (4, 64):
             raise SmallerSizeError(32)

@@ -2,8 +2,6 @@
 NumPy.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any
@@ -92,7 +90,7 @@ def test_loss_that_closes_over_its_model_through_a_function() -> None:
 def test_loss_is_left_alone_where_nothing_is_known_of_it() -> None:
     """Without a model that can be called, as in JAX, and without a signature."""
 
-    def loss_fn(outputs: Any, x: Any = 5) -> Any:
+    def loss_fn(outputs, x=5):
         return outputs, x
 
     assert as_loss(loss_fn, (1,)) == (loss_fn, (1,))
@@ -113,10 +111,13 @@ def test_part_of_a_batch() -> None:
     """Arrays are cut along their axes; a number and what has no axis are passed in
     full.
     """
-    x, y, table = np.arange(12).reshape(2, 6), np.arange(6), np.ones(3)
+    x = np.arange(12).reshape(2, 6)
+    y = np.arange(6)
+    table = np.ones(3)
     batch = make_batch({"x": x, "y": y}, table, 7, axes=({"x": 1, "y": 0}, None, 0))
     nest, whole, number = batch.part([5, 0])
-    assert (batch.items, batch.terms) == (6, 12)
+    assert batch.items == 6
+    assert batch.terms == 12
     assert nest["x"].tolist() == [[5, 0], [11, 6]]
     assert nest["y"].tolist() == [5, 0]
     assert whole is table
@@ -150,7 +151,7 @@ def test_random_numbers_of_the_host(draw: Callable[[], float]) -> None:
     host.restore()
     assert draw() == users
 
-    def number(seed: int) -> float:
+    def number(seed):
         host.restore(seed)
         return draw()
 

@@ -1,7 +1,5 @@
 """Listeners of closed windows, without a framework: who hears what, and when."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 
@@ -34,9 +32,10 @@ def test_seconds_since_the_last_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_listener_hears_though_one_raises() -> None:
-    listeners, heard = Listeners(), []
+    listeners = Listeners()
+    heard = []
 
-    def close() -> None:
+    def close():
         with listeners.settled():
             listeners.note(end())
             assert not heard, "not before everything is settled"
@@ -53,9 +52,10 @@ def test_windows_of_one_call_are_told_between() -> None:
     """What a listener raises waits for the end of the call: the call may have another
     worker's windows to close.
     """
-    listeners, heard = Listeners(), []
+    listeners = Listeners()
+    heard = []
 
-    def close() -> None:
+    def close():
         with listeners.settled():
             for number in (1, 2):
                 listeners.note(end(number))
@@ -75,7 +75,7 @@ def test_windows_of_one_call_are_told_between() -> None:
 def test_the_own_error_goes_first() -> None:
     listeners = Listeners()
 
-    def close() -> None:
+    def close():
         with listeners.settled():
             listeners.note(end())
             raise KeyError("the update's")
@@ -87,7 +87,8 @@ def test_the_own_error_goes_first() -> None:
 
 
 def test_removed_and_copied_listeners_hear_nothing() -> None:
-    listeners, heard = Listeners(), []
+    listeners = Listeners()
+    heard = []
     handle = listeners.add(heard.append)
     assert not copy.deepcopy(listeners).added
     handle.remove()
@@ -121,7 +122,7 @@ def test_status_is_one_line() -> None:
 def test_updates_are_heard_without_arguments() -> None:
     """Not the windows that were skipped."""
     listeners = Listeners()
-    heard: list[str] = []
+    heard = []
     listeners.on_update(lambda: heard.append("update"))
     for applied in (True, False, True):
         with listeners.settled():

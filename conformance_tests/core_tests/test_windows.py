@@ -2,8 +2,6 @@
 nothing read too early, kept too long or lost.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import threading
@@ -113,7 +111,9 @@ def test_window_can_be_run_through_again_while_it_is_the_current_one() -> None:
             UsageError, match="window 0: expected to be iterated over before the next"
         ):
             next(late)
-    assert (len(first), first.number, list(second)) == (2, 0, [3])
+    assert len(first) == 2
+    assert first.number == 0
+    assert list(second) == [3]
     with pytest.raises(StopIteration):
         next(made)
     with pytest.raises(UsageError, match="window 1"):
@@ -167,7 +167,7 @@ def test_progress_of_a_loader_of_unknown_length(
 
 
 def test_epoch_flushes_when_the_loader_ends() -> None:
-    flushed: list[int] = []
+    flushed = []
     seen: list[int] = []
     looked_at: list[int] = []
     batches = epoch([1, 2, 3], lambda: flushed.append(len(seen)), see=looked_at.append)
@@ -175,7 +175,9 @@ def test_epoch_flushes_when_the_loader_ends() -> None:
         assert looked_at == seen, "after the loop's body"
         assert not flushed
         seen.append(item)
-    assert (seen, flushed, looked_at) == ([1, 2, 3], [3], [1, 2, 3])
+    assert seen == [1, 2, 3]
+    assert flushed == [3]
+    assert looked_at == [1, 2, 3]
 
 
 def test_epoch_has_the_length_of_its_loader() -> None:
@@ -185,7 +187,7 @@ def test_epoch_has_the_length_of_its_loader() -> None:
 
 
 def test_epoch_leaves_the_window_open_where_it_is_asked_to_or_is_left_early() -> None:
-    def flush() -> None:
+    def flush():
         raise AssertionError("nobody asked for it")
 
     assert list(epoch([1, 2], flush, carry=True)) == [1, 2]
@@ -193,7 +195,7 @@ def test_epoch_leaves_the_window_open_where_it_is_asked_to_or_is_left_early() ->
         if item == 1:
             break
 
-    def broken() -> Iterator[int]:
+    def broken():
         yield 1
         raise OSError("a disk that is gone for a moment")
 
@@ -297,8 +299,8 @@ def run_workers(
     and so does a reduction of unequal lists.
     """
     barrier = threading.Barrier(len(loaders))
-    sent: dict[int, list[float]] = {}
-    reductions: list[int] = []
+    sent = {}
+    reductions = []
     made: list[Pieces] = [[] for _ in loaders]
 
     def work(rank: int) -> None:

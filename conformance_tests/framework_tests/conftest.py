@@ -9,8 +9,6 @@ one runs all of them.
 Tests that are marked ``every_mode`` run all of their cases.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version

@@ -2,8 +2,6 @@
 own loss and gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -61,7 +59,8 @@ def close(made: Any, wanted: Any, tolerance: float = 1e-13) -> None:
     assert jax.tree.structure(made) == jax.tree.structure(wanted)
 
     def check(a: Any, b: Any) -> None:
-        a, b = np.asarray(a), np.asarray(b)
+        a = np.asarray(a)
+        b = np.asarray(b)
         assert a.shape == b.shape
         assert a.dtype == b.dtype
         np.testing.assert_allclose(

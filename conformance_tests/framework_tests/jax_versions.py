@@ -1,8 +1,5 @@
 """Limits of older JAX and optax, declared by the name that they lack."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,9 +18,7 @@ needs_microbatch = pytest.mark.skipif(
 )
 
 
-partition: Callable[..., Any] = (
-    optax.partition if hasattr(optax, "partition") else optax.multi_transform
-)
+partition = optax.partition if hasattr(optax, "partition") else optax.multi_transform
 """`optax.partition`, or its older name of optax before 0.2.5."""
 
 

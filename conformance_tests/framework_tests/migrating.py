@@ -2,8 +2,6 @@
 blocks run after the page's first block.
 """
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 

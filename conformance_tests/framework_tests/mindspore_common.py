@@ -16,8 +16,10 @@ from gradaccum import GradAccumWarning
 MODES = ("pynative", "jit", "graph")
 by_mode = pytest.mark.parametrize("mode", MODES)
 RNG = np.random.RandomState(0)
-X, Y = RNG.randn(24, 4).astype(np.float32), RNG.randn(24, 2).astype(np.float32)
-WEIGHT, BIAS = RNG.randn(2, 4).astype(np.float32), RNG.randn(2).astype(np.float32)
+X = RNG.randn(24, 4).astype(np.float32)
+Y = RNG.randn(24, 2).astype(np.float32)
+WEIGHT = RNG.randn(2, 4).astype(np.float32)
+BIAS = RNG.randn(2).astype(np.float32)
 
 
 def needs_mindspore(version, why):

@@ -27,10 +27,8 @@ def driver(mode, steps, loss_scale=None, dtype=None, **options):
         return optimizer((gradient,), weight=weight)
 
     def call(value, weight=1.0):
-        gradient, amount = (
-            Tensor(np.array([0.0, value, 0.0]), parameter.dtype),
-            Tensor(weight, ms.float32),
-        )
+        gradient = Tensor(np.array([0.0, value, 0.0]), parameter.dtype)
+        amount = Tensor(weight, ms.float32)
         return (
             jitted(gradient, amount)
             if mode == "jit"

@@ -22,7 +22,8 @@ def saved_graphs(stage: str) -> Iterator[list[str]]:
     """The graphs after one of `STAGES`, of everything that is compiled meanwhile; they
     are there when the context ends.
     """
-    folder, texts = Path(mkdtemp()), []
+    folder = Path(mkdtemp())
+    texts = []
     os.environ["MS_DEV_DUMP_IR_PASSES"] = ",".join(STAGES)
     ms.set_context(save_graphs=2, save_graphs_path=str(folder))
     try:

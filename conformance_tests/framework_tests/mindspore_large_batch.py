@@ -19,17 +19,18 @@ by_mode = pytest.mark.parametrize("mode", MODES)
 from_python = pytest.mark.parametrize("mode", ["pynative", "graph"])
 ITEMS = 7
 RNG = np.random.RandomState(3)
-X, Y = RNG.randn(ITEMS, 4), RNG.randn(ITEMS, 2)
+X = RNG.randn(ITEMS, 4)
+Y = RNG.randn(ITEMS, 2)
 START = RNG.randn(2, 4)
 
 
 class Net(nn.Cell):
     """``tanh(x W)``, with a parameter that no loss uses."""
 
-    def __init__(self, dtype=ms.float64):
+    def __init__(self):
         super().__init__()
-        self.weight = Parameter(Tensor(START, dtype), name="weight")
-        self.unused = Parameter(Tensor([1.0, 2.0], dtype), name="unused")
+        self.weight = Parameter(Tensor(START, ms.float64), name="weight")
+        self.unused = Parameter(Tensor([1.0, 2.0], ms.float64), name="unused")
 
     def construct(self, x):
         return ops.tanh(ops.matmul(x, self.weight.T))

@@ -2,8 +2,6 @@
 result.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

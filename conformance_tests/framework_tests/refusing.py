@@ -1,7 +1,5 @@
 """Helpers to expect a refusal, for scripts that run beside pytest."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Each framework's own page, and torch's page on `verify`: their programs run."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -11,6 +9,7 @@ from conformance_tests.programs import ROOT
 
 from .recipes import Recipe, run_recipe
 
+by_mode = pytest.mark.parametrize("mode", ["pynative", "graph"])
 BACKENDS = ROOT / "backends"
 ELIMINATED = "side effect nodes were eliminated by mistake"
 JITTED = """
@@ -105,7 +104,7 @@ def warnings_in(said: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["pynative", "graph"])
+@by_mode
 def test_program_from_a_file(mode: str, tmp_path: Path) -> None:
     """MindSpore's compiler reads the source of what it compiles from a file. It prints
     no warning.
@@ -117,7 +116,7 @@ def test_program_from_a_file(mode: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("mode", ["pynative", "graph"])
+@by_mode
 def test_recipe_in_chinese(mode: str, tmp_path: Path) -> None:
     """The page's programs follow one another in one file, but for the program of two
     workers.

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.errors import JaxRuntimeError
 
 import gradaccum
 import gradaccum_jax
@@ -20,7 +21,8 @@ from gradaccum_jax.large_batch import auto
 
 from .jax_large_batch import assert_same_bits
 
-ITEMS, WIDTH = 16, 64
+ITEMS = 16
+WIDTH = 64
 EXHAUSTED = "RESOURCE_EXHAUSTED: Out of memory allocating 4 bytes."
 RNG = np.random.default_rng(0)
 PARAMS = {"w": jnp.asarray(RNG.normal(size=(4, WIDTH)), jnp.float32)}
@@ -59,7 +61,8 @@ def need(size: int) -> int:
 @pytest.fixture(scope="module")
 def between() -> int:
     """A limit that four items fit and eight do not."""
-    four, eight = need(4), need(8)
+    four = need(4)
+    eight = need(8)
     assert four < eight < need(16)
     return (four + eight) // 2
 
@@ -76,7 +79,8 @@ class Runs:
         original = auto.SizeSearch.compile
 
         def compiled(search: Any, given: Any, batch: Any) -> Any:
-            size, program = batch.size, original(search, given, batch)
+            size = batch.size
+            program = original(search, given, batch)
             self.compiled.append(size)
 
             class Program:
@@ -103,9 +107,12 @@ def test_decides_before_running(between: int, runs: Runs) -> None:
     step = step_with(sizes)
     assert_same_bits(step(PARAMS, BATCH), step_with(4)(PARAMS, BATCH))
     step(PARAMS, BATCH + 1)
-    assert (runs.compiled, runs.run, sizes.size) == ([16, 8, 4], [4, 4], 4)
+    assert runs.compiled == [16, 8, 4]
+    assert runs.run == [4, 4]
+    assert sizes.size == 4
     step(PARAMS, BATCH[:8])
-    assert (runs.compiled[3:], sizes.size) == ([8, 4], 4)
+    assert runs.compiled[3:] == [8, 4]
+    assert sizes.size == 4
 
 
 def test_limit_of_the_device(between: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,9 +126,10 @@ def test_limit_of_the_device(between: int, monkeypatch: pytest.MonkeyPatch) -> N
     stats = {"bytes_limit": between + 10**6, "bytes_in_use": 10**6}
 
     class Device:
-        device_kind, platform = "a device", "gpu"
+        device_kind = "a device"
+        platform = "gpu"
 
-        def memory_stats(self) -> dict[str, int]:
+        def memory_stats(self):
             return stats
 
     monkeypatch.setattr(auto, "devices_of", lambda arguments: {Device()})
@@ -142,36 +150,40 @@ def test_exhausted_halves(runs: Runs) -> None:
     held: list[Any] = []
     most = 4
 
-    def fail(size: int) -> None:
+    def fail(size):
         gc.collect()
         assert not any(one() is not None for one in held)
         array = np.ones(3)
         held.append(weakref.ref(array))
         if size > most:
-            raise jax.errors.JaxRuntimeError(EXHAUSTED)
+            raise JaxRuntimeError(EXHAUSTED)
 
-    runs.fail, sizes = fail, automatic(10**9)
+    runs.fail = fail
+    sizes = automatic(10**9)
     step = step_with(sizes)
     found = step(PARAMS, BATCH)
-    assert (runs.run, sizes.size) == ([16, 8, 4], 4)
+    assert runs.run == [16, 8, 4]
+    assert sizes.size == 4
     assert_same_bits(found, step_with(4)(PARAMS, BATCH))
     most = 3  # something else takes the memory of a remembered size
     step(PARAMS, BATCH)
-    assert (runs.run[-1], sizes.size) == (2, 2)
+    assert runs.run[-1] == 2
+    assert sizes.size == 2
     most = 0
     with pytest.raises(gradaccum.UsageError, match="one item") as caught:
         step(PARAMS, BATCH)
-    assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)
+    assert isinstance(caught.value.__cause__, JaxRuntimeError)
 
 
 def test_other_errors_pass(runs: Runs) -> None:
-    error = jax.errors.JaxRuntimeError("INTERNAL: broken")
+    error = JaxRuntimeError("INTERNAL: broken")
 
-    def fail(size: int) -> None:
+    def fail(size):
         raise error
 
-    runs.fail, sizes = fail, automatic(10**9)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL: broken"):
+    runs.fail = fail
+    sizes = automatic(10**9)
+    with pytest.raises(JaxRuntimeError, match="INTERNAL: broken"):
         step_with(sizes)(PARAMS, BATCH)
     assert (runs.run, sizes.size) == ([16], None)
 
@@ -181,7 +193,7 @@ def test_real_exhaustion() -> None:
     is told that all fits.
     """
 
-    def hungry(params: Any, x: Any) -> Any:
+    def hungry(params, x):
         if len(x) <= 4:
             return loss(params, x)
         numbers = jax.lax.iota(jnp.float32, 2**30).reshape(2**10, 2**20)[:, :, None]

@@ -2,8 +2,6 @@
 parameters, and the counters are right.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 
@@ -16,7 +14,8 @@ from benchmarks.questions import jax_streaming
 
 from .jax_versions import needs_microbatch
 
-WIDTH, WINDOWS = 16, 3
+WIDTH = 16
+WINDOWS = 3
 DISTANCE = {"Keras": 3e-5}
 """How far a contestant's parameters may be from the others', 2e-6 elsewhere. Keras's
 Adam adds epsilon to the root of the uncorrected second moment, where it weighs
@@ -60,7 +59,8 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_all_contestants_agree(case: Any) -> None:
     ends = trained(case())
     assert len(ends) >= 3
-    expected, start = ends[jax_streaming.BASELINE], make_params(WIDTH)
+    expected = ends[jax_streaming.BASELINE]
+    start = make_params(WIDTH)
     for name, params in ends.items():
         for own, theirs, before in zip(params, expected, start, strict=True):
             atol = DISTANCE.get(name, 2e-6)

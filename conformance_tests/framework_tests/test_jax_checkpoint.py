@@ -2,8 +2,6 @@
 refused.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -81,7 +79,8 @@ def test_schedule_is_read_at_the_saved_step() -> None:
     micro-batches be open.
     """
     tx = make_tx(steps=lambda step: jnp.where(step < 5, 1, 4).astype(jnp.int32))
-    update, state = jax.jit(tx.update), tx.init(PARAMS)
+    update = jax.jit(tx.update)
+    state = tx.init(PARAMS)
     for _ in range(8):
         _, state = update(PARAMS, state, PARAMS)
     assert_bitwise(gradaccum_jax.check_state(tx, state, PARAMS), state)

@@ -2,8 +2,6 @@
 scratch, and never asks the host.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from typing import Any
@@ -16,7 +14,8 @@ import pytest
 import gradaccum
 import gradaccum_jax
 
-SIDE, MATRICES = 1024, 4
+SIDE = 1024
+MATRICES = 4
 OWN = MATRICES * SIDE * SIDE * 4
 UNTUNED = {
     "xla_backend_optimization_level": 0,
@@ -47,7 +46,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "no_steps": {"steps": None},
 }
-CASES = [*OPTIONS, "multisteps"]
+by_case = pytest.mark.parametrize("name", [*OPTIONS, "multisteps"])
 BRANCHES = {"plain": 4, "clip_and_drop": 4, "no_steps": 4, "multisteps": 1}
 """The conditionals: for the end of the window, for the norm of numbers too large or too
 small to be squared, for the division, for the inner optimizer.
@@ -93,7 +92,7 @@ def copies(text: str) -> list[str]:
     return re.findall(rf"= f32\[{SIDE},{SIDE}\]\S* copy\(.*", text)
 
 
-@pytest.mark.parametrize("name", CASES)
+@by_case
 def test_step_works_in_place(name: str) -> None:
     """And stays on the device: its decisions are branches there, without a loop."""
     made, held, text = step_of(name)
@@ -107,7 +106,8 @@ def test_step_works_in_place(name: str) -> None:
     # written.
     unread = 4 * (name != "multisteps")
     assert len(taken_over) == len(jax.tree.leaves(held)) - unread
-    assert (text.count(" conditional("), text.count(" while(")) == (BRANCHES[name], 0)
+    assert text.count(" conditional(") == BRANCHES[name]
+    assert text.count(" while(") == 0
     assert [word for word in OUTSIDE if word in text] == []
 
 
@@ -118,11 +118,12 @@ def test_small_arrays_share_kernels() -> None:
     tx = gradaccum.wrap(optax.sgd(0.1), steps=4)
     params = [jnp.ones(64)] * 21
     text = jax.jit(tx.update).lower(params, tx.init(params), params).as_text()
-    assert (text.count("stablehlo.case"), text.count("stablehlo.reduce(")) == (3, 8)
+    assert text.count("stablehlo.case") == 3
+    assert text.count("stablehlo.reduce(") == 8
     assert len(re.findall("stablehlo.select .*tensor<64xf32>", text)) == 3 * 21
 
 
-@pytest.mark.parametrize("name", CASES)
+@by_case
 def test_scratch_with_gradient_is_that_of_the_step(name: str) -> None:
     """XLA compiles the step together with the gradient, and adds each matrix of the
     gradient as it comes.

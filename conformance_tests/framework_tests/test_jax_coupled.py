@@ -1,7 +1,5 @@
 """Losses that compare items across the batch: exact in two passes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -39,11 +37,11 @@ def test_integers_among_outputs() -> None:
     functions read the temperature.
     """
 
-    def experts(params: Any, x: Any) -> Any:
+    def experts(params, x):
         shares = jax.nn.softmax(tower(params, x) * jnp.exp(params["temperature"]))
         return shares, jnp.argmax(shares, axis=-1)
 
-    def balance(params: Any, outputs: Any) -> Any:
+    def balance(params, outputs):
         shares, chosen = outputs
         routed = jnp.mean(jax.nn.one_hot(chosen, 4), axis=0)
         return 4 * jnp.sum(routed * shares.mean(0)) * params["temperature"]
@@ -56,7 +54,7 @@ def test_dropout_is_replayed() -> None:
     """Micro-batch i drops by fold_in(key, i) in both passes."""
     key = jax.random.key(3)
 
-    def by_hand(params: Any, x: Any) -> Any:
+    def by_hand(params, x):
         parts = [
             tower(params, x[5 * i : 5 * i + 5], jax.random.fold_in(key, i))
             for i in range(3)
@@ -76,9 +74,10 @@ def test_memory_is_one_micro_batch() -> None:
     given = {
         name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()
     }
-    few, many = given.pop("x64"), given.pop("x256")
+    few = given.pop("x64")
+    many = given.pop("x256")
 
-    def scratch(x: Any) -> int:
+    def scratch(x):
         memory = jax.jit(step).lower(given, x).compile().memory_analysis()
         return int(memory.temp_size_in_bytes)
 

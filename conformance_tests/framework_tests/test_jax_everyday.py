@@ -2,8 +2,6 @@
 inner optimizer that declares them, and the state is right from the start.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +35,8 @@ def step_of(tx: Any) -> Callable[..., Any]:
 
 def by_large_batches(*windows: Any) -> Any:
     tx = gradaccum.wrap(INNER, steps=1, clip_norm=0.3)
-    params, state = PARAMS, tx.init(PARAMS)
+    params = PARAMS
+    state = tx.init(PARAMS)
     for window in windows:
         params, state = step_of(tx)(params, state, window.reshape(-1, 3))
     return params
@@ -53,12 +52,15 @@ def test_the_last_window_of_a_loader_ends_in_the_step(steps: Any) -> None:
     own.
     """
     tx = gradaccum.wrap(INNER, steps=steps, clip_norm=0.3)
-    step, params, state = jax.jit(step_of(tx)), PARAMS, tx.init(PARAMS)
+    step = jax.jit(step_of(tx))
+    params = PARAMS
+    state = tx.init(PARAMS)
     for x, last in gradaccum_jax.epoch(iter(X)):
         params, state = step(params, state, x, last)
     assert_close(params, by_large_batches(X[:4], X[4:8], X[8:]))
     assert gradaccum_jax.result(state).applied
-    assert (state.micro_step, state.optimizer_step) == (0, 3)
+    assert state.micro_step == 0
+    assert state.optimizer_step == 3
     one_of_two = state._replace(last_overflow=jnp.asarray([False, True]))
     assert gradaccum_jax.result(one_of_two).overflow
     assert step._cache_size() == 1
@@ -72,7 +74,7 @@ def test_windows_that_only_last_ends() -> None:
     tx = gradaccum.wrap(INNER, steps=None, clip_norm=0.3)
     ends = jnp.stack([np.isin(np.arange(10), (2, 3, 9)), np.arange(10) == 9])
 
-    def trained(x: Any, ends: Any) -> Any:
+    def trained(x, ends):
         return jax.lax.scan(
             lambda carry, given: (step_of(tx)(*carry, *given), None),
             (PARAMS, tx.init(PARAMS)),
@@ -87,7 +89,7 @@ def test_windows_that_only_last_ends() -> None:
 
 
 def test_epoch_of_a_loader() -> None:
-    drawn: list[int] = []
+    drawn = []
     loader = (drawn.append(i) or i for i in range(3))  # type: ignore[func-returns-value]
     passing = gradaccum_jax.epoch(loader)
     assert next(passing) == (0, False)
@@ -122,7 +124,7 @@ def test_declared_argument_reaches_the_inner_optimizer() -> None:
 def test_flush_tells_the_inner_optimizer_the_windows_loss() -> None:
     """The mean by weights, or what the caller says."""
 
-    def noting(updates: Any, state: Any, params: Any = None, *, value: Any) -> Any:
+    def noting(updates, state, params=None, *, value):
         return updates, jnp.asarray(value, jnp.float32)
 
     tx = gradaccum.wrap(
@@ -134,7 +136,8 @@ def test_flush_tells_the_inner_optimizer_the_windows_loss() -> None:
         _, state = tx.update(PARAMS, state, PARAMS, weight=weight, value=loss)
     for extra, told in (({}, 3.0), ({"value": 7.0}, 7.0)):
         closed = gradaccum_jax.flush(tx, state, PARAMS, **extra)[1]
-        assert (closed.inner_state, closed.last_loss) == (told, 3.0)
+        assert closed.inner_state == told
+        assert closed.last_loss == 3.0
 
 
 def test_bad_traced_denominator_makes_no_update() -> None:

@@ -1,7 +1,5 @@
 """Half-precision parameters: float32 gradients reach the inner optimizer in float32."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +18,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_inner_optimizer_gets_wider_dtype(case: str) -> None:
     inner, dtype, value = CASES[case]
-    params, gradient = jnp.ones(2, dtype), jnp.full(2, value, jnp.float32)
+    params = jnp.ones(2, dtype)
+    gradient = jnp.full(2, value, jnp.float32)
     expected, _ = inner.update(gradient, inner.init(params), params)
     tx = gradaccum.wrap(inner, steps=2)
     state = start = tx.init(params)

@@ -2,8 +2,6 @@
 all of it, in float64.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 
@@ -27,7 +25,8 @@ from .jax_large_batch import (
     numbers,
 )
 
-ONE, X = np.ones(()), np.arange(1.0, 7)
+ONE = np.ones(())
+X = np.arange(1.0, 7)
 
 
 class Pair(NamedTuple):
@@ -43,7 +42,7 @@ def test_nest_with_an_axis_per_leaf() -> None:
     batch = {"x": x.T[:, None], "rest": (y, Pair(numbers(2, ITEMS), None))}
     axes = {"x": -1, "rest": (0, Pair(1, None)), "offset": None, "square": None}
 
-    def loss(params: Any, batch: Any) -> Any:
+    def loss(params, batch):
         found = errors(params, batch["x"][:, 0].T + batch["offset"], batch["rest"][0])
         found = found * jnp.sum(batch["rest"][1].first, 0)
         return jnp.mean(found**2 if batch["square"] else found)
@@ -74,13 +73,15 @@ def test_every_micro_batch_has_its_own_key(legacy: bool) -> None:
 def test_under_vmap() -> None:
     step = gradaccum_jax.value_and_grad(mean_loss, steps=4)
     params = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf, leaf - 1]), model())
-    x, y = numbers(3, ITEMS, 3), numbers(3, ITEMS)
+    x = numbers(3, ITEMS, 3)
+    y = numbers(3, ITEMS)
     wanted = jax.vmap(jax.value_and_grad(mean_loss))(params, x, y)
     close(jax.vmap(step)(params, x, y), wanted)
 
 
 def test_accumulate_dtype() -> None:
-    x, one = jnp.asarray([2.0**24] + [1.0] * 16, jnp.float32), jnp.float32(1)
+    x = jnp.asarray([2.0**24] + [1.0] * 16, jnp.float32)
+    one = jnp.float32(1)
     for dtype, wanted in ((None, 2.0**24), ("float64", 2.0**24 + 16)):
         made = gradaccum_jax.value_and_grad(
             lambda params, x: jnp.sum(params * x),
@@ -88,7 +89,8 @@ def test_accumulate_dtype() -> None:
             reduction="sum",
             accumulate_dtype=dtype,
         )(one, x)[1]
-        assert (made, made.dtype) == (wanted, jnp.float32)
+        assert made == wanted
+        assert made.dtype == jnp.float32
 
 
 def test_leaves_that_take_no_part() -> None:
@@ -97,7 +99,7 @@ def test_leaves_that_take_no_part() -> None:
     """
     params = {"w": jnp.ones(3), "n": jnp.arange(2), "unused": jnp.ones(2), "none": None}
 
-    def loss(params: Any, x: Any) -> Any:
+    def loss(params, x):
         return jnp.mean(x @ params["w"]) * params["n"][1]
 
     x = numbers(4, 3)
@@ -127,7 +129,8 @@ def test_open_window_belongs_to_the_update() -> None:
     # A scan over windows takes no others.
     assert jax.tree.map(jax.typeof, state) == kinds
     assert updates == -(2 * 5 + 4 * 2) / 6
-    assert (state.micro_step, state.optimizer_step) == (0, 1)
+    assert state.micro_step == 0
+    assert state.optimizer_step == 1
 
 
 def test_traced_weight_that_is_negative_shows() -> None:
@@ -135,10 +138,10 @@ def test_traced_weight_that_is_negative_shows() -> None:
     overflowed.
     """
 
-    def loss(params: Any, x: Any) -> Any:
+    def loss(params, x):
         return params * jnp.mean(x)
 
-    def first(x: Any) -> Any:
+    def first(x):
         return x[0] - 3
 
     assert np.isnan(
@@ -181,18 +184,19 @@ def test_keywords_reach_the_loss() -> None:
 def test_arrays_by_keyword_are_cut(steps: int) -> None:
     """Also in nests, with weights by a function of them, and along another axis."""
 
-    def loss_fn(params: Any, *, batch: Any, mask: Any, train: bool = False) -> Any:
+    def loss_fn(params, *, batch, mask, train=False):
         assert train is True
         products = params * batch["x"] * mask
         return products.sum() / mask.sum()
 
-    x, mask = np.arange(6.0), np.array([1.0, 0, 1, 1, 1, 0.5])
+    x = np.arange(6.0)
+    mask = np.array([1.0, 0, 1, 1, 1, 0.5])
     for weight in (lambda batch, mask, train: mask.sum(), mask):
         step = gradaccum_jax.value_and_grad(loss_fn, steps=steps, weight=weight)
         loss, gradient = step(ONE, batch={"x": x}, mask=mask, train=True)
         assert float(loss) == float(gradient) == pytest.approx(11.5 / 4.5)
 
-    def outputs_fn(params: Any, *, x: Any) -> Any:
+    def outputs_fn(params, *, x):
         assert x.shape in {(1, math.ceil(6 / steps)), (1, 6 % math.ceil(6 / steps))}
         return params * x.T
 
@@ -219,7 +223,8 @@ def test_keywords_reach_the_loss_or_the_optimizer() -> None:
         value, updates, _ = step(
             ONE, tx.init(ONE), np.ones(6), x=2.0, train=True, value=5.0
         )
-        assert (value, updates) == (3, -6)
+        assert value == 3
+        assert updates == -6
     sgd = gradaccum.wrap(optax.sgd(1.0), steps=None)
     step = gradaccum_jax.value_and_update(
         lambda p, x, value=0.0: jnp.mean(p * x * value), sgd, steps=3

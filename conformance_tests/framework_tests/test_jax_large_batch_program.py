@@ -1,7 +1,5 @@
 """The program of a large batch: its scratch, its loops, and how often it is compiled."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -13,7 +11,8 @@ import optax
 import gradaccum
 import gradaccum_jax
 
-WIDTH, SIZE = 512, 8
+WIDTH = 512
+SIZE = 8
 PARAMS = {
     name: jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for name in ("a", "b")
 }
@@ -47,7 +46,8 @@ def test_program_is_that_of_one_micro_batch() -> None:
     as many with a smaller last one. Number, loss and weight take 12 bytes each.
     """
     made = {items: compiled(items) for items in (8, 32, 2048, 2051)}
-    activations, one = 4 * SIZE * WIDTH * 4, scratch(made[8])
+    activations = 4 * SIZE * WIDTH * 4
+    one = scratch(made[8])
     assert scratch(made[2048]) - scratch(made[32]) <= 12 * 256
     assert scratch(made[2048]) <= one + OWN + activations
     # What the large batch would want.
@@ -67,9 +67,9 @@ def test_program_is_that_of_one_micro_batch() -> None:
 
 def test_repeated_calls_compile_once() -> None:
     """A bare call is jitted: the loss is traced again for another shape only."""
-    traced: list[Any] = []
+    traced = []
 
-    def noted(params: Any, x: Any) -> Any:
+    def noted(params, x):
         traced.append(x.shape)
         return jnp.mean(params * x)
 
@@ -89,7 +89,7 @@ def test_window_works_in_place() -> None:
     tx = gradaccum.wrap(optax.adam(1e-3), steps=None)
     call = gradaccum_jax.value_and_update(loss, tx, micro_batch_size=SIZE)
 
-    def step(params: Any, state: Any, x: Any) -> Any:
+    def step(params, state, x):
         _, updates, state = call(params, state, x)
         return optax.apply_updates(params, updates), state
 

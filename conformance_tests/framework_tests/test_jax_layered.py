@@ -2,8 +2,6 @@
 masters; what it keeps in memory.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -17,7 +15,8 @@ import gradaccum_jax
 
 from .jax_large_batch import in_float64  # noqa: F401
 
-LAYERS, WIDTH = 4, 8
+LAYERS = 4
+WIDTH = 8
 RNG = np.random.default_rng(0)
 Tree = Any
 
@@ -45,7 +44,8 @@ def block(own: Tree, given: Any, x: Any, counts: Any, key: Any) -> Any:
 
 def loss_fn(outer: Tree, given: Any, x: Any, counts: Any, key: Any) -> Any:
     made = given["x"] * outer["scale"] @ outer["w"].T
-    errors, counts = jnp.sum((made.astype(x.dtype) - x) ** 2, -1), given["counts"]
+    errors = jnp.sum((made.astype(x.dtype) - x) ** 2, -1)
+    counts = given["counts"]
     loss = jnp.sum(counts * errors) / jnp.maximum(counts.sum(), 1)
     return loss, {"counted": counts.sum(), "largest": errors.max()}
 
@@ -133,7 +133,8 @@ def test_numbers_of_the_usual_window() -> None:
 def test_masters_by_layer() -> None:
     """XLA rounds half precision where it likes. A short last micro-batch."""
     tx = wrap(optax.adamw(1e-2), on_overflow="ignore", master_weights=True)
-    params, batch = autoencoder(dtype=jnp.bfloat16), (drawn(11, 3), np.ones(11))
+    params = autoencoder(dtype=jnp.bfloat16)
+    batch = (drawn(11, 3), np.ones(11))
     step = layered(tx)
     made = two_windows(step, params, step.init(params), *batch)
     require_close(made, two_windows(usual(tx), params, tx.init(params), *batch), 1e-2)
@@ -144,12 +145,13 @@ def test_memory_is_that_of_a_layer() -> None:
     """The usual window's sums grow with the layers; here the activations at the borders
     do.
     """
-    layers, width = 16, 128
+    layers = 16
+    width = 128
     tx = wrap(optax.adamw(1e-2), on_overflow="ignore")
     params = autoencoder(layers, width, jnp.float32)
     batch = np.ones((16, 3), np.float32), np.ones(16, np.float32), jax.random.key(0)
 
-    def needed(step: Any, state: Tree) -> Any:
+    def needed(step, state):
         """Beside the donated parameters and moments."""
         call = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, *batch)
         held = call.compile().memory_analysis()
@@ -162,7 +164,8 @@ def test_memory_is_that_of_a_layer() -> None:
             - sum(leaf.nbytes for leaf in kept)
         )
 
-    step, border = layered(tx, steps=16), 4 * 16 * width
+    step = layered(tx, steps=16)
+    border = 4 * 16 * width
     assert needed(step, step.init(params)) < 28 * width**2 + 3 * layers * border
     assert needed(usual(tx, steps=16), tx.init(params)) > layers * 4 * width**2
 

@@ -1,7 +1,5 @@
 """Unusual parameters: integers, flags, random keys, negative zeros, and gradients in NumPy's memory."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +24,8 @@ def test_integers_and_flags_stay_bitwise() -> None:
     """
     tx = gradaccum.wrap(optax.adamw(0.5, weight_decay=0.5), 2)
     params = {"w": jnp.ones(2), **STILL}
-    state, given = tx.init(params), []
+    state = tx.init(params)
+    given = []
     for absent in (None, FLOAT0, None):
         grads = {"w": jnp.ones(2), **dict.fromkeys(STILL, absent)}
         updates, state = tx.update(grads, state, params)
@@ -70,7 +69,8 @@ def test_complex_parameter_equals_the_large_batch() -> None:
 
 def test_numpys_memory_may_be_written_over() -> None:
     """JAX itself reads it after the call has returned."""
-    tx, memory = gradaccum.wrap(optax.sgd(1.0), 1), np.empty(2**20, np.float32)
+    tx = gradaccum.wrap(optax.sgd(1.0), 1)
+    memory = np.empty(2**20, np.float32)
     params = jnp.zeros(2**20)
     state = tx.init(params)
     for step in range(10):

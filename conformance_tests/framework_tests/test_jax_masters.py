@@ -2,8 +2,6 @@
 no further copy.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -55,7 +53,8 @@ def test_masters_exist_for_halves_only() -> None:
     assert {str(leaf.dtype) for leaf in moments} == {"int32", "float32"}
 
 
-SIDE, MATRICES = 1024, 4
+SIDE = 1024
+MATRICES = 4
 ELEMENTS = MATRICES * SIDE * SIDE
 
 
@@ -69,7 +68,7 @@ def test_half_precision_step_works_in_place(masters: bool) -> None:
     )
     params = {f"w{i}": jnp.ones((SIDE, SIDE), jnp.float16) for i in range(MATRICES)}
 
-    def step(params: Any, state: Any, grads: Any) -> Any:
+    def step(params, state, grads):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
@@ -78,7 +77,8 @@ def test_half_precision_step_works_in_place(masters: bool) -> None:
         .lower(params, jax.eval_shape(tx.init, params), params)
         .compile()
     )
-    memory, expected = compiled.memory_analysis(), (14 if masters else 8) * ELEMENTS
+    memory = compiled.memory_analysis()
+    expected = (14 if masters else 8) * ELEMENTS
     assert expected <= memory.alias_size_in_bytes
     assert memory.output_size_in_bytes <= expected + 1024
     assert memory.temp_size_in_bytes <= 2 * ELEMENTS + 4096
@@ -119,7 +119,7 @@ def test_parameters_reach_their_rounded_masters(name: str, together: bool) -> No
     held = np.tile(every_number(name), 8)
     p = held.astype(np.float64)
 
-    def move(p: Any, masters: Any) -> Any:
+    def move(p, masters):
         update = distance if together else jax.jit(distance)
         return optax.apply_updates(p, update(p, masters))
 
@@ -127,7 +127,8 @@ def test_parameters_reach_their_rounded_masters(name: str, together: bool) -> No
         with np.errstate(over="ignore"):
             rounded_master = masters.astype(HALVES[name])
         moved = np.asarray((jax.jit(move) if together else move)(held, masters))
-        q, found = np.float64(rounded_master), np.float64(moved)
+        q = np.float64(rounded_master)
+        found = np.float64(moved)
         promised = (
             (np.abs(p) <= LARGEST_RATIO[name] * np.abs(q))
             | (name == "float16") & (np.abs(q - p) <= 1)
@@ -154,7 +155,8 @@ def test_next_update_reaches_a_missed_master() -> None:
     updates, state = tx.update(params, state, params)
     assert optax.apply_updates(params, updates)["w"] == 0
     moved = gradaccum_jax.apply_updates(params, updates, (state,))["w"]
-    assert (moved, moved.dtype) == (tiny, jnp.float16)
+    assert moved == tiny
+    assert moved.dtype == jnp.float16
     params = optax.apply_updates(params, updates)
     updates, state = tx.update(params, state, params)
     assert optax.apply_updates(params, updates)["w"] == tiny

@@ -2,8 +2,6 @@
 of its class that says what to write.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -18,7 +16,8 @@ PARAMS = {"a": jnp.asarray([1.0, 2.0]), "b": {"c": jnp.asarray([[3.0]])}}
 GRADS = jax.tree.map(lambda p: p * 0.25, PARAMS)
 SGD = optax.sgd(1.0)
 TYPE = gradaccum.ArgumentTypeError
-USAGE, GRADIENT = gradaccum.UsageError, gradaccum.GradientError
+USAGE = gradaccum.UsageError
+GRADIENT = gradaccum.GradientError
 
 
 def wrap(inner: Any = SGD, **options: Any) -> Any:

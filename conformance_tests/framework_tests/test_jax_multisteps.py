@@ -2,8 +2,6 @@
 none of its faults.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -53,9 +51,11 @@ def test_states_equal_optaxs(name: str) -> None:
     inner = optax.adamw(0.1)
     ours = gradaccum_jax.MultiSteps(inner, **arguments)
     theirs = optax.MultiSteps(inner, **arguments)
-    state, expected = ours.init(PARAMS), theirs.init(PARAMS)
+    state = ours.init(PARAMS)
+    expected = theirs.init(PARAMS)
     assert_close(state, expected, 2e-6)
-    update, reference = jax.jit(ours.update), jax.jit(theirs.update)
+    update = jax.jit(ours.update)
+    reference = jax.jit(theirs.update)
     for gradient in gradients(12, bad):
         updates, state = update(gradient, state, PARAMS)
         wanted, expected = reference(gradient, expected, PARAMS)

@@ -2,8 +2,6 @@
 and only if every element is.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -64,14 +62,14 @@ def test_clipped_window_can_be_differentiated() -> None:
     gradients = jnp.asarray([[3.0, 1.0], [1.0, 7.0]])
     clip = optax.clip_by_global_norm(1.0)
 
-    def accumulated(gradients: jax.Array) -> jax.Array:
+    def accumulated(gradients):
         tx = gradaccum.wrap(optax.sgd(1.0), steps=2, clip_norm=1.0)
         state = tx.init(params)
         for gradient in gradients:
             updates, state = tx.update(gradient, state, params)
         return -updates
 
-    def large(gradients: jax.Array) -> jax.Array:
+    def large(gradients):
         mean = gradients.mean(0)
         return clip.update(mean, clip.init(params))[0]
 

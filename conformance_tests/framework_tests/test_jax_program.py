@@ -2,8 +2,6 @@
 not asked, and JAX's debugging modes find nothing of the window's.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -20,9 +18,9 @@ PARAMS = {"w": jnp.ones((2, 3)), "half": jnp.ones(2, jnp.bfloat16), "scalar": 1.
 
 def test_step_outside_jit_compiles_once() -> None:
     """And asks the device for nothing, so that it need not wait."""
-    traces: list[int] = []
+    traces = []
 
-    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(gradients, state, params=None):
         traces.append(1)
         return gradients, state
 
@@ -60,7 +58,7 @@ def test_state_types_hold_still(options: dict[str, Any], weight: float | None) -
         assert jax.tree.map(jax.typeof, state) == kinds
 
 
-@pytest.mark.parametrize("jit", [False, True], ids=["outside jit", "jit"])
+@pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize(
     ("told", "options"),
     [(None, {"on_overflow": "ignore"}), (1.5, {"clip_norm": 1.0})],

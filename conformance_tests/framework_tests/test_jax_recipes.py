@@ -2,8 +2,6 @@
 result.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import jax

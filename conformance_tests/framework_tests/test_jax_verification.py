@@ -2,8 +2,6 @@
 keys, derivatives of one's own, trees. Nothing of the user's is changed.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -14,7 +12,9 @@ import pytest
 from gradaccum import verify
 
 RNG = np.random.default_rng(0)
-ITEMS, WIDTH, CLASSES = 12, 5, 4
+ITEMS = 12
+WIDTH = 5
+CLASSES = 4
 X = jnp.asarray(RNG.normal(size=(ITEMS, WIDTH)), jnp.float32)
 Y = jnp.asarray(RNG.normal(size=ITEMS), jnp.float32)
 PARAMS = {
@@ -176,7 +176,7 @@ def test_flax_batch_norm_couples_items(normalised: bool) -> None:
     net = linen.Sequential(layers)
     variables = net.init({"params": KEY, "dropout": KEY}, X)
 
-    def loss_fn(params: Any, x: Any, y: Any, key: Any) -> Any:
+    def loss_fn(params, x, y, key):
         output, _ = net.apply(
             {**variables, "params": params},
             x,

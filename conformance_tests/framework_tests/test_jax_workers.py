@@ -2,8 +2,6 @@
 device that has all micro-batches; and the refusals.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

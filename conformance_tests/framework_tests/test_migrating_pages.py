@@ -2,8 +2,6 @@
 and of the loop after holds.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

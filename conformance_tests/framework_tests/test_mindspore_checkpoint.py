@@ -43,7 +43,8 @@ FAULTS = {
 
 @pytest.mark.parametrize(("name", "value"), FAULTS.values(), ids=FAULTS)
 def test_unfit_checkpoint_is_refused_whole(name, value):
-    source, target = cell(), cell()
+    source = cell()
+    target = cell()
     for step, size in ((source, 3), (target, 5)):
         step(Tensor(X[:size]), Tensor(Y[:size]))
     entries = {**entries_of(source), name: value}

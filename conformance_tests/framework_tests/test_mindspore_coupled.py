@@ -61,7 +61,8 @@ def test_dropout_replays(mode, kind, seed):  # noqa: F811
     the first pass. Both are one.
     """
     weight = Parameter(Tensor(np.ones((7, 64)), ms.float32), name="w")
-    dropout, kept = nn.Dropout(p=0.5).set_train(), []
+    dropout = nn.Dropout(p=0.5).set_train()
+    kept = []
     operator = dropout.dropout
 
     def outputs_fn(rows):

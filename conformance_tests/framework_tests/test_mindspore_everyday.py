@@ -21,6 +21,7 @@ from .mindspore_common import (
     warned,
 )
 
+by_eager_mode = pytest.mark.parametrize("mode", ["pynative", "jit"])
 INNER = {
     "nn": lambda p: nn.SGD([p], 1.0),
     "experimental": lambda p: optim.SGD([p], 1.0),
@@ -87,8 +88,8 @@ def test_inner_optimizer_is_free_again():
     assert value(p) == 8.0
 
 
-@pytest.mark.parametrize("weighed", [False, True], ids=["alike", "weighed"])
-@pytest.mark.parametrize("mode", ["pynative", "jit"])
+@pytest.mark.parametrize("weighed", [False, True])
+@by_eager_mode
 def test_unequal_sizes_without_weights_are_said_once(mode, weighed):
     """Each counts the same: not the large batch, and nothing else would tell."""
     p = parameter()
@@ -140,13 +141,15 @@ def test_epoch_of_a_dataset():
     assert opt.updates_in(dataset, epochs=2) == 4
     for (rows,) in opt.epoch(dataset, progress=True):
         opt((rows.mean(0),))
-    assert (value(p), opt.result.optimizer_step) == (8.0, 2)
+    assert value(p) == 8.0
+    assert opt.result.optimizer_step == 2
     for (rows,) in opt.epoch(dataset, carry=True):
         opt((rows.mean(0),))
-    assert (opt.result.optimizer_step, opt.result.micro_step) == (3, 1)
+    assert opt.result.optimizer_step == 3
+    assert opt.result.micro_step == 1
 
 
-@pytest.mark.parametrize("mode", ["pynative", "jit"])
+@by_eager_mode
 def test_loss_in_the_weight_s_place(mode):
     """A floating Tensor or array alone may be either; a number, an integer Tensor, or
     both in their order, may not.

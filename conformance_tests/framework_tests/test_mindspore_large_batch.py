@@ -97,13 +97,15 @@ def test_wider_sums(mode):
         accumulate_dtype="float64",
     )
     _, gradient = in_mode(mode, made)(Tensor([1e8, 1.0, -1e8], ms.float32))
-    assert (gradient.dtype, gradient.asnumpy()) == (ms.float32, 1.0)
+    assert gradient.dtype == ms.float32
+    assert gradient.asnumpy() == 1.0
 
 
 @by_mode
 def test_axes(mode):
     """Items along another axis, a leaf given whole, and a plain number."""
-    net, batch = Net(), tensors(X.T, Y)
+    net = Net()
+    batch = tensors(X.T, Y)
     scale = Tensor([0.5, 1.0, 1.5, 2.0], ms.float64)
 
     def forward(batch, scale, power):
@@ -128,7 +130,8 @@ def test_batch_is_not_written():
     """The gradient of sum(w * x) by w is x itself, which a sum in place would
     change.
     """
-    weight, x = Parameter(Tensor(np.zeros((1, 4)), ms.float64), name="w"), Tensor(X)
+    weight = Parameter(Tensor(np.zeros((1, 4)), ms.float64), name="w")
+    x = Tensor(X)
     made = value_and_grad(
         lambda x: (weight * x).sum(), None, weight, micro_batch_size=1, reduction="sum"
     )

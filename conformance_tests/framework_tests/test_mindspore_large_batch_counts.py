@@ -61,7 +61,8 @@ def tensors():
 
 def test_buffers_do_not_grow():
     """Between two micro-batches one sum lives beside the parameter, and no gradient."""
-    weight, seen = Parameter(Tensor(np.ones(SHAPE) / 37, ms.float32), name="w"), []
+    weight = Parameter(Tensor(np.ones(SHAPE) / 37, ms.float32), name="w")
+    seen = []
     # Other tests left them; the shape of one whose operator failed never comes.
     others = tensors()
     known = set(map(id, others))

@@ -181,7 +181,8 @@ class Pair(nn.Cell):
 
     def __init__(self):
         super().__init__()
-        self.one, self.two = nn.Dense(3, 2), nn.Dense(3, 2)
+        self.one = nn.Dense(3, 2)
+        self.two = nn.Dense(3, 2)
         self.first, self.second = (
             gradaccum.wrap(nn.Adam(net.trainable_params(), 0.1), steps=4)
             for net in (self.one, self.two)
@@ -189,7 +190,8 @@ class Pair(nn.Cell):
 
 
 def test_two_wrapped_optimizers_load_their_checkpoint(tmp_path):
-    pair, other = Pair(), Pair()
+    pair = Pair()
+    other = Pair()
     for optimizer in (pair.first, pair.second):
         gradients = [Tensor(np.ones(p.shape, np.float32)) for p in optimizer.parameters]
         for _ in range(2):

@@ -121,7 +121,8 @@ def test_gate_takes_no_checkpoint_for_an_update():
     """In a new process the gate is made before the checkpoint is loaded, which has
     updates of its own.
     """
-    saved, loaded = experimental(steps=1), experimental(steps=1)
+    saved = experimental(steps=1)
+    loaded = experimental(steps=1)
     scheduler = gradaccum.wrap(lr_scheduler.StepLR(loaded, 1, 0.5))
     gradient = (Tensor([1.0], ms.float32),)
     saved(gradient)

@@ -30,7 +30,8 @@ SHAPES = {
 class Norm(nn.Cell):
     def __init__(self, sums, dtype):
         super().__init__(auto_prefix=False)
-        self.sums, self.dtype = ms.ParameterTuple(sums), dtype
+        self.sums = ms.ParameterTuple(sums)
+        self.dtype = dtype
 
     def construct(self):
         return compiled_norm(self.sums, self.dtype)

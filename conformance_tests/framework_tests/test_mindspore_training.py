@@ -39,7 +39,8 @@ def test_losses_of_items_are_no_mean(mode):
     large batch's.
     """
     set_mode(mode)
-    each, rows = nn.MSELoss(reduction="none"), (ops.ones((4, 3)), ops.zeros((4, 1)))
+    each = nn.MSELoss(reduction="none")
+    rows = (ops.ones((4, 3)), ops.zeros((4, 1)))
     with pytest.raises(
         gradaccum.ArgumentValueError,
         match=r"network: expected a scalar loss.*losses of shape \(4, 1\)",

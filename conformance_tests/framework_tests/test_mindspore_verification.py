@@ -2,8 +2,6 @@
 of the user's is changed.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from typing import Any
@@ -130,7 +128,7 @@ def test_nothing_of_the_users_changes(raises: bool, mode: int) -> None:
     )
     model[3].set_train(False)
 
-    def loss_fn(model: Any, x: Any, y: Any) -> Any:
+    def loss_fn(model, x, y):
         np.random.random()
         random.random()
         loss = plain(model, ops.dropout(x, 0.5, True), y)

@@ -39,7 +39,10 @@ def rows(first, last):
 def test_model_train_of_a_bare_network_hears_every_window(mode):
     """`Model` compiles its own cell whole. 24 items by 3: windows of 3, 3 and 2."""
     set_mode(mode)
-    heard, moved, weights, net = [], [], [], make_net()
+    heard = []
+    moved = []
+    weights = []
+    net = make_net()
     optimizer = gradaccum.wrap(nn.SGD(net.trainable_params(), 0.1), steps=3)
     optimizer.on_update(lambda: moved.append(optimizer.result.optimizer_step))
     optimizer.on_update(lambda: weights.append(net.weight.asnumpy().copy()))
@@ -57,7 +60,9 @@ def test_windows_that_no_listener_could_hear_of_are_named():
     """Nobody looked between two windows of compiled code. A checkpoint's windows closed
     in another run.
     """
-    heard, cell, other = [], made(), made()
+    heard = []
+    cell = made()
+    other = made()
     step = ms.jit(cell.construct)
     cell.optimizer.add_listener(heard.append)
     for _ in range(4):
@@ -79,7 +84,8 @@ def test_a_window_before_an_empty_flush_is_heard():
     """The flush that follows a full window leaves a result without it; the counters
     still tell.
     """
-    heard, cell = [], made(skip_norm=1e-9)
+    heard = []
+    cell = made(skip_norm=1e-9)
     data = NumpySlicesDataset((X, Y), ["x", "y"], shuffle=False).batch(12)
     cell.optimizer.add_listener(heard.append)
     Model(cell).train(2, data, callbacks=[FlushAtEpochEnd(cell.optimizer)])

@@ -5,8 +5,6 @@ later release and every supported version resumes it.
 a new `gradaccum.kit.FORMAT`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -42,7 +40,8 @@ def test_stored_checkpoint_is_resumed(name: str) -> None:
     if name not in gradaccum.available_backends():
         pytest.skip(f"needs {name}")
     backend = load_harness(name)
-    whole, resumed = begin(backend), begin(backend)
+    whole = begin(backend)
+    resumed = begin(backend)
     go_on(whole, 0, SAVED_AFTER)
     resumed.load(STORED / backend.name)
     assert resumed.state() == whole.state()
@@ -58,7 +57,8 @@ def test_stored_checkpoint_is_resumed(name: str) -> None:
 def main() -> None:
     """Write the checkpoint of each backend that is installed."""
     for name in {*FRAMEWORKS} & {*gradaccum.available_backends()}:
-        session, folder = begin(load_harness(name)), STORED / name
+        session = begin(load_harness(name))
+        folder = STORED / name
         folder.mkdir(parents=True, exist_ok=True)
         go_on(session, 0, SAVED_AFTER)
         session.save(folder)

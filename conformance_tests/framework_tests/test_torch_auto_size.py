@@ -2,8 +2,6 @@
 starts over with half, as if it had never begun.
 """
 
-from __future__ import annotations
-
 import random
 import weakref
 from collections.abc import Callable
@@ -40,6 +38,7 @@ PLACES = {
         {"on_overflow": "drop_micro_batch", "clip_norm": 0.1},
     ),
 }
+by_pass = pytest.mark.parametrize("which", ["forward", "backward"])
 by_place = pytest.mark.parametrize("place", PLACES)
 
 
@@ -67,9 +66,13 @@ class Run:
         coupled: bool = False,
         error: Callable[[], BaseException] = torch.OutOfMemoryError,
     ) -> None:
-        self.points, self.error, self.calls = set(points), error, 0
+        self.points = set(points)
+        self.error = error
+        self.calls = 0
         dtype, options = PLACES[place]
-        self.model, self.coupled, self.opt = make(dtype), coupled, None
+        self.model = make(dtype)
+        self.coupled = coupled
+        self.opt = None
         if options is not None:
             inner = torch.optim.SGD(self.model.parameters(), lr=0.5)
             self.opt = gradaccum.wrap(inner, steps=None, **options)
@@ -88,7 +91,8 @@ class Run:
 
     def outputs_of(self, x: Tensor) -> Tensor:
         noise = random.random() + np.random.random()
-        call, self.calls = self.calls, self.calls + 1
+        call = self.calls
+        self.calls += 1
         out = self.model(x.to(self.model[0].weight.dtype))
         self.strike(call, "forward")
         if out.requires_grad:
@@ -122,7 +126,7 @@ def require_same_as(size: int, run: Run, place: str, got: Tensor) -> None:
 
 
 @by_place
-@pytest.mark.parametrize("which", ["forward", "backward"])
+@by_pass
 @pytest.mark.parametrize("call", [1, 2])
 def test_as_without_failure(place: str, call: int, which: str) -> None:
     """The whole batch fails, then a half of it at every point, and then quarters fit:
@@ -146,7 +150,7 @@ def test_as_without_failure(place: str, call: int, which: str) -> None:
     ],
 )
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-@pytest.mark.parametrize("which", ["forward", "backward"])
+@by_pass
 @pytest.mark.parametrize("automatic", [False, True])
 def test_error_leaves_everything(
     place: str, coupled: bool, error: Any, which: str, automatic: bool
@@ -180,7 +184,8 @@ def only_half_fits(size: int, smaller_size: int) -> None:
 def test_one_item_does_not_fit(place: str) -> None:
     run = Run(place, *((call, "backward") for call in range(99)))
     run.model.eval()  # Batch norm wants more than one item.
-    before, sizes = run.state(), AutoMicroBatchSize()
+    before = run.state()
+    sizes = AutoMicroBatchSize()
     with pytest.raises(UsageError, match="a micro-batch of one item to fit") as raised:
         run.call(sizes)
     assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
@@ -191,9 +196,11 @@ def test_one_item_does_not_fit(place: str) -> None:
 @pytest.mark.parametrize("kept", [False, True], ids=["in frames", "in a kept error"])
 def test_freed_before_retry(kept: bool) -> None:
     """A tensor of the failed frames, and of an error that somebody else still holds."""
-    model, alive, errors = make(), [], []
+    model = make()
+    alive = []
+    errors = []
 
-    def loss_fn(x: Tensor) -> Tensor:
+    def loss_fn(x):
         large = model(x)
         if len(x) < len(X):
             assert alive[0]() is None
@@ -210,17 +217,19 @@ def test_freed_before_retry(kept: bool) -> None:
 def test_coupled_loss() -> None:
     """Both passes may run out of memory."""
     for point in ((0, "forward"), (1, "backward")):
-        run, sizes = Run("no optimizer", point, coupled=True), AutoMicroBatchSize()
+        run = Run("no optimizer", point, coupled=True)
+        sizes = AutoMicroBatchSize()
         require_same_as(4, run, "no optimizer", run.call(sizes))
         assert sizes.size == 4
 
 
 def test_batch_is_not_written_into_twice() -> None:
     """A second attempt would write once more."""
-    x, model = X.clone(), make()
+    x = X.clone()
+    model = make()
     before = numbers(model)
 
-    def loss_of(x: Tensor) -> Tensor:
+    def loss_of(x):
         outputs = model(x.clamp_(-0.5, 0.5).float())
         if len(x) > 2:
             raise torch.OutOfMemoryError

@@ -2,8 +2,6 @@
 that their times can be compared.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.testing import assert_close
@@ -14,7 +12,8 @@ from benchmarks.questions import torch_split
 
 
 def test_splitting_contestants_agree() -> None:
-    x, gradients = torch.randn(torch_split.STEPS * torch_split.ITEMS, 16), {}
+    x = torch.randn(torch_split.STEPS * torch_split.ITEMS, 16)
+    gradients = {}
     for name, make in torch_split.WAYS.items():
         net = torch_split.model(16)
         loss = make(net, x)()
@@ -26,7 +25,8 @@ def test_splitting_contestants_agree() -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_loops_make_the_same_updates(fused: bool) -> None:
-    x, trained = torch.randn(4, 16), list[list[torch.Tensor]]()
+    x = torch.randn(4, 16)
+    trained = []
     for recipe in (hand_written, least, least_separate, wrapped):
         net = torch_split.model(16)
         window = recipe(

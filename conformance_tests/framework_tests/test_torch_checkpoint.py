@@ -2,8 +2,6 @@
 window.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable
@@ -77,7 +75,8 @@ def test_bare_state_loads_as_empty_window(kind: str) -> None:
     _, other = trained(3)
     bare = copy.deepcopy(other.optimizer)
     opt.load_state_dict(copy.deepcopy(bare.state_dict()))
-    assert (opt.result.micro_step, opt.result.grad_norm) == (0, 0)
+    assert opt.result.micro_step == 0
+    assert opt.result.grad_norm == 0
     assert opt.state_dict()["gradaccum"]["loss"] == 0
     assert all(p.grad is None for p in model.parameters())
     feed(run, 0, 4)
@@ -87,7 +86,7 @@ def test_bare_state_loads_as_empty_window(kind: str) -> None:
 
 def test_state_dict_hooks_run_in_order() -> None:
     _, opt = trained(0)
-    seen: list[Any] = []
+    seen = []
     opt.register_state_dict_pre_hook(lambda o: seen.append("pre"))
     opt.register_state_dict_post_hook(lambda o, state: {**state, "extra": 1})
     opt.register_load_state_dict_pre_hook(lambda o, state: seen.append(state["extra"]))

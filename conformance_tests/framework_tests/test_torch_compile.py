@@ -2,8 +2,6 @@
 included, trains as it does in eager mode.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -48,7 +46,7 @@ def test_compiled_training_equals_eager(place: str, what: str) -> None:
     (model, opt, train), (reference, other, plain) = training(place), training(place)
     dtype = model[0].weight.dtype  # type: ignore[index]
     batches = [torch.ones(2 + index, 3, dtype=dtype) for index in range(4)]
-    step: Any = train
+    step = train
     context: Any = nullcontext()
     if what == "the step":
         step = torch.compile(train, backend="eager")

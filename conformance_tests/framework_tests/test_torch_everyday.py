@@ -2,8 +2,6 @@
 that look alike stay as they are.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Iterator
@@ -62,7 +60,8 @@ def test_inner_step_is_refused() -> None:
 def test_inner_optimizer_is_free_again() -> None:
     """As a copy, or without its wrapper; a copy of the wrapper has its own."""
     model, opt = make()
-    inner, copied = opt.optimizer, copy.deepcopy(opt)
+    inner = opt.optimizer
+    copied = copy.deepcopy(opt)
     copy.deepcopy(inner).step()
     with pytest.raises(UsageError, match="inner optimizer's SGD"):
         copied.optimizer.step()
@@ -363,7 +362,8 @@ def test_scheduler_that_is_replayed_by_hand_is_said_once(
     (text,) = said()
     assert "scheduler.load_state_dict(saved)" in text
     resumed.load_state_dict(saved[1])
-    assert (resumed.last_epoch, resumed.get_last_lr()) == (2, [0.5**3])
+    assert resumed.last_epoch == 2
+    assert resumed.get_last_lr() == [0.5**3]
 
 
 def test_unequal_sizes_without_weights_are_said_once(said: Said) -> None:

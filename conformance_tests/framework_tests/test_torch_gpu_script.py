@@ -2,8 +2,6 @@
 so, and does not pass. The page is the generator's.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -2,8 +2,6 @@
 at.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +16,10 @@ from gradaccum_torch import window
 from .torch_model import PLACES, loss_of, make
 from .torch_operations import Operations, Peak
 
-LAYERS, SIZE = 6, 32
-ONE, ALL = SIZE * SIZE, LAYERS * SIZE * SIZE
+LAYERS = 6
+SIZE = 32
+ONE = SIZE * SIZE
+ALL = LAYERS * SIZE * SIZE
 
 
 @pytest.mark.parametrize("master_weights", [False, True])
@@ -48,7 +48,7 @@ def waits(action: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> int:
     """How often the host reads a tensor: by ``item``, called directly or not, and by
     ``tolist``, which is no operation.
     """
-    lists: list[Tensor] = []
+    lists = []
     tolist = Tensor.tolist
 
     def counted(tensor: Tensor) -> Any:
@@ -84,7 +84,7 @@ def test_only_window_ends_wait(
     monkeypatch.setattr(window, "as_number", lambda loss: loss.detach().clone())
     model, opt = make(place, steps=3, **options)
 
-    def micro_batch() -> None:
+    def micro_batch():
         opt.scale(loss_of(model)).backward()
         opt.step()
         opt.zero_grad()

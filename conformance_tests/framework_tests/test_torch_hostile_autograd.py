@@ -5,8 +5,6 @@ Each makes the large batch's gradient as bare torch makes it, or an error says w
 change was seen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -69,7 +67,7 @@ def delayed(model: nn.Module, index: int) -> None:
     """A hook takes the gradients away, and the loop gives them back after the pass, as
     a compressor does.
     """
-    taken: dict[Tensor, Any] = {}
+    taken = {}
 
     def take(parameter: Tensor) -> None:
         taken[parameter], parameter.grad = parameter.grad, None

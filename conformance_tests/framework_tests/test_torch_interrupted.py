@@ -2,8 +2,6 @@
 the next calls are refused.
 """
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from typing import Any
@@ -105,7 +103,7 @@ def test_interrupted_addition_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     run.train(1)
     run.opt.backward(run.loss(1))
 
-    def add_one(totals: list[Tensor], terms: list[Tensor]) -> None:
+    def add_one(totals, terms):
         totals[0].add_(terms[0])
         raise Failure
 
@@ -131,13 +129,13 @@ def test_half_made_backward_can_be_repeated(place: str, micro_batch: int) -> Non
     opt = run.opt
     run.train(micro_batch)
     if micro_batch:  # A segment's backward pass ends before the pass around it fails.
-        last: Any = run.model[2]
+        last = run.model[2]
         last.forward = partial(checkpoint, last.forward, use_reentrant=True)
     handle = run.model[0].bias.register_hook(failing)
     with pytest.raises(Failure):
         opt.backward(run.loss(micro_batch))
     handle.remove()
-    calls: list[Any] = [opt.step, opt.flush, opt.state_dict]
+    calls = [opt.step, opt.flush, opt.state_dict]
     number = {"separate": 1, "kept apart": 2}.get(place, 3)
     for call in calls[:number]:
         with pytest.raises(UsageError, match=r"opt\.discard\(\)"):

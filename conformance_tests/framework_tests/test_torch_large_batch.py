@@ -2,10 +2,7 @@
 against one backward pass of the large batch.
 """
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import numpy as np
 import pytest
@@ -40,9 +37,9 @@ def test_nests_and_axes(coupled: bool) -> None:
     _, expected = truth(model, lambda: cross_entropy(model(X), Y))
     columns = X.T.contiguous()
     sample = {"x": columns, "rows": np.stack([np.zeros(ITEMS), np.arange(ITEMS)])}
-    seen: list[int] = []
+    seen = []
 
-    def losses_of(part: Any, y: Tensor, scale: Tensor, flag: bool, text: str) -> Tensor:
+    def losses_of(part, y, scale, flag, text):
         assert (scale.shape, flag, text) == ((7,), True, "text")
         assert part["x"].untyped_storage()._cdata == columns.untyped_storage()._cdata
         seen.extend(part["rows"][1].astype(int))
@@ -62,11 +59,13 @@ def test_every_leaf_gets_its_gradient() -> None:
     """A closed-over tensor and the batch itself, like parameters. What only some
     micro-batches use counts, what none uses stays None.
     """
-    model, x = make_model(), X.clone().requires_grad_()
+    model = make_model()
+    x = X.clone().requires_grad_()
     scale = torch.tensor(1.5, dtype=X.dtype, requires_grad=True)
-    rare, unused = nn.Parameter(torch.ones(3, dtype=X.dtype)), nn.Linear(2, 2)
+    rare = nn.Parameter(torch.ones(3, dtype=X.dtype))
+    unused = nn.Linear(2, 2)
 
-    def loss_fn(x: Tensor, y: Tensor) -> Tensor:
+    def loss_fn(x, y):
         bias = rare if y[0] == 2 else 0
         return cross_entropy(model(x) * scale + bias, y)
 
@@ -85,16 +84,17 @@ def test_leaves_beside_the_optimizer(scale: str, coupled: bool) -> None:
     """A critic that the generator's loss goes through gets the large batch's gradient,
     freed of scale and weights, beside what it held.
     """
-    generator, critic = make_model(), nn.Linear(3, 1).double()
+    generator = make_model()
+    critic = nn.Linear(3, 1).double()
     held = critic.weight.grad = torch.ones_like(critic.weight)
     large = copy.deepcopy(nn.Sequential(generator, critic))
     large[1].weight.grad = torch.ones_like(held)
     scales = {"static": 1024.0, "scaler": torch.amp.GradScaler("cpu", init_scale=64.0)}
     inner = SGD(generator.parameters(), lr=1.0)
     opt = gradaccum.wrap(inner, steps=None, loss_scale=scales.get(scale))
-    loss_of: Any = Tensor.std if coupled else lambda outputs: outputs.square().mean()
+    loss_of = Tensor.std if coupled else lambda outputs: outputs.square().mean()
 
-    def outputs_of(x: Tensor) -> Tensor:
+    def outputs_of(x):
         return critic(generator(x))
 
     if coupled:
@@ -116,10 +116,11 @@ def test_reentrant_checkpoint() -> None:
     """Its parameters are in no graph that could be walked: a wrapped optimizer knows
     them.
     """
-    model, other = make_model(), make_model()
+    model = make_model()
+    other = make_model()
     _, expected = truth(model, lambda: cross_entropy(model(X), Y))
 
-    def loss_fn(x: Tensor, y: Tensor) -> Tensor:
+    def loss_fn(x, y):
         x = x.clone().requires_grad_()
         return cross_entropy(checkpoint(model, x, use_reentrant=True), y)
 
@@ -145,7 +146,8 @@ def test_aux_keeps_no_graph() -> None:
     assert not auxes[0]["rows"][0].requires_grad
 
 
-HALF, WHOLE = torch.float16, torch.float32
+HALF = torch.float16
+WHOLE = torch.float32
 
 
 @pytest.mark.parametrize(("own", "of_loss"), [(HALF, WHOLE), (WHOLE, HALF)])
@@ -171,7 +173,7 @@ def test_sparse_gradients(before: str | None) -> None:
     table = nn.Embedding(7, 3, sparse=True, dtype=torch.float64)
     rows = torch.tensor([1, 1, 2, 5, 6, 1, 0, 2])
 
-    def loss_fn(rows: Tensor) -> Tensor:
+    def loss_fn(rows):
         return table(rows).square().sum(1).mean()
 
     _, (expected,) = truth(table, lambda: loss_fn(rows))
@@ -191,7 +193,8 @@ def test_outer_autocast(coupled: bool) -> None:
     """The weights that one pass over a micro-batch has cast are not those of the next
     pass.
     """
-    model, other = make_model(torch.float32), make_model(torch.float32)
+    model = make_model(torch.float32)
+    other = make_model(torch.float32)
     x = X.float()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         if coupled:

@@ -2,8 +2,6 @@
 same under `torch.compile`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -17,6 +15,7 @@ from gradaccum_torch.large_batch import backward, coupled_backward
 from .torch_large_batch import gradients
 from .torch_operations import Operations, Peak
 
+quiet = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 ITEMS = 64
 X = torch.randn(ITEMS, 16, generator=torch.Generator().manual_seed(1))
 
@@ -88,23 +87,24 @@ def test_fewer_operations_than_the_loop_by_hand(steps: int) -> None:
     assert not {"_foreach_div_", "_foreach_mul_", "div_", "mul_"} & set(ours.names)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@quiet
 @pytest.mark.parametrize("what", ["model", "loss", "call"])
 def test_compiled(what: str) -> None:
     """A compiled model or loss inside of the call, and the call inside of a compiled
     function; a smaller last micro-batch among them.
     """
     torch._dynamo.reset()
-    model, other = make_model(), make_model()
+    model = make_model()
+    other = make_model()
     forward = torch.compile(model, backend="aot_eager") if what == "model" else model
 
-    def loss_fn(x: Tensor) -> Tensor:
+    def loss_fn(x):
         return loss_of(forward, x)
 
     if what == "loss":
         loss_fn = torch.compile(loss_fn, backend="aot_eager")
 
-    def call(x: Tensor) -> Tensor:
+    def call(x):
         return backward(loss_fn, x * 2, micro_batch_size=24)
 
     if what == "call":
@@ -116,17 +116,18 @@ def test_compiled(what: str) -> None:
     assert_close(gradients(model), gradients(other), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@quiet
 @pytest.mark.parametrize("named", [False, True])
 def test_compiled_statistics_move_once_or_are_refused(named: bool) -> None:
     """Compiled code may call no hook, by which a coupled loss finds the modules."""
     torch._dynamo.reset()
 
-    def make() -> nn.Module:
+    def make():
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8))
 
-    model, other = make(), make()
+    model = make()
+    other = make()
     compiled = torch.compile(lambda x: model(x), backend="aot_eager")
     compiled(X[:16])
     model.load_state_dict(other.state_dict())

@@ -1,7 +1,5 @@
 """Refusals of a call with the large batch, with `.grad` as it was."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +14,7 @@ from gradaccum_torch.large_batch import backward, coupled_backward
 
 from .torch_large_batch import Drifting, X, Y, cross_entropy, gradients, make_model
 
+by_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 MODEL = make_model()
 
 
@@ -68,7 +67,7 @@ def test_bad_input_is_refused(words: str, call: Callable[[], Any]) -> None:
         assert torch.equal(before, torch.ones_like(p))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@by_dtype
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_closure_as_a_loss_function_is_refused(
     dtype: torch.dtype, wrapped: bool
@@ -76,7 +75,7 @@ def test_closure_as_a_loss_function_is_refused(
     """Its gradient would count twice."""
     model = make_model(dtype)
 
-    def closure(x: Tensor) -> Tensor:
+    def closure(x):
         loss = model(x).square()
         if torch.is_grad_enabled():
             loss.mean().backward(retain_graph=True)
@@ -94,7 +93,7 @@ def test_closure_as_a_loss_function_is_refused(
 def test_loss_function_that_clears_the_sum_is_refused() -> None:
     model = make_model()
 
-    def clearing(x: Tensor) -> Tensor:
+    def clearing(x):
         model.zero_grad()
         return model(x).std()
 
@@ -104,17 +103,20 @@ def test_loss_function_that_clears_the_sum_is_refused() -> None:
 
 def test_other_outputs_in_second_pass_are_refused() -> None:
     """A counter that no buffer holds: the gradient would be of another loss."""
-    model, factors = make_model(), iter(range(1, 9))
+    model = make_model()
+    factors = iter(range(1, 9))
     with pytest.raises(UsageError, match="the same outputs when it is called again"):
         couple(lambda x: model(x) * (1 + 0.01 * next(factors)))
     assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@by_dtype
 def test_wrapped_parameters_need_their_optimizer(dtype: torch.dtype) -> None:
     """Those of another wrapped optimizer too, unless the loss does not reach them."""
-    model, other = make_model(dtype), make_model(dtype)
-    opts, x = [wrap(each) for each in (model, other)], X.to(dtype)
+    model = make_model(dtype)
+    other = make_model(dtype)
+    opts = [wrap(each) for each in (model, other)]
+    x = X.to(dtype)
     with pytest.raises(UsageError, match="optimizer=opt"):
         split(lambda x: model(x).std(), x)
     with pytest.raises(UsageError, match="requires_grad_"):
@@ -136,7 +138,7 @@ def test_replaced_buffer() -> None:
     held = model[1].calls
     factors = torch.arange(1.0, 6).repeat_interleave(2)[:, None]
 
-    def fail(_: Tensor) -> Tensor:
+    def fail(_):
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

@@ -2,8 +2,6 @@
 gradients alive at a time.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -19,10 +17,8 @@ from gradaccum_torch import backward, layered_backward
 
 from .torch_large_batch import Drifting, cross_entropy
 
-X, Y = (
-    torch.randn(11, 6, generator=torch.Generator().manual_seed(0)),
-    torch.arange(11) % 3,
-)
+X = torch.randn(11, 6, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(11) % 3
 STEPS = 4
 """Of three items each, and a ragged last one of two."""
 
@@ -97,7 +93,9 @@ def test_same_bits_as_without_layers(
     dtype = torch.bfloat16 if half else torch.float32
     outcomes = []
     for run, where in ((usual, {}), (layered, place)):
-        model, wrapper_options, opt = make_layers(dtype), options(), None
+        model = make_layers(dtype)
+        wrapper_options = options()
+        opt = None
         if wrapper_options is None:
             for p in model.parameters():
                 p.grad = torch.ones_like(p)
@@ -128,7 +126,8 @@ class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.middle = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.first = nn.Linear(6, 6)
+        self.middle = nn.Linear(6, 6)
         self.frozen = nn.Linear(6, 6).requires_grad_(False)
 
     def layers(self) -> list[Callable[[Any], Any]]:
@@ -148,14 +147,17 @@ def test_equals_the_large_batch(reduction: str, updated: bool) -> None:
     """In float64, weighted by item; each micro-batch's own mean or sum. The other
     outputs of the loss function merge.
     """
-    x, y, weights = X.double(), X.double().square(), torch.arange(11.0)
+    x = X.double()
+    y = X.double().square()
+    weights = torch.arange(11.0)
 
-    def loss_fn(outputs: Any, targets: tuple[Tensor, Tensor]) -> tuple[Tensor, Any]:
+    def loss_fn(outputs, targets):
         errors = (outputs[0] - targets[0]).square().mean(1) + outputs[1]
         divisor = targets[1].sum().clamp(min=1) if reduction == "mean" else 1
         return (errors * targets[1]).sum() / divisor, {"outputs": outputs[0]}
 
-    model, large = Tied().double(), Tied().double()
+    model = Tied().double()
+    large = Tied().double()
     loss, aux = layered_backward(
         model.layers(),
         loss_fn,
@@ -195,7 +197,7 @@ def test_buffers_that_two_layers_and_the_loss_share(place: dict[str, Any]) -> No
         norm = nn.BatchNorm1d(6, affine=False)
         model = nn.Sequential(nn.Linear(6, 6), norm, Drifting(), nn.Linear(6, 6), norm)
 
-        def loss_fn(outputs: Tensor, y: Tensor, norm: Any = norm) -> Tensor:
+        def loss_fn(outputs, y, norm=norm):
             return cross_entropy(outputs.float() * norm.running_var.clone(), y)
 
         run(model, X, loss_fn, **options)
@@ -218,7 +220,8 @@ def fail_at(layer: nn.Module, time: int) -> None:
 
 def test_error_before_the_first_update_leaves_everything() -> None:
     layers = make_layers()
-    before, opt = copy.deepcopy(layers), wrap(layers)
+    before = copy.deepcopy(layers)
+    opt = wrap(layers)
     fail_at(layers[1], 2)
     torch.manual_seed(1)
     state = torch.get_rng_state()
@@ -235,7 +238,8 @@ def test_error_after_an_update_names_the_layers_and_asks_for_a_load() -> None:
     layers = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
     fail_at(layers[1], STEPS + 1)
     opt = wrap(layers)
-    saved, model = copy.deepcopy(opt.state_dict()), copy.deepcopy(layers.state_dict())
+    saved = copy.deepcopy(opt.state_dict())
+    model = copy.deepcopy(layers.state_dict())
     with pytest.raises(RuntimeError, match="no memory") as error:
         layered(layers, optimizer=opt)
     assert "layers [3, 2] were updated" in error.value.__notes__[0]

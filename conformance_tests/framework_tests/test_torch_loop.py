@@ -1,12 +1,9 @@
 """The wrapped optimizer in the loops that torch's users write."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.optim import SGD
 from torch.testing import assert_close
 
@@ -72,7 +69,7 @@ class Noting(SGD):
 def test_hooks_fire_once_per_update() -> None:
     """The inner step and the post-hooks get the arguments that a pre-hook returns."""
     model, opt = make(steps=2, inner=lambda ps: Noting(ps, lr=0.5))
-    opt.optimizer.seen = list[Any]()
+    opt.optimizer.seen = []
     opt.register_step_pre_hook(lambda o, args, kwargs: (args, {"extra": o}))
     opt.register_step_post_hook(lambda o, args, kwargs: o.seen.append(kwargs))
     train(model, opt, 4)
@@ -156,12 +153,12 @@ def test_closure_runs_once_per_micro_batch() -> None:
     nothing.
     """
     model, opt = make(clip_norm=1e3)
-    losses = list[float]()
+    losses = []
     with pytest.raises(ZeroDivisionError):
         opt.step(lambda: 1 / 0)
     assert opt.result.micro_step == 0
 
-    def closure() -> Tensor:
+    def closure():
         opt.zero_grad()
         loss = loss_of(model, rows_of(len(losses)))
         loss.backward()

@@ -5,8 +5,6 @@ Differences by design: a window of weight 0 is neither clean nor an overflow; th
 stays above 0, where a bare scaler underflows to 0 and never returns.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import random
@@ -72,7 +70,8 @@ def test_window_is_one_scaler_step(kind: str) -> None:
             "backoff_factor": rng.choice([0.1, 0.5, 0.77, 0.999]),
             "growth_interval": rng.randint(1, 5),
         }
-        loop, scaler = Loop(kind, steps=3, **rule), GradScaler("cpu", **rule)
+        loop = Loop(kind, steps=3, **rule)
+        scaler = GradScaler("cpu", **rule)
         parameter = torch.zeros(1, requires_grad=True)
         bare = SGD([parameter], lr=0.0)
         for window in range(6):
@@ -113,8 +112,10 @@ def test_scale_changes_only_between_windows(kind: str) -> None:
 
 def test_two_wrappers_share_a_scaler() -> None:
     """Their windows close together, and one overflow is enough for both."""
-    loop, b = Loop("scaler.step", growth_interval=2), torch.zeros(2, requires_grad=True)
-    scaler, opts = loop.scaler, [loop.opt, loop.wrap(b, 2)]
+    loop = Loop("scaler.step", growth_interval=2)
+    b = torch.zeros(2, requires_grad=True)
+    scaler = loop.scaler
+    opts = [loop.opt, loop.wrap(b, 2)]
     scales = []
     for bad in (1.0, math.inf, 1.0, 1.0):
         for _ in range(2):

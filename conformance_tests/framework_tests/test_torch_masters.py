@@ -2,8 +2,6 @@
 write into the model overrides them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -66,7 +64,8 @@ def test_bare_half_state_becomes_float32() -> None:
     bare.zero_grad()
     opt: Any = gradaccum.wrap(bare, steps=1, master_weights=True)
     momentum = opt.state[parameter]["momentum_buffer"]
-    assert (momentum.dtype, momentum.tolist()) == (torch.float32, [3.0, 3.0])
+    assert momentum.dtype == torch.float32
+    assert momentum.tolist() == [3.0, 3.0]
 
 
 def test_added_group_has_masters_too() -> None:

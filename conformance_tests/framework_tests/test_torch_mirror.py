@@ -5,8 +5,6 @@ as the parameters repeat. What a window sends is counted too: collectives and by
 function of the parameters, the workers and the micro-batches.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -56,7 +54,7 @@ def test_window_sends_what_the_law_says(
     """The buckets, under the pass where the one before was the only one of its
     micro-batch; then the numbers.
     """
-    sent: list[Sent] = []
+    sent = []
     with mirror(workers) as calls:
         parameters = [nn.Parameter(torch.ones(elements)) for _ in range(tensors)]
         opt = gradaccum.wrap(
@@ -99,7 +97,7 @@ def test_gradient_that_somebody_holds_is_reduced_in_a_copy(dtype: torch.dtype) -
     large.register_hook(lambda _: held.detach())  # type: ignore[no-untyped-call]
     inner = SGD([small, unused, large], lr=1.0)
     inner.register_step_pre_hook(lambda *_: gradients.append(unused.grad))
-    gradients = list[Any]()
+    gradients = []
     with mirror(2) as calls:
         opt = gradaccum.wrap(inner, steps=2, process_group=dist.group.WORLD)
         for index, passes in enumerate((2, 2, 1, 1)):

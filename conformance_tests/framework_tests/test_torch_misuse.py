@@ -2,8 +2,6 @@
 accumulated is lost.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

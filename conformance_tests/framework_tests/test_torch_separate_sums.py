@@ -2,8 +2,6 @@
 default refuses equal the large batch.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +20,7 @@ def wrapped(place: str = "separate", **options: Any) -> tuple[nn.Module, Any]:
     return make(place, dtype=torch.float64, **{"inner": MOMENTUM, **options})
 
 
-def assert_large(model: nn.Module, updates: int = 1) -> None:
+def assert_large(model: nn.Module, updates: int) -> None:
     expected = large_batch_step(MOMENTUM, updates, torch.float64)
     torch.testing.assert_close(values(model), expected, rtol=1e-13, atol=1e-13)
 

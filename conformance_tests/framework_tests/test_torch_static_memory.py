@@ -2,8 +2,6 @@
 gradients, outputs, losses and buffers as aux.
 """
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 from typing import Any
@@ -82,9 +80,10 @@ def test_large_batch(coupled: bool, is_wrapped: bool) -> None:
 
 def test_aux_is_copied() -> None:
     """A buffer that each micro-batch counts up."""
-    weight, count = nn.Parameter(torch.ones(3)), torch.zeros(1)
+    weight = nn.Parameter(torch.ones(3))
+    count = torch.zeros(1)
 
-    def loss_fn(x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss_fn(x):
         count.add_(1)
         return (x * weight).mean(), {"all": count}
 
@@ -104,7 +103,8 @@ def test_ordinary_gradients_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> N
     """Nor where the backward pass returns one tensor for two parameters, which autograd
     copies itself.
     """
-    model, shift = make_model(), nn.Parameter(torch.zeros(2))
+    model = make_model()
+    shift = nn.Parameter(torch.zeros(2))
     opt = gradaccum.wrap(SGD([*model.parameters(), shift]), steps=STEPS)
     monkeypatch.setattr(Tensor, "clone", None)
     for _ in range(2 * STEPS):

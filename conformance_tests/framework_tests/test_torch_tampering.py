@@ -2,8 +2,6 @@
 autograd's own writes for one, and leaves ``.grad`` alone where it may change.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from itertools import product
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 
 import gradaccum
 from gradaccum import UsageError
@@ -43,7 +42,8 @@ class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.left, self.right = nn.Linear(3, 1), nn.Linear(3, 2)
+        self.left = nn.Linear(3, 1)
+        self.right = nn.Linear(3, 2)
 
     def forward(self, *sides: str) -> Tensor:
         x = X.to(self.left.weight.dtype)
@@ -68,19 +68,19 @@ def train(model: nn.Module, opt: Any, micro_batches: int) -> None:
 
 
 def limit(model: nn.Module) -> None:
-    nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
+    clip_grad_norm_(model.parameters(), LIMIT)
 
 
 def log_norm(model: nn.Module) -> None:
-    nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+    clip_grad_norm_(model.parameters(), math.inf)
 
 
 def clip_weight(model: Any) -> None:
-    nn.utils.clip_grad_norm_(model.right.weight, 1e-4)
+    clip_grad_norm_(model.right.weight, 1e-4)
 
 
 def clip_bias(model: Any) -> None:
-    nn.utils.clip_grad_norm_(model.right.bias, 1e-4)
+    clip_grad_norm_(model.right.bias, 1e-4)
 
 
 # Changes.
@@ -247,7 +247,7 @@ def test_changed_window_can_be_closed_again(monkeypatch: pytest.MonkeyPatch) -> 
     weight = torch.ones(2, requires_grad=True)
     opt = gradaccum.wrap(torch.optim.SGD([weight], lr=1.0), steps=1)
     opt.backward(weight.sum())
-    nn.utils.clip_grad_norm_([weight], 0.5)
+    clip_grad_norm_([weight], 0.5)
     with monkeypatch.context() as patch:
         patch.setattr("gradaccum_torch.window.measure", lambda sums: 1 / 0)
         with pytest.raises(ZeroDivisionError):

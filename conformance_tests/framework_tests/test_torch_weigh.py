@@ -2,8 +2,6 @@
 own, or replaced as the window is closed.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -25,7 +23,8 @@ def test_sum_per_item_asks_for_a_weight_of_every_loop() -> None:
             call()
     opt.weigh(2)
     opt.step()
-    assert (opt.result.micro_step, opt.state_dict()["gradaccum"]["weight"]) == (1, 2.0)
+    assert opt.result.micro_step == 1
+    assert opt.state_dict()["gradaccum"]["weight"] == 2.0
 
 
 CUTS = [slice(0, 3), slice(3, 4), slice(4, 8)]

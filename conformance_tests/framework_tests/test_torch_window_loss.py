@@ -2,8 +2,6 @@
 where a part of it is not known.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from functools import partial
@@ -11,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from gradaccum_torch import window as window_module
 
@@ -28,7 +25,8 @@ def feed(model: Any, opt: Any, *parts: slice) -> None:
         opt.zero_grad()
 
 
-FIRST, LAST = slice(0, 3), slice(3, 8)
+FIRST = slice(0, 3)
+LAST = slice(3, 8)
 
 
 @pytest.mark.parametrize("mixed", ["with nothing", "with opt.backward", "with closure"])
@@ -36,7 +34,7 @@ def test_plain_backward_tells_nothing(mixed: str) -> None:
     """Beside others too: the loss of the window would lack a part."""
     model, opt = make(steps=1)
 
-    def closure() -> Tensor:
+    def closure():
         loss = loss_of(model)
         loss.backward()
         return loss
@@ -56,7 +54,7 @@ def test_each_way_to_tell(way: str) -> None:
     model, opt = make(steps=2, loss_scale=4.0 if way == "scale" else None)
     expected = pytest.approx(loss_of(model).item(), rel=1e-13)
 
-    def closure(rows: slice) -> Any:
+    def closure(rows):
         opt.zero_grad()
         loss = loss_of(model, rows)
         if way == "closure and backward":

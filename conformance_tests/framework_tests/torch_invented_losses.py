@@ -2,8 +2,6 @@
 kind of cause, or "" for a right one. They judge how often `verify` is right.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import time

@@ -2,8 +2,6 @@
 pass of the large batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -15,8 +15,6 @@ worker's classes hold, a tensor whose shards differ.
     assert [call.name for call in calls] == ["allreduce"]
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -47,7 +45,9 @@ class Mirror(dist.ProcessGroup):
 
     def __init__(self, rank: int, size: int, name: str) -> None:
         super().__init__(rank, size)
-        self._rank, self._size, self._name = rank, size, name
+        self._rank = rank
+        self._size = size
+        self._name = name
 
     def size(self) -> int:
         return self._size

@@ -2,8 +2,6 @@
 what one large batch makes of it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -56,7 +54,7 @@ MAKERS = {
 }
 
 
-HALF: dict[str, Any] = {"dtype": torch.bfloat16}
+HALF = {"dtype": torch.bfloat16}
 PLACES: dict[str, dict[str, Any]] = {
     "in .grad": {},
     "in float64": {"accumulate_dtype": "float64"},

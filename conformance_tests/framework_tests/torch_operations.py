@@ -2,8 +2,6 @@
 make.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """Limits of older torch, declared by its version."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -2,8 +2,6 @@
 FILE] [--deep] [pytest's own options]``.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -8,11 +8,10 @@ the 2-norm, relative to the truth, for each parameter apart, so that a wrong sma
 parameter cannot hide behind a large one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from numpy.linalg import norm
 
 from gradaccum_conformance.harness import Dtype
 from gradaccum_conformance.specs import Array, Conv, Dense, Model
@@ -67,10 +66,8 @@ def bound_of_sum(terms: Sequence[Mapping[str, Array]], dtype: Dtype) -> float:
     """
     condition = 1.0
     for name in terms[0]:
-        total = np.linalg.norm(np.sum([term[name] for term in terms], axis=0))
-        absolute = np.linalg.norm(
-            np.sum([np.abs(term[name]) for term in terms], axis=0)
-        )
+        total = norm(np.sum([term[name] for term in terms], axis=0))
+        absolute = norm(np.sum([np.abs(term[name]) for term in terms], axis=0))
         condition = max(condition, float(absolute / total) if total else 1.0)
     return condition * gamma(len(terms) + 3, dtype)
 
@@ -83,8 +80,8 @@ def relative_errors(
     """
     errors = {}
     for name, true in truth.items():
-        difference = np.linalg.norm(np.asarray(measured[name], np.float64) - true)
-        size = float(np.linalg.norm(true))
+        difference = norm(np.asarray(measured[name], np.float64) - true)
+        size = float(norm(true))
         errors[name] = float(difference) / (size or 1.0)
     return errors
 

@@ -1,7 +1,5 @@
 """The cases of a test that wait for ``--deep``."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterable
 from typing import Any
 

@@ -2,8 +2,6 @@
 is installed.
 """
 
-from __future__ import annotations
-
 import pytest
 
 

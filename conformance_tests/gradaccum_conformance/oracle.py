@@ -5,8 +5,6 @@ the output's gradient to the input's gradient and the parameters' gradients. The
 cross-entropy's gradient is (softmax - one-hot): Bridle, 1990.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import singledispatch
 
@@ -92,7 +90,8 @@ def forward(layer: Layer, w: Arrays, x: Array) -> tuple[Array, Backward]:
 @forward.register
 def _(layer: Dense, w: Arrays, x: Array) -> tuple[Array, Backward]:
     def backward(dy: Array) -> tuple[Array, Arrays]:
-        rows, dys = x.reshape(-1, layer.n_in), dy.reshape(-1, layer.n_out)
+        rows = x.reshape(-1, layer.n_in)
+        dys = dy.reshape(-1, layer.n_out)
         return dy @ w["weight"], {"weight": dys.T @ rows, "bias": dys.sum(0)}
 
     return x @ w["weight"].T + w["bias"], backward
@@ -128,7 +127,9 @@ def _(layer: Tanh, w: Arrays, x: Array) -> tuple[Array, Backward]:
 @forward.register
 def _(layer: AvgPool, w: Arrays, x: Array) -> tuple[Array, Backward]:
     b, c, height, width = x.shape
-    size, rows, columns = layer.size, height // layer.size, width // layer.size
+    size = layer.size
+    rows = height // layer.size
+    columns = width // layer.size
 
     def backward(dy: Array) -> tuple[Array, Arrays]:
         dx = np.zeros_like(x)

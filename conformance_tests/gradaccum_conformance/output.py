@@ -1,7 +1,5 @@
 """Writing results to files."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -5,8 +5,6 @@ Frameworks disturb each other in one process (thread pools, memory, signal handl
 And a crash of one must leave the results of the others whole.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -62,7 +60,9 @@ def run_jobs(
 
     An interrupt ends the running processes too.
     """
-    waiting, running, ended = list(jobs), list[_Running](), dict[str, Ended]()
+    waiting = list(jobs)
+    running = list[_Running]()
+    ended = dict[str, Ended]()
     try:
         while waiting or running:
             running += [

@@ -2,8 +2,6 @@
 bound.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise

@@ -2,8 +2,6 @@
 It imports none of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -35,7 +33,8 @@ def select_backends(
     Raises:
         BackendNotFoundError: a name that no backend has.
     """
-    known, available = registered_backends(), available_backends()
+    known = registered_backends()
+    available = available_backends()
     if unknown := [name for name in asked if name not in known]:
         raise BackendNotFoundError(
             f"--backend: expected one of {', '.join(known)}; got {', '.join(unknown)}."

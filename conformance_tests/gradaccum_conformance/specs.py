@@ -139,7 +139,7 @@ def make_weights(model: Model) -> Arrays:
     +-1/sqrt(fan_in), the rule of LeCun et al. 1998.
     """
     rng = np.random.default_rng(0)
-    weights: Arrays = {}
+    weights = {}
     for name, shape in model.parameter_shapes().items():
         fan_in = int(np.prod(shape[1:])) if len(shape) > 1 else int(shape[0])
         bound = 1 / np.sqrt(fan_in)

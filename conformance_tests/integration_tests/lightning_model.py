@@ -98,5 +98,5 @@ def large(epochs: int = 2, rows: int = 26) -> nn.Module:
     """
     model = Automatic(None)
     trainer(pl.Callback(), max_epochs=epochs).fit(model, loader(rows, 8))
-    net: nn.Module = model.net
+    net = model.net
     return net

@@ -2,8 +2,6 @@
 and wrapped on their micro-batches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -2,8 +2,6 @@
 runs of it are compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

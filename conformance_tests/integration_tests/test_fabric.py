@@ -61,7 +61,8 @@ def test_clipping_a_part_of_the_window_is_refused() -> None:
 
 def test_clipping_where_the_sums_are_apart() -> None:
     """Each micro-batch is clipped, as in the loop without Fabric."""
-    run, net = Run(make_net(), separate_sums=True), make_net()
+    run = Run(make_net(), separate_sums=True)
+    net = make_net()
     run.epoch(stop=4, max_norm=0.05)
     opt = gradaccum.wrap(inner_of(net), steps=4, separate_sums=True)
     for x, y in zip(X[:8].split(2), Y[:8].split(2), strict=True):

@@ -2,8 +2,6 @@
 of its own, with the packages that it imports, and asserts its result.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

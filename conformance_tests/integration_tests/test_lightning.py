@@ -47,17 +47,21 @@ by_sum = pytest.mark.parametrize("options", [{}, {"separate_sums": True}], ids=s
 def test_training_equals_large_batches(
     module: type[Automatic], options: dict[str, Any]
 ) -> None:
-    model, run = module(options), trainer()
+    model = module(options)
+    run = trainer()
     run.fit(model, loader())
     assert distance(model.net, large()) < 1e-12
     result = run.optimizers[0].result
-    assert (result.optimizer_step, result.micro_step, run.global_step) == (8, 0, 26)
+    assert result.optimizer_step == 8
+    assert result.micro_step == 0
+    assert run.global_step == 26
 
 
 def test_bf16_mixed_equals_lightnings_own() -> None:
     """Lightning divides each loss by four, which is exact: the same bits."""
     data = loader(24, dtype=torch.float32)
-    model, bare = Automatic({}), Automatic(None)
+    model = Automatic({})
+    bare = Automatic(None)
     model.net.float()
     bare.net.float()
     trainer(precision="bf16-mixed").fit(model, data)
@@ -73,7 +77,8 @@ def test_scaler_of_float16_is_the_windows() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     plugins = [MixedPrecision("16-mixed", "cpu", scaler)]
     data = loader(24, dtype=torch.float32)
-    model, without_scaler = Automatic({"loss_scale": scaler}), Automatic({})
+    model = Automatic({"loss_scale": scaler})
+    without_scaler = Automatic({})
     model.net.float()
     without_scaler.net.float()
     run = trainer(plugins=plugins, max_epochs=1)
@@ -106,7 +111,7 @@ def test_validation_in_mid_window() -> None:
     """Lightning clears the model's gradients before it validates: refused where the sum
     is in ``.grad``.
     """
-    options: dict[str, Any] = {"val_check_interval": 3, "num_sanity_val_steps": 0}
+    options = {"val_check_interval": 3, "num_sanity_val_steps": 0}
     with pytest.raises(UsageError, match="separate_sums=True"):
         trainer(**options).fit(Validating({}), loader(), loader())
     model = Validating({"separate_sums": True})
@@ -140,7 +145,8 @@ class Weighing(Automatic):
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 @by_sum
 def test_batches_by_their_weight(options: dict[str, Any]) -> None:
-    model, net = Weighing(options), make_net()
+    model = Weighing(options)
+    net = make_net()
     trainer(max_epochs=1).fit(model, loader(7))
     rows = [0, 1, 4, 5, 6]
     mean_square(net, X[rows], Y[rows]).backward()
@@ -162,7 +168,8 @@ class Averaging(EMAWeightAveraging):
 
 
 def test_moving_average_once_per_update() -> None:
-    model, bare = Automatic({}), Automatic(None)
+    model = Automatic({})
+    bare = Automatic(None)
     trainer(AccumulationCallback(), Averaging(decay=0.5)).fit(model, loader())
     trainer(EMAWeightAveraging(decay=0.5)).fit(bare, loader(size=8))
     assert distance(model.net, bare.net) < 1e-12
@@ -253,7 +260,8 @@ def test_resumed_in_mid_window(
         path = tmp_path / f"step={step}.ckpt"
         (saved,) = torch.load(path, weights_only=True)["optimizer_states"]
         assert saved["gradaccum"]["micro_step"] == micro_step
-        resumed, run = module(options), trainer()
+        resumed = module(options)
+        run = trainer()
         run.fit(resumed, Resumable(), ckpt_path=path)
         assert distance(resumed.net, uninterrupted.net) == 0
         assert run.optimizers[0].result.optimizer_step == 8

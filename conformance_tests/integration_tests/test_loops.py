@@ -1,7 +1,5 @@
 """A loop of others that accumulates by itself: nanoGPT's."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("torch")

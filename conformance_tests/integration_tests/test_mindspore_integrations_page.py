@@ -2,8 +2,6 @@
 asserts its result.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -4,8 +4,6 @@ do not run there fail bare as they do wrapped.
 Each class of MindSpore's public modules is tested by its name, also a new one.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -77,7 +75,7 @@ def make(
     return lambda net: kind(parameters(net), **{name: rate, **options})
 
 
-VARIANTS: dict[str, Make] = {
+VARIANTS = {
     "nn.SGD, Nesterov": make(
         nn.SGD, 0.1, momentum=0.9, nesterov=True, weight_decay=0.1
     ),
@@ -91,7 +89,7 @@ VARIANTS: dict[str, Make] = {
     ),
     "experimental.SGD, groups": make(experimental.SGD, 0.1, groups, momentum=0.9),
 }
-RATES: dict[str, Any] = {
+RATES = {
     "CosineDecayLR": nn.CosineDecayLR(0.01, 0.1, 4),
     "ExponentialDecayLR": nn.ExponentialDecayLR(0.1, 0.5, 1),
     "InverseDecayLR": nn.InverseDecayLR(0.1, 0.5, 1),

@@ -2,8 +2,6 @@
 with a wrapped optimizer all is as on large batches.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import numpy as np
 from mindspore import boost, nn, train
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.train import Model
+from numpy.testing import assert_array_equal
 
 import gradaccum
 from conformance_tests.framework_tests.mindspore_common import (
@@ -68,7 +67,7 @@ def test_frozen_part_stays(mode: str) -> None:
         net.weight.requires_grad = False
         parameters.append(Run(wrapped, net=net).train())
     require_same(*parameters)
-    np.testing.assert_array_equal(parameters[0][:8], START[:8])
+    assert_array_equal(parameters[0][:8], START[:8])
 
 
 def test_freezing_later_needs_another_optimizer() -> None:
@@ -83,7 +82,7 @@ def test_freezing_later_needs_another_optimizer() -> None:
     require_same(got, wanted)
     assert np.abs(got - before)[:8].max() > 1e-3
     after = Run(net=runs[0].net).train(end=6)
-    np.testing.assert_array_equal(after[:8], got[:8])
+    assert_array_equal(after[:8], got[:8])
 
 
 def test_freezing_optimizer_is_refused() -> None:
@@ -141,7 +140,9 @@ def test_own_dynamic_scale_of_o2_needs_a_device() -> None:
 
 def test_backup_restores_the_open_window(tmp_path: Path) -> None:
     """Eight micro-batches an epoch: the backup at its end holds a window of two."""
-    whole, stopped, resumed = Run(), Run(), Run()
+    whole = Run()
+    stopped = Run()
+    resumed = Run()
     whole.train(epochs=2, end=16)
     for run in (stopped, resumed):
         backup = train.BackupAndRestore(str(tmp_path), delete_checkpoint=False)
@@ -152,7 +153,7 @@ def test_backup_restores_the_open_window(tmp_path: Path) -> None:
         whole.model.train_network.get_parameters(),
         strict=True,
     ):
-        np.testing.assert_array_equal(mine.asnumpy(), theirs.asnumpy())
+        assert_array_equal(mine.asnumpy(), theirs.asnumpy())
     assert resumed.opt.result.optimizer_step == 5
 
 

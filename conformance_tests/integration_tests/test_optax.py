@@ -5,8 +5,6 @@ Truth is the bare optimizer on the large batch, in float64. The micro-batches' g
 are taken at the parameters as they move.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
@@ -29,7 +27,9 @@ from conformance_tests.framework_tests.jax_comparison import (
     wide,
 )
 
-STEPS, WINDOWS, ITEMS = 3, 3, 2
+STEPS = 3
+WINDOWS = 3
+ITEMS = 2
 QUICK = {"xla_cpu_use_fusion_emitters": False}
 """Halves the time that XLA:CPU compiles a small program for."""
 RNG = np.random.default_rng(5)
@@ -152,11 +152,13 @@ def of_batch(names: tuple[str, ...], params: Any, x: Any, y: Any) -> dict[str, A
     return {name: made[name] for name in names}
 
 
-def bare_run(inner: Any, start: Any, names: tuple[str, ...] = ()) -> list[Any]:
+def bare_run(inner: Any, start: Any, names: tuple[str, ...]) -> list[Any]:
     """The parameters and the optimizer's state after each large batch. Op by op: the
     programs of single ops serve all optimizers.
     """
-    params, state, held = start, inner.init(start), []
+    params = start
+    state = inner.init(start)
+    held = []
     for x, y in zip(X.reshape(WINDOWS, -1, 3), Y.reshape(WINDOWS, -1, 2), strict=True):
         updates, state = inner.update(
             GRADIENT(params, x, y), state, params, **of_batch(names, params, x, y)
@@ -166,11 +168,12 @@ def bare_run(inner: Any, start: Any, names: tuple[str, ...] = ()) -> list[Any]:
     return held
 
 
-def streamed_run(tx: Any, start: Any, names: tuple[str, ...] = ()) -> list[Any]:
+def streamed_run(tx: Any, start: Any, names: tuple[str, ...]) -> list[Any]:
     """The parameters and the wrapped optimizer's state before the first micro-batch and
     after each.
     """
-    held, update = [(start, tx.init(start))], jax.jit(tx.update, compiler_options=QUICK)
+    held = [(start, tx.init(start))]
+    update = jax.jit(tx.update, compiler_options=QUICK)
     for x, y in zip(X.reshape(-1, ITEMS, 3), Y.reshape(-1, ITEMS, 2), strict=True):
         params, state = held[-1]
         updates, state = update(
@@ -186,7 +189,8 @@ STREAMED = [name for name in NAMES if OF_THE_BATCH.get(name, ("value",)) == ("va
 
 @pytest.mark.parametrize("name", STREAMED)
 def test_equals_the_bare_optimizer(name: str) -> None:
-    inner, start = optimizers()[name], start_parameters()
+    inner = optimizers()[name]
+    start = start_parameters()
     names = OF_THE_BATCH.get(name, ())
     ours = streamed_run(gradaccum.wrap(inner, steps=STEPS), start, names)
     theirs = bare_run(inner, start, names)
@@ -205,18 +209,22 @@ def test_equals_the_bare_optimizer_at_a_flush(name: str) -> None:
     """Those that read the loss of the batch, or a function of it, get that of the whole
     window from the caller.
     """
-    inner, start, names = optimizers()[name], start_parameters(), OF_THE_BATCH[name]
+    inner = optimizers()[name]
+    start = start_parameters()
+    names = OF_THE_BATCH[name]
     tx = gradaccum.wrap(inner, steps=None)
-    moved, state = start, tx.init(start)
+    moved = start
+    state = tx.init(start)
 
     @partial(jax.jit, compiler_options=QUICK)
-    def add(params: Any, state: Any, x: Any, y: Any) -> Any:
+    def add(params, state, x, y):
         extra = of_batch(names, params, x, y)
         return tx.update(GRADIENT(params, x, y), state, params, **extra)[1]
 
     for x, y, wanted in zip(X, Y, bare_run(inner, start, names), strict=True):
         for micro_batch in zip(x, y, strict=True):
-            before, state = state, add(moved, state, *micro_batch)
+            before = state
+            state = add(moved, state, *micro_batch)
             assert_bitwise(state.inner_state, before.inner_state)
         extra = of_batch(names, moved, x.reshape(-1, 3), y.reshape(-1, 2))
         updates, state = gradaccum_jax.flush(tx, state, moved, **extra)

@@ -2,8 +2,6 @@
 equinox, in flax's `TrainState` and beside jmp's loss scale: where it belongs, and what counts micro-batches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +36,8 @@ INNER = optax.sgd(0.5, momentum=0.5)
 def train(
     tx: Any, grads: Any, params: Any = PARAMS, state: Any = None
 ) -> tuple[Any, Any]:
-    state, update = tx.init(params) if state is None else state, jax.jit(tx.update)
+    state = tx.init(params) if state is None else state
+    update = jax.jit(tx.update)
     for gradient in grads:
         updates, state = update(gradient, state, params)
         params = optax.apply_updates(params, updates)
@@ -71,11 +70,13 @@ def test_apply_if_finite() -> None:
     finite = optax.apply_if_finite(INNER, 3)
     moved, state = train(wrap(finite), [GRADS[0], bad, *GRADS[2:4]])
     assert_bitwise(moved, train(finite, [bad, MEANS[1]])[0])
-    assert (state.skipped_windows, state.inner_state.total_notfinite) == (1, 0)
+    assert state.skipped_windows == 1
+    assert state.inner_state.total_notfinite == 0
     around = optax.apply_if_finite(wrap(INNER), 3)
     moved, state = train(around, [GRADS[0], bad, *GRADS[1:4]])
     assert_bitwise(moved, train(INNER, MEANS[:2])[0])
-    assert (state.total_notfinite, gradaccum_jax.result(state).optimizer_step) == (1, 2)
+    assert state.total_notfinite == 1
+    assert gradaccum_jax.result(state).optimizer_step == 2
     updates, _ = gradaccum_jax.flush(around, train(around, GRADS[:1])[1], PARAMS)
     moved = optax.apply_updates(PARAMS, updates)
     assert_bitwise(moved, train(INNER, GRADS[:1])[0])
@@ -106,7 +107,7 @@ def test_model_of_others(make: Callable[[], Model]) -> None:
         params, apply = make()
         x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)))
 
-        def gradient(x: Any) -> Any:
+        def gradient(x):
             return jax.grad(lambda params: jnp.mean((apply(params, x) - 1) ** 2))(
                 params
             )
@@ -124,7 +125,8 @@ def test_train_state_counts_micro_batches() -> None:
     for gradient in GRADS[:4]:
         state = state.apply_gradients(grads=gradient)
     assert_bitwise(state.params, train(INNER, MEANS[:2])[0])
-    assert (state.step, state.opt_state.optimizer_step) == (4, 2)
+    assert state.step == 4
+    assert state.opt_state.optimizer_step == 2
 
 
 @pytest.mark.parametrize("reset_state", [False, True])
@@ -151,8 +153,9 @@ def test_line_search_on_a_split_batch() -> None:
     """
     x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)
 
-    def minimised(value_and_grad: Any) -> Any:
-        tx, params = optax.lbfgs(), PARAMS
+    def minimised(value_and_grad):
+        tx = optax.lbfgs()
+        params = PARAMS
         state = tx.init(params)
         for _ in range(2):
             value, grad = value_and_grad(params, x)

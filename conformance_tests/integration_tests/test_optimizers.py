@@ -2,8 +2,6 @@
 or refused.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import random
@@ -19,7 +17,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import gradaccum
 
@@ -199,7 +197,7 @@ def of_schedulefree(library: Any) -> Iterator[tuple[str, Case]]:
         yield name, Case(lambda net, make=make: in_training(make(net)))
 
 
-LIBRARIES: dict[str, Any] = {
+LIBRARIES = {
     "torch.optim": of_torch,
     "pytorch_optimizer": of_pytorch_optimizer,
     "torch_optimizer": of_torch_optimizer,
@@ -265,13 +263,14 @@ def test_bitsandbytes_has_the_same_bits(name: str, options: dict[str, Any]) -> N
     rows = torch.randint(-16, 17, (24, 64, 64), generator=generator) / 16
     start = torch.linspace(-1, 1, 4096).view(64, 64)
 
-    def run(parameter: nn.Parameter, opt: Any, rows: Tensor) -> None:
+    def run(parameter, opt, rows):
         for part in rows:
             opt.zero_grad()
             (parameter * part).sum().backward()
             opt.step()
 
-    bare, parameter = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    bare = nn.Parameter(start.clone())
+    parameter = nn.Parameter(start.clone())
     large_batches = rows.unflatten(0, (3, 8)).mean(dim=1)
     run(bare, kind([bare], lr=0.01, **settings), large_batches)
     assert not torch.equal(bare, start)
@@ -290,7 +289,7 @@ def test_schedulefree_resumes_in_mid_window(options: dict[str, Any]) -> None:
     """The averaged weights were put into the model before, and taken out."""
     kind = pytest.importorskip("schedulefree").AdamWScheduleFree
 
-    def make() -> tuple[nn.Module, Any]:
+    def make():
         net = make_net()
         inner = kind(net.parameters(), lr=0.01, warmup_steps=2)
         return net, in_training(gradaccum.wrap(inner, steps=4, **options))
@@ -311,7 +310,8 @@ def test_adaptive_clipping_of_timm() -> None:
     """Of the window's gradient, in the hook that the page names."""
     dispatch = pytest.importorskip("timm.utils").dispatch_clip_grad
     clip = partial(dispatch, value=1e-3, mode="agc")
-    net, bare = make_net(), make_net()
+    net = make_net()
+    bare = make_net()
     opt = gradaccum.wrap(sgd(net), steps=4)
     opt.register_step_pre_hook(lambda *_: clip(net.parameters()))
     step_on(net, opt, range(0, WINDOW, 2))

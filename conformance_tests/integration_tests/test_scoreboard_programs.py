@@ -2,8 +2,6 @@
 fails if and only if its row has a cause.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

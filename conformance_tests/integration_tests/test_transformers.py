@@ -47,7 +47,7 @@ def bare(
     """A Trainer that accumulates by itself."""
     model = model or Regressor()
     optimizer = optimizer_type(model.parameters(), lr=0.1)
-    defaults: dict[str, Any] = {
+    defaults = {
         "report_to": "none",
         "disable_tqdm": True,
         "use_cpu": True,

@@ -29,7 +29,8 @@ from gradaccum_torch.integrations.transformers import AccumulationCallback
 
 from .regression import distance
 
-STEPS, RATE = 4, 0.1
+STEPS = 4
+RATE = 0.1
 
 
 class Recording(GRPOTrainer):  # type: ignore[misc]
@@ -118,7 +119,8 @@ def test_window_is_the_large_batch_of_the_loss(
     ]
     total = sum(tokens)
     if loss_type == "grpo":
-        divisors, total = [1.0] * STEPS, STEPS
+        divisors = [1.0] * STEPS
+        total = STEPS
     for place, parameter in enumerate(trainer.model.parameters()):
         gradient = sum(
             divisor * gradients[place]

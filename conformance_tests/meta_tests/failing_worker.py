@@ -2,8 +2,6 @@
 ``python failing_worker.py BACKEND DESCRIPTOR``.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import fcntl
 import os

@@ -2,8 +2,6 @@
 all of them take minutes.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,9 +19,10 @@ PAIRS = [
     for adapter, mutants in ADAPTERS.items()
     for mutant in mutants
 ]
+by_mutant = pytest.mark.parametrize(("adapter", "mutant"), PAIRS)
 
 
-@pytest.mark.parametrize(("adapter", "mutant"), PAIRS)
+@by_mutant
 def test_mutant_can_be_planted(adapter: str, mutant: Mutant) -> None:
     assert len(places(adapter, mutant)) == 1, (
         f"{mutant.old!r} must stand once in the adapter: in meta_tests/adapter_mutants,"
@@ -42,7 +41,7 @@ def imported() -> Iterator[dict[str, Preloaded]]:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize(("adapter", "mutant"), PAIRS)
+@by_mutant
 def test_mutant_is_caught(
     adapter: str, mutant: Mutant, tmp_path: Path, imported: dict[str, Preloaded]
 ) -> None:

@@ -2,8 +2,6 @@
 loops end where the page says. No time is compared with a limit here.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any
@@ -16,7 +14,7 @@ from conformance_tests.programs import ROOT, run_python
 
 
 def test_rounds_are_interleaved_and_rotate() -> None:
-    order: list[str] = []
+    order = []
     contestants = {name: lambda name=name: order.append(name) for name in "abc"}
     measure(contestants, "a", Plan(rounds=3))
     assert order[: 3 * WARM_UP] == [*"aaa", *"bbb", *"ccc"]

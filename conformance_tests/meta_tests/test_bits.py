@@ -1,7 +1,5 @@
 """The golden bits: a change far inside of every tolerance is seen."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from pathlib import Path

@@ -2,8 +2,6 @@
 code.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform
@@ -84,7 +82,7 @@ def test_without_packages(
     arguments: str,
     words: str,
 ) -> None:
-    def missing(name: str) -> None:
+    def missing(name):
         raise ModuleNotFoundError(name="typer")
 
     monkeypatch.setattr(command_line, "import_module", missing)
@@ -100,7 +98,7 @@ def test_without_packages(
 def test_versions_names_packages_and_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing framework is no failure."""
 
-    def version(package: str) -> str:
+    def version(package):
         if package == "jax":
             raise PackageNotFoundError(package)
         return "1.0"

@@ -2,8 +2,6 @@
 installer writes.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sysconfig
@@ -34,7 +32,7 @@ assert gradaccum.available_backends() == {backends!r}
 @pytest.fixture(scope="module")
 def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The installed packages without gradaccum."""
-    folder: Path = tmp_path_factory.mktemp("others")
+    folder = tmp_path_factory.mktemp("others")
     for place in dict.fromkeys(sysconfig.get_paths()[key] for key in PLACES):
         for path in Path(place).iterdir():
             link = folder / path.name

@@ -2,8 +2,6 @@
 windows send.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -3,8 +3,6 @@ defect. The vectors alone show each fault that changes a number of one worker's 
 the others are listed with the reason.
 """
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from .example import EXAMPLE, install, run_suite
 from .mutants import MUTANTS
 from .mutants.planting import changed
 
-NAMES = deep_but(list(MUTANTS)[::8], MUTANTS)
+by_name = pytest.mark.parametrize("name", deep_but(list(MUTANTS)[::8], MUTANTS))
 """Seven of eight mutants wait for ``--deep``: each runs the suite until it fails."""
 REASONS = {
     "test_workers": "no vector has several workers",
@@ -44,7 +42,7 @@ def test_mutants_can_be_planted() -> None:
             ast.parse(text)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@by_name
 def test_mutant_is_caught(name: str, tmp_path: Path, light: Preloaded) -> None:
     install(tmp_path, harness="mutants.planted:harness")
     only = ("-k", MUTANTS[name].test) if MUTANTS[name].test else ()
@@ -53,7 +51,7 @@ def test_mutant_is_caught(name: str, tmp_path: Path, light: Preloaded) -> None:
     assert " failed" in said
 
 
-@pytest.mark.parametrize("name", NAMES)
+@by_name
 def test_vectors_show_the_fault(name: str, tmp_path: Path, light: Preloaded) -> None:
     install(tmp_path, harness="mutants.planted:harness")
     status, said = run_suite(light, tmp_path, "-x", "-k", "test_vectors", MUTANT=name)

@@ -1,7 +1,5 @@
 """The pages' pictures show what was measured and what runs today."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -19,7 +17,7 @@ from conformance_tests.programs import run_python
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the pictures, as the command draws them."""
-    folder: Path = tmp_path_factory.mktemp("pictures")
+    folder = tmp_path_factory.mktemp("pictures")
     command = ("-m", "benchmarks.pictures", "--out", str(folder))
     run_python(*command, cwd=ROOT, check=True)
     return folder

@@ -2,8 +2,6 @@
 their links lead to files that exist.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -100,7 +98,9 @@ def test_number_of_planted_faults() -> None:
 def programs_of_the_diff() -> tuple[str, str]:
     """The loop before and after; the context below an ``if`` stands deeper in it."""
     (diff,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
-    before, after, deeper = "", "", ""
+    before = ""
+    after = ""
+    deeper = ""
     for line in diff.splitlines():
         if line[0] == " ":
             before += f"{deeper}{line[1:]}\n"

@@ -2,8 +2,6 @@
 their limits.
 """
 
-from __future__ import annotations
-
 import inspect
 from importlib import import_module
 

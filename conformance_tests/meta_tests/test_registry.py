@@ -2,8 +2,6 @@
 requested backend is imported.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest

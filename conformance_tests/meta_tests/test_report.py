@@ -1,7 +1,5 @@
 """The conformance report: nothing that went wrong may look right in it."""
 
-from __future__ import annotations
-
 import io
 import json
 import math
@@ -97,12 +95,14 @@ def test_unknown_outcome_fails(outcome: str) -> None:
 )
 def test_cell_counts_outcomes(outcomes: list[str], status: str, counts: str) -> None:
     cell = results_of(ended(*map(record, outcomes))).cell("weights")
-    assert (cell.status, cell.counts) == (status, counts)
+    assert cell.status == status
+    assert cell.counts == counts
 
 
 def test_worst_error_is_nearest_its_bound() -> None:
     """A declared gap has none; a bound of 0 and NaN are far beyond."""
-    far, near = ("far", 1e-3, 1.0), ("near", 4e-9, 1e-8)
+    far = ("far", 1e-3, 1.0)
+    near = ("near", 4e-9, 1e-8)
     gap = record("xfailed", ("gap", 9.0, 1.0))
     worst = results_of(ended(record("passed", far, near), gap)).cell("weights").worst
     assert worst == Measurement(*near)
@@ -156,8 +156,9 @@ def test_runner_hands_on_records_in_order(tmp_path: Path) -> None:
     )
     results = tmp_path / "torch.jsonl"
     job = Job("torch", (sys.executable, "-c", script, str(results)), results)
-    kinds: list[str] = []
+    kinds = []
     (process,) = run_jobs([job], lambda backend, record: kinds.append(record["kind"]))
-    assert (process.exit_code, process.log_tail) == (3, "last words")
+    assert process.exit_code == 3
+    assert process.log_tail == "last words"
     assert kinds == ["a", "unreadable", "unreadable"]
     assert [record["kind"] for record in process.records] == kinds

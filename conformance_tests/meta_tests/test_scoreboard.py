@@ -2,15 +2,13 @@
 rows have a cause for. Its table of scores is of the vectors that there are.
 """
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
 import pytest
 
 from benchmarks.scoreboard.__main__ import PAGE, RESULTS, as_recorded, table
-from benchmarks.scoreboard.measuring import Gradients, compared
+from benchmarks.scoreboard.measuring import compared
 from benchmarks.scoreboard.rows import CAUSES, ROWS
 from benchmarks.vectors import __main__ as vectors
 from gradaccum_conformance.vectors.run import KINDS, read
@@ -39,7 +37,7 @@ def test_distance_of_two_gradients() -> None:
     """A parameter that hardly has a gradient is measured by the whole."""
     large = {"weight": np.array([3.0, 4.0]), "bias": np.array([1e-9])}
 
-    def halved(*, micro: bool, even: bool) -> Gradients:
+    def halved(*, micro, even):
         factor = 0.5 if micro else 1.0
         return {name: factor * gradient for name, gradient in large.items()}
 

@@ -2,8 +2,6 @@
 those of the reference, and fit their schema.
 """
 
-from __future__ import annotations
-
 import json
 import re
 

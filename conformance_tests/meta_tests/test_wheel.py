@@ -2,8 +2,6 @@
 points, and nothing else.
 """
 
-from __future__ import annotations
-
 import runpy
 import zipfile
 from pathlib import Path

@@ -2,8 +2,6 @@
 failure nor when the test process is killed.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import subprocess

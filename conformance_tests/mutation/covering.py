@@ -2,8 +2,6 @@
 the order that finds a fault soonest.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -53,7 +51,8 @@ class Recording:
     def __init__(self, site: str, file: str) -> None:
         from coverage import Coverage  # A run of chosen tests does without it.
 
-        self.site, self.file = Path(site), Path(file)
+        self.site = Path(site)
+        self.file = Path(file)
         self.coverage = Coverage(
             data_file=None, config_file=False, include=[f"{site}/*"]
         )

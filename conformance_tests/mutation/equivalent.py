@@ -1,7 +1,5 @@
 """The mutants that no test can notice, each with the reason."""
 
-from __future__ import annotations
-
 from .running import Mutant
 
 KINDS = "the order of kinds means nothing where one of them is looked for"
@@ -13,7 +11,7 @@ UNREAD = "nobody reads what stands for None in compiled code"
 LENGTHS = "both have one entry for each field, or each leaf"
 ZERO = "0 is added or subtracted, or both are the limit"
 
-EQUIVALENT: dict[str, dict[str, str]] = {
+EQUIVALENT = {
     "gradaccum/transitions.py": {
         "(micro_step, optimizer_step + applied, skipped_windows + 1 - applied, overflow, weight, loss_scale, growth_tracker)": "discard forgets both",
         "clipping = divides * where(apply & ((excess >= 1)), excess, one)": "an excess of 1 divides by 1",

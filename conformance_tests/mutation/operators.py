@@ -6,14 +6,12 @@ arguments: tests that notice such small changes notice most others (R. DeMillo, 
 Lipton and F. Sayward, "Hints on test data selection", 1978).
 """
 
-from __future__ import annotations
-
 import ast
 import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-PAIRS: dict[type[ast.AST], type[ast.AST]] = {
+PAIRS = {
     ast.Lt: ast.LtE,
     ast.Gt: ast.GtE,
     ast.Eq: ast.NotEq,

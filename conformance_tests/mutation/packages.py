@@ -2,8 +2,6 @@
 notice.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NamedTuple
 

@@ -2,8 +2,6 @@
 before the package itself on the path.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import json
@@ -104,10 +102,8 @@ def verdicts(
         )
         is_unchanged_tried = False
         for number, mutant in enumerate(mutants):
-            tests, killer = (
-                _chosen(covered, mutant, package, promises, most_seconds),
-                "",
-            )
+            tests = _chosen(covered, mutant, package, promises, most_seconds)
+            killer = ""
             for some in filter(None, (tests[:SOON], tests[SOON:])):
                 killer = killer or _killer(
                     server,
@@ -141,7 +137,9 @@ def _chosen(
         str(mutant.file.relative_to(package.folder.parent)),
         statement_at(mutant.file, mutant.mutation.line),
     )
-    chosen, seconds, cases = [], 0.0, Counter[str]()
+    chosen = []
+    seconds = 0.0
+    cases = Counter[str]()
     costs = {
         test: (covered.seconds[test] + 0.02) / (promises[test] or 0.01)
         for test in found
@@ -219,7 +217,8 @@ def _last_status(
     try:
         status, said = server.run(program, WALL_SECONDS)
     except TimeoutError:
-        status, said = 1, "They never end."
+        status = 1
+        said = "They never end."
     shutil.rmtree(site, ignore_errors=True)
     if status and mutant is None:
         raise RuntimeError(f"the tests fail without a mutant too:\n{said[-3000:]}")

@@ -104,7 +104,8 @@ def any_state(rule: ScaleRule | None = None) -> tuple[State, list[Any]]:
     0, a scale within the rule's limits.
     """
     ints = {name: z3.Const(name, INT32) for name in COUNTERS}
-    weight, scale = z3.FP("weight", FLOAT32), z3.FP("loss_scale", FLOAT32)
+    weight = z3.FP("weight", FLOAT32)
+    scale = z3.FP("loss_scale", FLOAT32)
     known = [z3.And(term >= 0, term <= MOST) for term in ints.values()]
     known += [is_finite(weight), weight >= number(0.0), is_normal(scale)]
     if rule is not None:

@@ -14,16 +14,7 @@ from gradaccum.kit import Options, State, make_options
 from gradaccum.options import ON_OVERFLOW, REDUCTIONS
 
 from .claims import Claim, any_state, holds, is_finite, is_normal, number
-from .terms import (
-    FLOAT32,
-    RECORD,
-    Term,
-    make,
-    product,
-    product_is_known,
-    quotient,
-    where,
-)
+from .terms import FLOAT32, RECORD, make, product, product_is_known, quotient, where
 
 
 class Decided(NamedTuple):
@@ -50,7 +41,8 @@ def decisions(transitions: Any) -> Iterator[Decided]:
             skip_norm=make(skip) if skips else None,
         )
         state, known = any_state()
-        norm, finite = z3.FP("norm", FLOAT32), z3.Bool("finite")
+        norm = z3.FP("norm", FLOAT32)
+        finite = z3.Bool("finite")
         decision = transitions.Decision(
             *transitions.decide(tuple(state), make(norm), make(finite), options, where)
         )
@@ -74,7 +66,8 @@ def divides(made: Decided) -> Any:
 @holds
 def products_are_known(transitions: Any) -> Iterator[Claim]:
     """What the other properties are told of multiplication, bit by bit."""
-    a, b = z3.FP("a", FLOAT32), z3.FP("b", FLOAT32)
+    a = z3.FP("a", FLOAT32)
+    b = z3.FP("b", FLOAT32)
     yield Claim("in float32", [], product_is_known(a, b, z3.fpMul(z3.RNE(), a, b)))
 
 
@@ -84,7 +77,8 @@ def nothing_bad_is_applied(transitions: Any) -> Iterator[Claim]:
     nor with a divisor that is no normal number.
     """
     for made in decisions(transitions):
-        on_overflow, skip = made.options.on_overflow, made.options.skip_norm
+        on_overflow = made.options.on_overflow
+        skip = made.options.skip_norm
         claimed = [
             made.state.weight.term > number(0.0),
             is_normal(made.decision.divisor.term),
@@ -105,7 +99,8 @@ def what_is_good_is_applied(transitions: Any) -> Iterator[Claim]:
     the sum is, and clipping leaves a small one alone.
     """
     for made in decisions(transitions):
-        exact, decision = divides(made), made.decision
+        exact = divides(made)
+        decision = made.decision
         true_norm = quotient(made.norm, exact)
         excess = (
             None
@@ -143,7 +138,8 @@ def overflow_is_told(transitions: Any) -> Iterator[Claim]:
     range. The norm of what is not finite is inf.
     """
     for made in decisions(transitions):
-        weight, exact = made.state.weight.term, divides(made)
+        weight = made.state.weight.term
+        exact = divides(made)
         outside = z3.And(weight > number(0.0), z3.Not(is_normal(exact)))
         infinite = z3.Or(z3.Not(made.finite), outside)
         told = z3.Implies(
@@ -174,7 +170,7 @@ def clipping_keeps_the_limit(transitions: Any) -> Iterator[Claim]:
             4, reduction=reduction, on_overflow=on_overflow
         )._replace(clip_norm=make(clip))
         state = any_state()[0]._replace(weight=make(weight), loss_scale=make(scale))
-        finite: Term = make(z3.BoolVal(True))
+        finite = make(z3.BoolVal(True))
         decision = transitions.Decision(
             *transitions.decide(tuple(state), make(norm), finite, options, where)
         )

@@ -2,8 +2,6 @@
 must be refuted.
 """
 
-from __future__ import annotations
-
 import inspect
 from types import ModuleType
 from typing import NamedTuple
@@ -19,16 +17,12 @@ class Fault(NamedTuple):
     """The name of the property that it breaks."""
 
 
-GOOD, BAD, TOLD = (
-    "what_is_good_is_applied",
-    "nothing_bad_is_applied",
-    "overflow_is_told",
-)
-SANE, CLOSES, SCALE = (
-    "any_weight_keeps_the_state_sane",
-    "close_moves_exactly_one_counter",
-    "scale_keeps_its_limits",
-)
+GOOD = "what_is_good_is_applied"
+BAD = "nothing_bad_is_applied"
+TOLD = "overflow_is_told"
+SANE = "any_weight_keeps_the_state_sane"
+CLOSES = "close_moves_exactly_one_counter"
+SCALE = "scale_keeps_its_limits"
 
 FAULTS = {
     "a negative weight is added": Fault(

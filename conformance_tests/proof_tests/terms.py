@@ -38,7 +38,8 @@ class Term:
         return literal(other, self.term.sort())
 
     def __eq__(self, other: object) -> Term:  # type: ignore[override]  # as arrays have it
-        mine, its = self.term, self._of(other)
+        mine = self.term
+        its = self._of(other)
         return make(z3.fpEQ(mine, its) if z3.is_fp(mine) else mine == its)
 
     __hash__ = None  # type: ignore[assignment]
@@ -54,7 +55,8 @@ class Bool(Term):
     def __or__(self, other: Any) -> Term:
         return make(z3.Or(self.term, self._of(other)))
 
-    __rand__, __ror__ = __and__, __or__
+    __rand__ = __and__
+    __ror__ = __or__
 
 
 class Number(Term):
@@ -81,7 +83,8 @@ class Int(Number):
     def __mul__(self, other: Any) -> Term:
         return make(self.term * self._of(other))
 
-    __radd__, __rmul__ = __add__, __mul__
+    __radd__ = __add__
+    __rmul__ = __mul__
 
 
 class Float(Number):
@@ -97,7 +100,8 @@ class Float(Number):
     def __truediv__(self, other: Any) -> Term:
         return make(quotient(self.term, self._of(other)))
 
-    __radd__, __rmul__ = __add__, __mul__
+    __radd__ = __add__
+    __rmul__ = __mul__
 
 
 class Real(Number):

@@ -44,7 +44,8 @@ def any_weight_keeps_the_state_sane(transitions: Any) -> Iterator[Claim]:
     never falls, and one micro-batch is counted.
     """
     state, known = any_state()
-    weight, finite = z3.FP("added", FLOAT32), z3.Bool("finite")
+    weight = z3.FP("added", FLOAT32)
+    finite = z3.Bool("finite")
     after = State(
         *transitions.accumulate(tuple(state), make(weight), make(finite), where)
     )
@@ -91,7 +92,8 @@ def closed(transitions: Any) -> Iterator[Closed]:
     for name, loss_scale in RULES.items():
         options = make_options(4, loss_scale=loss_scale)
         state, known = any_state(options.scale_rule)
-        apply, overflow = z3.Bool("apply"), z3.Bool("overflow of the decision")
+        apply = z3.Bool("apply")
+        overflow = z3.Bool("overflow of the decision")
         after = State(
             *transitions.close(
                 tuple(state), make(apply), make(overflow), options, where
@@ -119,11 +121,9 @@ def scale_keeps_its_limits(transitions: Any) -> Iterator[Claim]:
     grows after enough clean windows, and only then.
     """
     for one in closed(transitions):
-        before, scale, rule = (
-            one.state.loss_scale.term,
-            one.after.loss_scale.term,
-            one.rule,
-        )
+        before = one.state.loss_scale.term
+        scale = one.after.loss_scale.term
+        rule = one.rule
         yield Claim(
             f"{one.name}: limits",
             one.known,
@@ -175,10 +175,8 @@ def discard_forgets_the_window_alone(transitions: Any) -> Iterator[Claim]:
 @holds
 def joining_takes_weight_and_flag_alone(transitions: Any) -> Iterator[Claim]:
     state, known = any_state()
-    weight, overflow = (
-        make(z3.FP("weight of all", FLOAT32)),
-        make(z3.Bool("overflow of all")),
-    )
+    weight = make(z3.FP("weight of all", FLOAT32))
+    overflow = make(z3.Bool("overflow of all"))
     after = State(*transitions.joined(tuple(state), weight, overflow))
     expected = z3.And(
         same(after.weight, weight),

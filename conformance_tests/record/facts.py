@@ -1,7 +1,5 @@
 """Facts in sections, and the file that holds them."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +15,7 @@ def file_of(part: str) -> Path:
 
 
 def read(file: Path) -> Facts:
-    facts: Facts = {}
+    facts = {}
     for line in file.read_text("utf-8").splitlines() if file.exists() else ():
         if not line.startswith("#"):
             section, _, fact = line.partition(" | ")

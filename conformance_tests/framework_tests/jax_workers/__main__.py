@@ -2,8 +2,6 @@
 conformance_tests.framework_tests.jax_workers FILE DEVICES NAME...``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

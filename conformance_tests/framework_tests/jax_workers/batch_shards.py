@@ -2,8 +2,6 @@
 its share of every micro-batch, and nothing gathers the batch.
 """
 
-from __future__ import annotations
-
 import re
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -19,7 +17,8 @@ import gradaccum_jax
 from ..jax_versions import on_mesh
 from .common import COLLECTIVE, P
 
-ITEMS, WIDTH = 1024, 32
+ITEMS = 1024
+WIDTH = 32
 RNG = np.random.default_rng(0)
 PARAMS = {"w": RNG.normal(size=(WIDTH, WIDTH)).astype(np.float32)}
 X, Y = RNG.normal(size=(2, ITEMS, WIDTH)).astype(np.float32)
@@ -132,7 +131,8 @@ def outside_of_jit() -> None:
         call = gradaccum_jax.value_and_grad(
             loss, has_aux=True, merge_aux="concatenate", steps=steps
         )
-        x, y = X[:items], Y[:items]
+        x = X[:items]
+        y = Y[:items]
         made = call(PARAMS, *EIGHT.put((x, y)))
         near(made, jax.value_and_grad(loss_fn, has_aux=True)(PARAMS, x, y))
         assert set(seen) == sizes, (seen, sizes)
@@ -145,7 +145,8 @@ def uneven_under_jit() -> None:
     """
     for layout in (*LAYOUTS, Layout(TWO_AXES, P())):
         for steps, items in ((7, 40), (3, 1000), (8, 8)):
-            x, y = X[:items], Y[:items]
+            x = X[:items]
+            y = Y[:items]
             with layout.context():
                 params = layout.put(PARAMS, P())
                 made = jax.jit(call_with(steps))(params, *layout.put((x, y)))
@@ -176,7 +177,8 @@ def whole_batches() -> None:
         return jnp.mean(params * x), x[0]
 
     call = gradaccum_jax.value_and_grad(first, has_aux=True, steps=4)
-    one, explicit = jnp.ones(()), EIGHT._replace(kind=AxisType.Explicit)
+    one = jnp.ones(())
+    explicit = EIGHT._replace(kind=AxisType.Explicit)
     wanted = jax.jit(call)(one, tens)
     assert_array_equal(wanted[0][1], [0, 4, 8, 12])
     with explicit.context():
@@ -202,7 +204,8 @@ def nested_batches() -> None:
         total = jnp.maximum(tokens.sum(), 1)
         return scale * jnp.sum(found * tokens) / total, aux
 
-    key, scale = jax.random.key(0), np.float32(2)
+    key = jax.random.key(0)
+    scale = np.float32(2)
     wanted = jax.value_and_grad(loss, has_aux=True)(PARAMS, batch, key, scale)
     call = gradaccum_jax.value_and_grad(
         loss, has_aux=True, merge_aux="concatenate", steps=8, axes=axes, weight=tokens

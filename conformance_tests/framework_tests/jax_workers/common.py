@@ -1,7 +1,5 @@
 """The devices, their mesh, and what runs on them."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

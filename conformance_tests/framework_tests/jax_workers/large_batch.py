@@ -2,8 +2,6 @@
 added up over the devices is so once per call.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -2,8 +2,6 @@
 reduction per part.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -17,7 +15,8 @@ import gradaccum_jax
 
 from .common import DEVICES, adam, assert_close, over
 
-LAYERS, WIDTH = 3, 2 * DEVICES
+LAYERS = 3
+WIDTH = 2 * DEVICES
 
 
 def prelude(outer: Any, x: Any, mask: Any) -> Any:
@@ -100,7 +99,8 @@ def layered_window() -> None:
             loss, params, state = step(params, state, *batch)
             return params, state, loss
 
-        state, program = over(step.init)(PARAMS), jax.jit(over(train))
+        state = over(step.init)(PARAMS)
+        program = jax.jit(over(train))
         made, after, losses = program(PARAMS, state, X, MASK)
         require_window(made, losses)
         assert gradaccum_jax.result(after).applied

@@ -1,7 +1,5 @@
 """Meshes of several axes, explicit ones, and programs that the compiler partitions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -134,7 +132,8 @@ def varying() -> None:
     """``check_vma=True``, the default, accepts gradients that are reduced before the
     update.
     """
-    w, g = jnp.asarray(RNG.normal(size=5)), jnp.asarray(RNG.normal(size=(6, 8, 5)))
+    w = jnp.asarray(RNG.normal(size=5))
+    g = jnp.asarray(RNG.normal(size=(6, 8, 5)))
     for tx in OPTIMIZERS:
 
         def reduced(w: Any, g: Any, tx: Any = tx) -> Any:

@@ -2,8 +2,6 @@
 Beside them what is nearly the same, and right.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -16,15 +14,19 @@ from gradaccum_jax.sharding import vary
 from ..refusing import refused
 from .common import P, inside, over
 
-lax, DATA, SGD = jax.lax, frozenset(["data"]), optax.sgd(1.0)
+lax = jax.lax
+DATA = frozenset(["data"])
+SGD = optax.sgd(1.0)
 
 
 def wrap(inner: Any = SGD, steps: Any = 2, **options: Any) -> Any:
     return gradaccum.wrap(inner, steps=steps, **{"axis_name": "data", **options})
 
 
-TX, ALONE = wrap(), wrap(axis_name=None)
-W, X = jnp.ones(3), jnp.arange(8.0)
+TX = wrap()
+ALONE = wrap(axis_name=None)
+W = jnp.ones(3)
+X = jnp.arange(8.0)
 BATCH = (P(), P("data"))
 
 

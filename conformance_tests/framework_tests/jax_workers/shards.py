@@ -2,8 +2,6 @@
 device with all of them would.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -34,7 +32,8 @@ def drawn(*leading: int) -> Any:
     }
 
 
-START, GRADS = drawn(), drawn(6)
+START = drawn()
+GRADS = drawn(6)
 BAD = {**GRADS, "rows": GRADS["rows"].copy()}
 BAD["rows"][1, 3, 0] = np.inf  # in the last device's part only
 

@@ -2,8 +2,6 @@
 other numbers of devices.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -139,7 +137,8 @@ def opened(tx: Any) -> tuple[Any, Any]:
     """Parameters and state after two of four micro-batches, as a checkpoint holds them;
     one of these was dropped on one device.
     """
-    params, rng = parameters(), np.random.default_rng(20)
+    params = parameters()
+    rng = np.random.default_rng(20)
 
     def step(params: Any, state: Any, gradients: Any, weight: Any) -> Any:
         own = jax.tree.map(lambda leaf: leaf[0], gradients)
@@ -177,7 +176,8 @@ def other_number_of_devices() -> None:
         )
         assert_close(own, old)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
-    made, wanted = over(flush, mesh)(params, state), over(flush)(params, saved)
+    made = over(flush, mesh)(params, state)
+    wanted = over(flush)(params, saved)
     assert_close(made[0], wanted[0])
     assert gradaccum_jax.result(made[1]).overflow
 
@@ -190,7 +190,8 @@ def checked_state() -> None:
     def shared(**options: Any) -> Any:
         return gradaccum.wrap(adam(), axis_name="data", **OPTIONS, **options)
 
-    tx, alone = shared(), gradaccum.wrap(adam(), **OPTIONS)
+    tx = shared()
+    alone = gradaccum.wrap(adam(), **OPTIONS)
     params, saved = opened(tx)
     restored = gradaccum_jax.check_state(tx, saved._asdict(), params)
     jax.tree.map(np.testing.assert_array_equal, restored, saved)

@@ -2,8 +2,6 @@
 the current folder.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

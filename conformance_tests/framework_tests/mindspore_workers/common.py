@@ -36,10 +36,8 @@ def micro_batches(rank: int) -> list[Batch]:
     random = np.random.RandomState(1 + rank)
     batches = []
     for index in range(COUNTS[rank]):
-        x, y = (
-            random.randn(ROWS, 4).astype(np.float32),
-            random.randn(ROWS, 2).astype(np.float32),
-        )
+        x = random.randn(ROWS, 4).astype(np.float32)
+        y = random.randn(ROWS, 2).astype(np.float32)
         batches.append(
             (x, y, (np.arange(ROWS) < 3 + rank + index).astype(np.float32)[:, None])
         )
@@ -59,10 +57,8 @@ class Loss(nn.Cell):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight, self.bias = (
-            Parameter(Tensor(WEIGHT), name="weight"),
-            Parameter(Tensor(BIAS), name="bias"),
-        )
+        self.weight = Parameter(Tensor(WEIGHT), name="weight")
+        self.bias = Parameter(Tensor(BIAS), name="bias")
 
     def construct(self, x: Any, y: Any, mask: Any) -> Any:
         off = ops.matmul(x, self.weight.T) + self.bias - y

@@ -1,9 +1,6 @@
 """Refusals, and saved windows that resume."""
 
-from __future__ import annotations
-
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import mindspore as ms
@@ -52,8 +49,9 @@ def each_mistake_is_refused(rank: int) -> None:
         finally:
             ms.reset_auto_parallel_context()
 
-    usage, value = UsageError, ArgumentValueError
-    mistakes: tuple[tuple[Callable[[], object], type[Exception], str], ...] = (
+    usage = UsageError
+    value = ArgumentValueError
+    mistakes = (
         (lambda: gradaccum.wrap(sgd(), steps=2), usage, "data_parallel=True"),
         (lambda: wrapped(steps=2 + rank), value, "options"),
         (lambda: wrapped(value=1.0 + rank), value, "parameters"),
@@ -116,7 +114,8 @@ def windows_of_two_optimizers_never_meet(rank: int) -> None:
 @check
 def compiled_windows_of_two_optimizers_never_meet(rank: int) -> None:
     """Compiled code skips both windows; Python raises as soon as it is asked."""
-    gradient, opts = (Tensor(np.ones(3), ms.float32),), critics(steps=1)
+    gradient = (Tensor(np.ones(3), ms.float32),)
+    opts = critics(steps=1)
 
     @ms.jit
     def first(gradient):
@@ -155,7 +154,8 @@ def window_of_four_goes_on_with_two(rank: int) -> None:
     worker = Worker(steps=None)
     load_checkpoint_into(worker.cell, redistributed(four, WORLD)[rank])
     worker.train([micro_batches(rank)[2]])
-    first, second = micro_batches(0), micro_batches(1)
+    first = micro_batches(0)
+    second = micro_batches(1)
     require_equal(worker, reference([[*first[:3], second[0], second[2]]]))
 
 

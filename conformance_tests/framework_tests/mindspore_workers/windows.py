@@ -2,8 +2,6 @@
 and in `Model.train`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -176,7 +174,8 @@ def other_rates_in_compiled_code_skip_the_window(rank: int) -> None:
     for mode, inner in (("graph", optim.SGD), ("jit", nn.Momentum)):
         worker = Worker(mode, steps=PAIR, inner=inner)
         rate = worker.opt.lrs[0] if inner is optim.SGD else worker.opt.learning_rate
-        batches, start = micro_batches(rank)[:PAIR], numbers(worker)
+        batches = micro_batches(rank)[:PAIR]
+        start = numbers(worker)
         ops.assign(rate, rate.value() * (1 + rank))
         with refused(
             gradaccum.UsageError, f"learning rates on rank {rank}", "listener"

@@ -2,8 +2,6 @@
 micro-batches.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -66,7 +64,8 @@ def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
 
 def sharded(way: Way, dtype: torch.dtype = DTYPE, **options: Any) -> Branches:
     """Two units of FSDP2: the first layer, and the rest."""
-    model, mesh = build(dtype), mesh_of(way.shape)
+    model = build(dtype)
+    mesh = mesh_of(way.shape)
     fully_shard(model.first, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
     return model
@@ -121,7 +120,8 @@ def numbers(model: nn.Module) -> list[Tensor]:
 
 def require_equal_results(opt: Any, other: Any) -> None:
     """But for a rounding of the norm and of the loss."""
-    mine, wanted = opt.result, other.result
+    mine = opt.result
+    wanted = other.result
     for name in ("grad_norm", "loss"):
         pair = getattr(mine, name), getattr(wanted, name)
         assert math.isclose(*pair, rel_tol=1e-12), (mine, wanted)

@@ -1,7 +1,5 @@
 """Layered windows of two workers, whose layers are copies."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -64,7 +62,8 @@ def wrap(model: nn.Module, **options: Any) -> Any:
 
 def require_same_as_alone(model: nn.Module, options: dict[str, Any]) -> None:
     """Raise unless the model is that of one process with three windows of all items."""
-    alone, loss_fn = build(), loss_for(options)
+    alone = build()
+    loss_fn = loss_for(options)
     opt = wrap(alone, **options)
     for _ in range(3):
         backward(lambda x, y: loss_fn(alone(x), y), *data(), steps=2, optimizer=opt)

@@ -1,7 +1,5 @@
 """The loops that FSDP users write, and their checkpoints."""
 
-from __future__ import annotations
-
 import gc
 import math
 import tempfile
@@ -40,7 +38,8 @@ def in_static_memory(model: Branches) -> None:
     """A gradient comes in the same memory each time, as from the replay of a CUDA
     graph.
     """
-    layer, memory = model.usual, torch.zeros(5, 6, dtype=DTYPE)
+    layer = model.usual
+    memory = torch.zeros(5, 6, dtype=DTYPE)
 
     def forward(x: Tensor) -> Tensor:
         weight = layer.weight.view_as(layer.weight)

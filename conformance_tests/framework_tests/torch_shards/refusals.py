@@ -1,7 +1,5 @@
 """Refusals that every worker raises, before anything is lost."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

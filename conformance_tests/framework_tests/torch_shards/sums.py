@@ -1,7 +1,5 @@
 """The sum over the workers of a window, and the large batch in one call."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial
@@ -206,7 +204,8 @@ def large_batch_in_one_call(rank: int) -> None:
         other.backward(loss_of(whole, torch.cat([batch_of(0), batch_of(1)])))
         other.step()
         for _, model, opt in each_way(**{"steps": None, **options}):
-            loss_fn, calls = partial(loss_of, model), iter(range(3))
+            loss_fn = partial(loss_of, model)
+            calls = iter(range(3))
 
             def failing(x: Tensor, loss_fn: Any = loss_fn, calls: Any = calls) -> Any:
                 return loss_fn(x) if next(calls) != 1 else 1 / 0

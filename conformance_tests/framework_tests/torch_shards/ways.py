@@ -2,8 +2,6 @@
 workers.
 """
 
-from __future__ import annotations
-
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -85,7 +83,8 @@ def half_precision_is_computed_and_not_summed(rank: int) -> None:
             learn(model, opt, batch)
         require_equal(model, reference, off=off)
         require_same_everywhere(opt.result)
-        reference, off = model, 2.0**-20
+        reference = model
+        off = 2.0**-20
 
 
 @check

@@ -2,8 +2,6 @@
 framework's runs, as JSON lines.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

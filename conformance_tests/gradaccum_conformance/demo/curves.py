@@ -1,7 +1,5 @@
 """The curves of the demo's runs, and their faults."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 

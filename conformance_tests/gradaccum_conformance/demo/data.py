@@ -4,8 +4,6 @@ E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Mach
 Learning Repository, 1998: 8 x 8 images, ten classes.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -28,7 +26,8 @@ def load() -> Digits:
         pixels, labels, test_size=TEST_ITEMS, stratify=labels, random_state=SPLIT_SEED
     )
     train, test, train_labels, test_labels = parts
-    mean, deviation = train.mean(), train.std()
+    mean = train.mean()
+    deviation = train.std()
     return Digits(
         _batch((train - mean) / deviation, train_labels),
         _batch((test - mean) / deviation, test_labels),

@@ -2,8 +2,6 @@
 from the large-batch run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -43,7 +41,7 @@ def train(harness: Harness, digits: Digits, epochs: int = EPOCHS) -> Iterator[Me
     of each.
     """
     x, y = digits.test
-    large: list[Arrays] = []
+    large = []
     for recipe in RECIPES:
         session = _start(harness, recipe)
         for epoch in range(1, epochs + 1):

@@ -4,8 +4,6 @@ Scalars are rounded to float32 after each operation, as every backend's state ho
 them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from itertools import chain
@@ -164,7 +162,8 @@ class ReferenceAccumulation:
         )
 
     def _close(self, denominator: float) -> None:
-        options, limits = self.options, self._limits()
+        options = self.options
+        limits = self._limits()
         self.divisor = self._rounded(self.loss_scale * denominator)
         in_range = limits.tiny <= self.divisor <= limits.max
         gradient = {
@@ -231,7 +230,7 @@ class ReferenceAccumulation:
         self, gradient: Mapping[str, Array | None], weight: float, loss: float
     ) -> MicroBatch:
         factor = weight if self.options.reduction == "mean" else 1.0
-        contribution: Arrays = {}
+        contribution = {}
         for name, g in gradient.items():
             if weight > 0 and g is not None:
                 dtype = self._dtype(self.model[name])

@@ -49,7 +49,9 @@ class NumpySession(Session):
     def __init__(
         self, model: Model, inner: NumpyOptimizer, options: WrapOptions | None
     ) -> None:
-        self.model, self.inner, self.weights = model, inner, inner.parameters
+        self.model = model
+        self.inner = inner
+        self.weights = inner.parameters
         self.wrapped: ReferenceAccumulation | None = (
             None if options is None else gradaccum.wrap(cast(Any, inner), **options)
         )
@@ -151,12 +153,15 @@ class NumpySession(Session):
         )
         _require_same_shapes(weights, self.weights)
         _require_same_shapes(inner.parameters, self.inner.parameters)  # The masters.
-        state, options = wrapped.state(), self.accumulation.options
+        state = wrapped.state()
+        options = self.accumulation.options
         wrapped.resume(
             resumed(state, terms_of(wrapped.options, state.optimizer_step), options),
             options,
         )
-        self.weights, self.inner, self.wrapped = weights, inner, wrapped
+        self.weights = weights
+        self.inner = inner
+        self.wrapped = wrapped
 
 
 class NumpyHarness(WorkersHarness, LargeBatchHarness):
@@ -283,7 +288,7 @@ class NumpyHarness(WorkersHarness, LargeBatchHarness):
         return Outcome(loss, gradient, {})
 
 
-_DTYPES: dict[Dtype, Any] = {
+_DTYPES = {
     "float32": np.float32,
     "float64": np.float64,
     "float16": np.float16,

@@ -5,8 +5,6 @@ The state is made at the first update. So it fits the float32 masters that a wra
 put in the parameters' place before.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import numpy as np
@@ -31,11 +29,9 @@ class Sgd:
     def __init__(
         self, parameters: Arrays, learning_rate: float, momentum: float = 0.0
     ) -> None:
-        self.parameters, self.learning_rate, self.momentum = (
-            parameters,
-            learning_rate,
-            momentum,
-        )
+        self.parameters = parameters
+        self.learning_rate = learning_rate
+        self.momentum = momentum
         self.state: Arrays = {}
 
     def step(self, gradient: Arrays) -> None:
@@ -69,11 +65,9 @@ class Adam:
     def __init__(
         self, parameters: Arrays, learning_rate: float, weight_decay: float = 0.0
     ) -> None:
-        self.parameters, self.learning_rate, self.weight_decay = (
-            parameters,
-            learning_rate,
-            weight_decay,
-        )
+        self.parameters = parameters
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
         self.state: Arrays = {"step": np.zeros((), np.int32)}
 
     def step(self, gradient: Arrays) -> None:

@@ -5,8 +5,6 @@ the whole list to all, so that every worker computes the same from the same valu
 the same order.
 """
 
-from __future__ import annotations
-
 import time
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -75,10 +73,8 @@ def _receive(link: Connection, rank: int) -> Any:
         found = f"a worker that did not do so within {TIMEOUT_SECONDS:g} seconds"
     except (EOFError, OSError):
         found = "a worker that is gone"
-    expected, fix = (
-        "every worker to end its window at the same point",
-        "When a worker has no more data, call flush() on it.",
-    )
+    expected = "every worker to end its window at the same point"
+    fix = "When a worker has no more data, call flush() on it."
     raise UsageError(
         f"the end of a window on rank {rank}: expected {expected}; got {found}. {fix}"
     )

@@ -4,8 +4,6 @@ A property is a module of the suite. A missing result is a failure: a process th
 a test that left no record, a run without tests.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -13,7 +11,9 @@ from typing import NamedTuple
 from gradaccum_conformance.measuring import Measurement
 from gradaccum_conformance.runner import Ended, Record
 
-PASSED, SKIPPED, GAP = "passed", "skipped", "xfailed"
+PASSED = "passed"
+SKIPPED = "skipped"
+GAP = "xfailed"
 HARMLESS = (PASSED, SKIPPED, GAP)
 """Every other outcome is a failure. ``xpassed`` is one: a declared gap that passes."""
 

@@ -1,7 +1,5 @@
 """The report in the terminal: a row for each property, a column for each backend."""
 
-from __future__ import annotations
-
 from rich.table import Table
 from rich.text import Text
 

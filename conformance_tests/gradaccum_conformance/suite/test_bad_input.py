@@ -18,7 +18,8 @@ from gradaccum_conformance.scenarios import (
 from gradaccum_conformance.specs import LINEAR
 from gradaccum_conformance.workers import Crews, WorkerError
 
-VALUE, TYPE = ArgumentValueError, ArgumentTypeError
+VALUE = ArgumentValueError
+TYPE = ArgumentTypeError
 
 
 class ForeignScaler:

@@ -117,7 +117,8 @@ def test_open_window_refuses_other_options(
     backend: Harness, tmp_path: Path, change: str
 ) -> None:
     saved, own, name = OTHER_OPTIONS[change]
-    first, second = begin(backend, **saved), begin(backend, **own)
+    first = begin(backend, **saved)
+    second = begin(backend, **own)
     go_on(first, 2, 4)
     first.save(tmp_path)
     go_on(second, 2, 3)

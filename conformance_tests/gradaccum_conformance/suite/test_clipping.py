@@ -71,7 +71,8 @@ def test_only_the_window_is_clipped(backend: Harness, errors: Errors) -> None:
     Clipping either would change the sum.
     """
     session = start(backend, steps=2, clip_norm=1.0)
-    large, small = random_tree(LINEAR, 0, 8.0), random_tree(LINEAR, 1, 2.0**-4)
+    large = random_tree(LINEAR, 0, 8.0)
+    small = random_tree(LINEAR, 1, 2.0**-4)
     trees = [large, {name: small[name] - large[name] for name in large}]
     feed_gradients(session, trees)
     errors.check(
@@ -92,7 +93,7 @@ def test_norm_above_skip_norm_skips(backend: Harness, mode: str) -> None:
     assert all(not array.any() for array in session.accumulator().values())
 
 
-@pytest.mark.parametrize("clips", [False, True], ids=["plain", "clipped"])
+@pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("scale", [2.0**66, 2.0**-100], ids=["large", "tiny"])
 def test_squares_outside_float32(
     backend: Harness, mode: str, errors: Errors, scale: float, clips: bool

@@ -52,7 +52,8 @@ def test_bad_gradient_is_applied(backend: Harness, mode: str, bad: float) -> Non
     """As a bare optimizer applies it: the poisoned element is not finite, every other
     one is right. The next window is clean.
     """
-    session, clean = run(backend, bad, mode=mode), run(backend, mode=mode)
+    session = run(backend, bad, mode=mode)
+    clean = run(backend, mode=mode)
     assert session.state().optimizer_step == 1
     for name, array in session.parameters().items():
         finite = np.isfinite(array)

@@ -4,8 +4,6 @@ reached, and through long random sequences.
 After each event every field is equal, and every sum is equal exactly.
 """
 
-from __future__ import annotations
-
 import math
 import resource
 from collections import Counter
@@ -57,7 +55,8 @@ STATES = {
 options or events change them.
 """
 
-GOOD, LARGE = coarse(LINEAR, 0, 2.0**-4), coarse(LINEAR, 1, 1.0)
+GOOD = coarse(LINEAR, 0, 2.0**-4)
+LARGE = coarse(LINEAR, 1, 1.0)
 EVENTS = {
     "good": lambda session, one: session.gradients(GOOD, weight=one),
     "heavy": lambda session, one: session.gradients(LARGE, weight=3.0),
@@ -186,7 +185,9 @@ def test_ten_thousand_updates(backend: Harness) -> None:
     """The parameters drift within their bound, schedule and loss scale are the
     reference's, and memory stays what it was.
     """
-    pair, peaks, number = Pair(backend, LONG), list[int](), 0
+    pair = Pair(backend, LONG)
+    peaks = []
+    number = 0
     while (updates := pair.sessions[1].state().optimizer_step) < 10_000:
         for index in range(number, number := number + 111):
             event = "bad" if index % 37 == 36 else ("good", "heavy")[index % 2]

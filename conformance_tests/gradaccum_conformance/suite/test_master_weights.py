@@ -24,6 +24,7 @@ from gradaccum_conformance.scenarios import (
 from gradaccum_conformance.specs import LINEAR, Optimizer
 
 HALF = ("float16", "bfloat16")
+by_half = pytest.mark.parametrize("dtype", deep_but(("bfloat16",), HALF))
 STEP = 2.0**-13
 """The size of an update: less than half the distance from 1 to the next float16 number,
 and far less for bfloat16.
@@ -54,7 +55,7 @@ def test_small_updates_add_up(backend: Harness, mode: str, dtype: Dtype) -> None
     assert elements_of(without.parameters()) == {1.0}
 
 
-@pytest.mark.parametrize("dtype", deep_but(("bfloat16",), HALF))
+@by_half
 def test_model_holds_the_rounded_masters(
     backend: Harness, mode: str, dtype: Dtype
 ) -> None:
@@ -88,7 +89,7 @@ def test_float32_parameters_need_no_masters(backend: Harness) -> None:
     assert same(with_masters.parameters(), without.parameters())
 
 
-@pytest.mark.parametrize("dtype", deep_but(("bfloat16",), HALF))
+@by_half
 @pytest.mark.parametrize("stop", [1, 2, 5])
 def test_masters_survive_a_checkpoint(
     backend: Harness, mode: str, tmp_path: Path, dtype: Dtype, stop: int

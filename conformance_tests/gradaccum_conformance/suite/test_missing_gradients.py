@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gradaccum_conformance.bounds import bound_of_sum, relative_errors, unit_roundoff
-from gradaccum_conformance.harness import GradientTree, Harness
+from gradaccum_conformance.harness import Harness
 from gradaccum_conformance.measuring import Errors
 from gradaccum_conformance.scenarios import (
     CAPTURE,
@@ -46,8 +46,8 @@ def check(
     for window in range(2):
         before = session.parameters()
         zero = np.zeros_like(before[name])
-        trees: list[GradientTree] = []
-        truth: list[GradientTree] = []
+        trees = []
+        truth = []
         for index in range(3):
             tree = random_tree(MLP, 3 * window + index)
             trees.append({**tree, name: None} if index in absent else tree)

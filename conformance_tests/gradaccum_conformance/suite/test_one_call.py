@@ -55,6 +55,7 @@ TOKENS = np.array([3, 1, 4, 1, 5, 2, 6, 5, 3, 5, 0, 7])
 """An uneven weight for each item of the standard batch, one of them 0."""
 TOKENS_OF_PIECES = [14.0, 21.0, 7.0]
 LOGITS = oracle.predict(MLP, make_weights(MLP), BATCH.x)
+by_reduction = pytest.mark.parametrize("reduction", deep_but(("mean",), REDUCTIONS))
 MEANS = [part.mean(0) for part in np.split(LOGITS, [5, 10])]
 
 
@@ -157,11 +158,11 @@ def test_weights_of_items(
     check(errors, got, PIECES, TOKENS_OF_PIECES, reduction)
 
 
-def firsts_squared(x: Any, y: Any) -> Any:
+def firsts_squared(x, y) -> Any:
     return x[:, 0].sum() ** 2
 
 
-@pytest.mark.parametrize("reduction", deep_but(("mean",), REDUCTIONS))
+@by_reduction
 def test_weight_by_a_function(
     backend: LargeBatchHarness, large_batch_mode: str, errors: Errors, reduction: str
 ) -> None:
@@ -171,11 +172,11 @@ def test_weight_by_a_function(
     check(errors, got, PIECES, weights, reduction)
 
 
-def with_mean(loss: Any, logits: Any) -> Any:
+def with_mean(loss, logits) -> Any:
     return loss, {"mean": logits.mean(0)}
 
 
-def with_rows(loss: Any, logits: Any) -> Any:
+def with_rows(loss, logits) -> Any:
     return loss, {"rows": logits}
 
 
@@ -215,7 +216,7 @@ def test_outputs_merged_by_a_function(
     assert_allclose(got.aux["mean"], mean, rtol=1e-12)
 
 
-@pytest.mark.parametrize("reduction", deep_but(("mean",), REDUCTIONS))
+@by_reduction
 def test_weight_zero_adds_nothing(
     backend: LargeBatchHarness, large_batch_mode: str, errors: Errors, reduction: str
 ) -> None:
@@ -238,7 +239,8 @@ def test_half_precision_is_summed_in_float32(backend: LargeBatchHarness) -> None
     """The terms that come late are as large as the first, however large the sum is by
     then.
     """
-    batch, weights = standard_batch(LINEAR, 256), make_weights(LINEAR)
+    batch = standard_batch(LINEAR, 256)
+    weights = make_weights(LINEAR)
     for dtype in backend.half_dtypes:
         terms = [
             backend.gradient(LINEAR, weights, item, dtype=dtype)

@@ -13,7 +13,8 @@ from gradaccum_conformance.harness import LargeBatchCall, LargeBatchHarness, Opt
 from gradaccum_conformance.scenarios import same, same_result, standard_batch, start
 from gradaccum_conformance.specs import LINEAR, Batch, make_weights
 
-VALUE, TYPE = gradaccum.ArgumentValueError, gradaccum.ArgumentTypeError
+VALUE = gradaccum.ArgumentValueError
+TYPE = gradaccum.ArgumentTypeError
 BATCH = standard_batch(LINEAR)
 CALL = LargeBatchCall(LINEAR, make_weights(LINEAR), options={"steps": 2})
 ROWS = np.ones((2, 4), np.float32)
@@ -96,7 +97,7 @@ def test_empty_batch(backend: LargeBatchHarness) -> None:
 
 
 def test_loss_per_item(backend: LargeBatchHarness) -> None:
-    def returns(loss: Any, logits: Any) -> Any:
+    def returns(loss, logits) -> Any:
         return logits.sum(1)
 
     words = "^loss_fn: expected a function that returns a scalar loss"
@@ -124,7 +125,7 @@ def test_function_that_returns_no_weight(
 def test_aux_that_is_missing(backend: LargeBatchHarness, axis: int | None) -> None:
     """Two losses in an array can be unpacked as if they were a loss and an aux."""
 
-    def returns(loss: Any, logits: Any) -> Any:
+    def returns(loss, logits) -> Any:
         return loss if axis is None else logits.sum(axis)
 
     call = CALL._replace(
@@ -203,7 +204,7 @@ def test_error_of_the_loss_passes(
     """
     trouble = [True]
 
-    def returns(loss: Any, logits: Any) -> Any:
+    def returns(loss, logits) -> Any:
         if trouble:
             raise kind("now")
         return loss

@@ -42,7 +42,8 @@ def test_overflow_skips_this_window_only(
         assert outcome_of(session.result()) == {"skipped", "overflow"}
         assert session.result().grad_norm == math.inf
         state = session.state()
-        assert (state.optimizer_step, state.skipped_windows) == (0, 1)
+        assert state.optimizer_step == 0
+        assert state.skipped_windows == 1
         assert not state.overflow
         assert session.captured().calls == 0
         assert same(session.parameters(), before)
@@ -100,7 +101,8 @@ def test_drop_in_every_mode(backend: Harness, mode: str, errors: Errors) -> None
     feed_gradients(session, [bad] * 3)
     assert outcome_of(session.result()) == {"skipped", "overflow"}
     assert session.captured().calls == 1
-    assert (session.state().skipped_windows, session.state().micro_step) == (1, 0)
+    assert session.state().skipped_windows == 1
+    assert session.state().micro_step == 0
     feed_gradients(session, [TREES[1]] * 3)
     assert outcome_of(session.result()) == {"applied"}
     session.gradients(bad)

@@ -2,8 +2,6 @@
 offers all of them.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

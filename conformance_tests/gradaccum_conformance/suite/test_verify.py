@@ -15,7 +15,8 @@ from gradaccum_conformance.deep import deep_but
 from gradaccum_conformance.harness import Dtype, Option, VerifyCall, VerifyingHarness
 from gradaccum_conformance.specs import MLP, Array, make_batch, make_weights
 
-ITEMS, TOKENS = 12, 6
+ITEMS = 12
+TOKENS = 6
 LENGTHS = np.array([1, 6, 2, 5, 3, 4, 6, 1, 1, 5, 6, 2])
 X = make_batch(MLP, ITEMS).x
 Y = np.random.default_rng(1).normal(size=ITEMS)
@@ -37,77 +38,77 @@ def verify(
     )
 
 
-def each(out: Any) -> Any:
+def each(out) -> Any:
     """A number for each item."""
     return (out**2).sum(1)
 
 
-def plain(out: Any, weights: Any, x: Any, y: Any) -> Any:
+def plain(out, weights, x, y) -> Any:
     return ((out[:, 0] - y) ** 2).mean()
 
 
-def summed(out: Any, weights: Any, x: Any, y: Any) -> Any:
+def summed(out, weights, x, y) -> Any:
     return ((out[:, 0] - y) ** 2).sum()
 
 
-def token_mean(out: Any, weights: Any, x: Any, mask: Any) -> Any:
+def token_mean(out, weights, x, mask) -> Any:
     return (each(out).reshape(-1, 1) * mask).sum() / mask.sum()
 
 
-def token_sum(out: Any, weights: Any, x: Any, mask: Any) -> Any:
+def token_sum(out, weights, x, mask) -> Any:
     return (each(out).reshape(-1, 1) * mask).sum()
 
 
-def ignored_labels(out: Any, weights: Any, x: Any, labels: Any) -> Any:
+def ignored_labels(out, weights, x, labels) -> Any:
     return token_mean(out, weights, x, (labels != -100) * 1.0)
 
 
-def over_positives(out: Any, weights: Any, x: Any, positives: Any) -> Any:
+def over_positives(out, weights, x, positives) -> Any:
     """A mean over positives, of which a micro-batch may have none: 0 / 0."""
     return (each(out) * positives).sum() / positives.sum()
 
 
-def pairs(out: Any, weights: Any, x: Any, y: Any) -> Any:
+def pairs(out, weights, x, y) -> Any:
     return ((out @ out.T) ** 2).mean()
 
 
-def in_groups(out: Any, weights: Any, x: Any, y: Any) -> Any:
+def in_groups(out, weights, x, y) -> Any:
     """Four items belong together, and a micro-batch has three."""
     groups = out[:, 0].reshape(-1, 4)
     return ((groups - groups.mean(1).reshape(-1, 1)) ** 2).mean()
 
 
-def weakly_coupled(out: Any, weights: Any, x: Any, y: Any) -> Any:
+def weakly_coupled(out, weights, x, y) -> Any:
     return plain(out, weights, x, y) + 1e-3 * out.mean() ** 2
 
 
-def standardised(out: Any, weights: Any, x: Any, rewards: Any) -> Any:
+def standardised(out, weights, x, rewards) -> Any:
     """Advantages by the mean and the deviation of the micro-batch."""
     return (out[:, 0] * (rewards - rewards.mean()) / (rewards.std() + 1e-4)).mean()
 
 
-def penalised(out: Any, weights: Any, x: Any, y: Any) -> Any:
+def penalised(out, weights, x, y) -> Any:
     """A weight decay in a sum, which each micro-batch adds in full."""
     return summed(out, weights, x, y) + (weights["0.weight"] ** 2).sum()
 
 
-def two_counts(out: Any, weights: Any, x: Any, mask: Any) -> Any:
+def two_counts(out, weights, x, mask) -> Any:
     """A mean over tokens, and one over sequences."""
     return token_mean(out, weights, x, mask) + out[:, 0].mean()
 
 
-def infinite(out: Any, weights: Any, x: Any, y: Any) -> Any:
+def infinite(out, weights, x, y) -> Any:
     return plain(out, weights, x, y) * np.inf
 
 
-def noisy(out: Any, weights: Any, x: Any, y: Any) -> Any:
+def noisy(out, weights, x, y) -> Any:
     """Noise that NumPy draws for each item."""
     return sum(
         each(out)[i] * float(noise) for i, noise in enumerate(np.random.randn(len(out)))
     ) / len(out)
 
 
-def seeded(out: Any, weights: Any, x: Any, y: Any) -> Any:
+def seeded(out, weights, x, y) -> Any:
     np.random.seed(0)
     return noisy(out, weights, x, y)
 
@@ -200,7 +201,8 @@ def test_usual_number_of_micro_batches_fits_the_batch(
 
 def test_loss_of_groups_is_coupled(backend: VerifyingHarness) -> None:
     """With micro-batches of whole groups, of which each partition deals the items."""
-    x, y = np.tile(X, (2, 1))[:16], np.tile(Y, 2)[:16]
+    x = np.tile(X, (2, 1))[:16]
+    y = np.tile(Y, 2)[:16]
     report = verify(backend, in_groups, x, y)
     assert [cause.kind for cause in report.causes] == ["coupled"], str(report)
 
@@ -223,7 +225,7 @@ def test_bad_input(backend: VerifyingHarness, name: str) -> None:
 def test_random_states_stay(backend: VerifyingHarness, raises: bool) -> None:
     """Also if the loss raises in the middle."""
 
-    def drawing(out: Any, weights: Any, x: Any, y: Any) -> Any:
+    def drawing(out, weights, x, y) -> Any:
         random.random()
         np.random.random()
         if raises and len(x) != ITEMS:

@@ -96,7 +96,8 @@ def test_listener_hears_what_is_lost(backend: Harness, errors: Errors) -> None:
     assert (window.applied, window.skipped, window.overflow) == (False, True, False)
     (window,) = scaled.windows
     assert (window.skipped, window.overflow) == (True, True)
-    assert (window.grad_norm, window.loss_scale) == (math.inf, 4.0)
+    assert window.grad_norm == math.inf
+    assert window.loss_scale == 4.0
     (window,) = dropping.windows
     assert window.applied
     if isinstance(window, ClosedWindow):  # A result does not tell what was dropped.
@@ -108,7 +109,8 @@ def test_listener_that_raises_loses_nothing(backend: Harness) -> None:
     """The window is closed, the others have heard of it, and the next one is as if
     nothing had been.
     """
-    heard, quiet = Heard(backend), Heard(backend)
+    heard = Heard(backend)
+    quiet = Heard(backend)
     heard.listens = heard.session.listen(lambda window: 1 // 0)
     for piece in (FIRST, LAST, FIRST, LAST):
         quiet.micro_batch(piece)
@@ -128,7 +130,7 @@ def test_what_moves_per_update_moves_once(backend: Harness, mode: str) -> None:
     once more after each flush.
     """
     session = start(backend, LINEAR, steps=2, mode=mode, skip_norm=1e6)
-    moved: list[int] = []
+    moved = []
 
     def move() -> None:
         moved.append(session.state().optimizer_step)
@@ -139,7 +141,8 @@ def test_what_moves_per_update_moves_once(backend: Harness, mode: str) -> None:
         if not hooked and session.result().applied:
             move()
 
-    small, large = random_tree(LINEAR, 0), random_tree(LINEAR, 0, 1e9)
+    small = random_tree(LINEAR, 0)
+    large = random_tree(LINEAR, 0, 1e9)
     for trees in ((small, small), (small, large), (small, small), (small,)):
         for tree in trees:
             session.gradients(tree)

@@ -72,7 +72,8 @@ def test_zero_total_weight_makes_no_update(
     feed_gradients(session, [TREES[0], poisoned(TREES[1], math.nan)], [0.0, 0.0])
     assert outcome_of(session.result()) == {"skipped"}
     state = session.state()
-    assert (state.skipped_windows, state.optimizer_step) == (1, 0)
+    assert state.skipped_windows == 1
+    assert state.optimizer_step == 0
     assert session.captured().calls == 0
     assert same(session.parameters(), before)
 

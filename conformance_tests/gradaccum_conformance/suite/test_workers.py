@@ -67,7 +67,8 @@ def test_worker_without_micro_batches(crews: Crews, errors: Errors) -> None:
         close(crew, shares)
         check_update(errors, crew, shares, calls=calls)
         counts.reverse()
-    states, parameters = crew.ask("state"), crew.ask("parameters")
+    states = crew.ask("state")
+    parameters = crew.ask("parameters")
     result = require_equal(crew)
     assert result.applied
     crew.flush()

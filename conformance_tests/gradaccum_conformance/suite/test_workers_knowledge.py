@@ -1,7 +1,5 @@
 """The statistics of a window of several workers: its loss is that of all."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -19,7 +17,7 @@ from gradaccum_conformance.workers import Crew, Crews
 from gradaccum_conformance.workers.shares import require_equal
 
 
-def run_window(crew: Crew, reduction: str = "mean") -> tuple[Batch, float, Arrays]:
+def run_window(crew: Crew, reduction: str) -> tuple[Batch, float, Arrays]:
     """One micro-batch on each worker, and a second one on the last; returns the batch
     of all, its loss and its gradient.
     """
@@ -51,7 +49,7 @@ def test_loss_and_norm_are_those_of_all_workers(
     crew = crews(reduction=reduction)
     listening = crew.listen()
     batch, loss, gradient = run_window(crew, reduction)
-    heard: list[list[Any]] = [[result] for result in crew.ask("result")]
+    heard = [[result] for result in crew.ask("result")]
     require_equal(crew)
     crew.flush()
     if listening:

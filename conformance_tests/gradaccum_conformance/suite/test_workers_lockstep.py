@@ -21,7 +21,8 @@ from gradaccum_conformance.workers.options import DROPPING
 from gradaccum_conformance.workers.shares import Share, Shares, feed, require_equal
 
 VARIANTS = {"skip window": {}, "drop micro-batch": DROPPING}
-GOOD, LARGE = coarse(MLP, 0, 2.0**-4), coarse(MLP, 1, 1.0)
+GOOD = coarse(MLP, 0, 2.0**-4)
+LARGE = coarse(MLP, 1, 1.0)
 KINDS = {
     "good": (Share(GOOD), 8),
     "heavy": (Share(LARGE, 3.0), 4),
@@ -30,7 +31,10 @@ KINDS = {
     "bad": (Share(poisoned(GOOD, math.nan)), 1),
 }
 """Micro-batches and how often each is drawn."""
-MOST, WINDOWS, SEEDS, DEEP_SEEDS = 3, 10, 1, 25
+MOST = 3
+WINDOWS = 10
+SEEDS = 1
+DEEP_SEEDS = 25
 NORM_ERROR = gamma(2 * sum(array.size for array in LARGE.values()), "float32")
 
 
@@ -47,7 +51,8 @@ def compare(crew: Crew, truth: Session, seed: int, window: int) -> None:
     result = require_equal(crew)
     assert crew.ask("state")[0] == truth.state(), where
     assert same_decision(result, truth.result(), NORM_ERROR), where
-    captured, expected = crew.ask("captured")[0], truth.captured()
+    captured = crew.ask("captured")[0]
+    expected = truth.captured()
     assert captured.calls == expected.calls, where
     for name, array in expected.gradient.items():
         # The sums are exact, so that only their division is rounded.
@@ -69,7 +74,8 @@ def test_random_windows_beside_the_reference(
     for seed in range(DEEP_SEEDS if deep else SEEDS):
         crew.restore(fresh)
         crew.pool.reseed(seed)
-        chance, alone = random.Random(seed), start(reference, MLP, **options)
+        chance = random.Random(seed)
+        alone = start(reference, MLP, **options)
         for window in range(WINDOWS):
             shares = draw(chance, crew.workers)
             feed(crew, shares)

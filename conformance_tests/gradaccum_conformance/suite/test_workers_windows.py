@@ -87,7 +87,8 @@ def test_window_leaves_nothing_to_the_next(crews: Crews) -> None:
     it, the next is that of a new crew, bit for bit.
     """
     crew = crews()
-    fresh, shares = crew.snapshot(), unequal(crew.workers)
+    fresh = crew.snapshot()
+    shares = unequal(crew.workers)
     close(crew, shares)
     alone = crew.ask("captured")[0].gradient
     crew.restore(fresh)
@@ -104,8 +105,10 @@ def test_window_leaves_nothing_to_the_next(crews: Crews) -> None:
 
 def test_two_optimizers_of_the_same_workers(crews: Crews, errors: Errors) -> None:
     """A window of one is open while the other's ends, is discarded, or overflows."""
-    first, second = crews(), crews(**FULL)
-    shares, full = unequal(first.workers), random_shares([2] * first.workers, 1)
+    first = crews()
+    second = crews(**FULL)
+    shares = unequal(first.workers)
+    full = random_shares([2] * first.workers, 1)
     bad = Share(poisoned(random_tree(MLP, 9), math.nan))
     for window in range(2):
         feed(first, [own[:1] for own in shares])
@@ -132,9 +135,11 @@ def test_saved_window_goes_on(crews: Crews, tmp_path: Path, restarts: bool) -> N
     crew = crews(**FULL)
     go_on(crew, 0, 3)
     crew.save(tmp_path)
-    states, sums = crew.ask("state"), crew.ask("accumulator")
+    states = crew.ask("state")
+    sums = crew.ask("accumulator")
     go_on(crew, 3, 6)
-    result, parameters = require_equal(crew), crew.ask("parameters")[0]
+    result = require_equal(crew)
+    parameters = crew.ask("parameters")[0]
     go_on(crew, 6, 7)
     if restarts:
         crew.pool.close()

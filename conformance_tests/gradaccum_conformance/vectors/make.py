@@ -6,8 +6,6 @@ give it another name and other events, whose numbers may be plain, and run this 
 ``transitions.json`` has each event in each state that its options and events reach.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from functools import partial
@@ -130,7 +128,7 @@ def walk_vectors(page: Page) -> list[dict[str, Any]]:
 def file_text(kind: str) -> str:
     """Return the text of a file: JSON with one vector in a line."""
     text = (FOLDER / f"{kind}.json").read_text("utf-8")
-    page: Page = decode(json.loads(text))
+    page = decode(json.loads(text))
     vectors = page.pop("vectors")
     if kind == "transitions":
         vectors = walk_vectors(page)

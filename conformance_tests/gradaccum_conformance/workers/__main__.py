@@ -2,8 +2,6 @@
 BACKEND DESCRIPTOR``.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import signal
 import sys

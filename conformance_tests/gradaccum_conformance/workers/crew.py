@@ -23,7 +23,8 @@ class Crew:
     """
 
     def __init__(self, pool: Pool, session: int) -> None:
-        self.pool, self._session = pool, session
+        self.pool = pool
+        self._session = session
         self.workers = pool.workers
 
     def gradients(

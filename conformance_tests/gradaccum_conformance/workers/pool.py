@@ -5,8 +5,6 @@ A worker that raises, dies or does not answer in time is reported by its rank, a
 pool ends: the others may wait for it for ever.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 import shutil
@@ -72,7 +70,8 @@ class Pool:
         self.reseed(0)
         self._folder = Path(tempfile.mkdtemp(prefix="workers-"))
         self._processes: list[Process] = []
-        meeting, port = self._folder / "meeting", _free_port()
+        meeting = self._folder / "meeting"
+        port = _free_port()
         meeting.mkdir()
         try:
             self._processes += (
@@ -149,7 +148,8 @@ class Pool:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _answers(self) -> list[Answer]:
-        waiting, answers = dict(enumerate(self._processes)), dict[int, Answer]()
+        waiting = dict(enumerate(self._processes))
+        answers = dict[int, Answer]()
         deadline = time.monotonic() + self.limit
         while waiting and (
             ready := wait(

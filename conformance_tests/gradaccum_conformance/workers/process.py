@@ -1,7 +1,5 @@
 """A worker's process, as the test holds it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -72,7 +70,8 @@ class Process:
         """The failure of one that does not answer, with the stacks of its threads, from
         its log.
         """
-        written, deadline = self._log.stat().st_size, time.monotonic() + STACK_SECONDS
+        written = self._log.stat().st_size
+        deadline = time.monotonic() + STACK_SECONDS
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR1)
         while self._log.stat().st_size == written and time.monotonic() < deadline:

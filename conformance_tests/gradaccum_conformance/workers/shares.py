@@ -2,8 +2,6 @@
 give together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import NamedTuple
@@ -103,7 +101,8 @@ def check_update(
         bound + gamma(2 * elements, "float32"),
     )
     assert outcome_of(result) - {"overflow"} == {"applied"}
-    assert (result.micro_step, result.optimizer_step) == (0, calls)
+    assert result.micro_step == 0
+    assert result.optimizer_step == calls
 
 
 def require_equal(crew: Crew) -> StepResult:

@@ -2,8 +2,6 @@
 without a further package.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

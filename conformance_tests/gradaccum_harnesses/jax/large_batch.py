@@ -1,7 +1,5 @@
 """The calls that take the large batch, as the conformance suite makes them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -76,10 +74,8 @@ class JaxLargeBatch(JaxWorkers, VerifyingHarness, LargeBatchHarness):
             value, updates, state = take(
                 session.params, session.opt_state, *_arrays(batch, str(session.dtype))
             )
-            session.params, session.opt_state = (
-                optax.apply_updates(session.params, updates),
-                state,
-            )
+            session.params = optax.apply_updates(session.params, updates)
+            session.opt_state = state
             return float(value)
 
     def verify(

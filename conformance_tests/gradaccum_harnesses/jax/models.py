@@ -1,7 +1,5 @@
 """The conformance suite's models as JAX functions of a flat dict of parameters."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -47,7 +45,8 @@ def _apply(layer: Any, own: dict[str, Any], x: Any) -> Any:
 
 def _pool(x: Any, size: int) -> Any:
     batch, channels, height, width = x.shape
-    rows, columns = height // size, width // size
+    rows = height // size
+    columns = width // size
     squares = x[:, :, : rows * size, : columns * size].reshape(
         batch, channels, rows, size, columns, size
     )

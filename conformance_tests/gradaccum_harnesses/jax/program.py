@@ -2,8 +2,6 @@
 optimizer, options, dtype and mode, and shared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -79,7 +77,9 @@ class Program:
         self, model: Any, optimizer: Any, options: Mapping[str, Any] | None, mode: str
     ) -> None:
         inner = inner_optimizer(optimizer)
-        self.model, self.mode, self.wrapped = model, mode, options is not None
+        self.model = model
+        self.mode = mode
+        self.wrapped = options is not None
         self.tx: Any = inner if options is None else gradaccum.wrap(inner, **options)
 
     @property

@@ -1,7 +1,5 @@
 """Sessions of the conformance suite over the JAX backend."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,7 +61,8 @@ class JaxSession(Session):
         self, batch: Batch, *, weight: float | None = None, loss: Loss = "mean"
     ) -> float:
         with x64(self.wide):
-            x, y = jnp.asarray(batch.x, self.dtype), jnp.asarray(batch.y, jnp.int32)
+            x = jnp.asarray(batch.x, self.dtype)
+            y = jnp.asarray(batch.y, jnp.int32)
             train = self.program.train if _valid(weight) else self.program.train_plainly
             self.params, self.opt_state, value = train(
                 self.params, self.opt_state, x, y, weight, loss=loss
@@ -176,13 +175,15 @@ class JaxSession(Session):
             self._adopt(plain["params"], plain["opt_state"])
 
     def _adopt(self, params: Any, opt_state: Any) -> None:
-        wrapped, tx = self.program.wrapped, self.program.tx
+        wrapped = self.program.wrapped
+        tx = self.program.tx
         checked = (
             check_state(tx, opt_state, self.params)
             if wrapped
             else rebuild(opt_state, self.opt_state)
         )
-        self.params, self.opt_state = rebuild(params, self.params), checked
+        self.params = rebuild(params, self.params)
+        self.opt_state = checked
 
 
 class JaxHarness(Harness):
@@ -220,7 +221,8 @@ def loss_and_gradient(
     model: Model, params: Any, batch: Batch, loss: Loss
 ) -> tuple[float, Arrays]:
     dtype = next(iter(params.values())).dtype
-    x, y = jnp.asarray(batch.x, dtype), jnp.asarray(batch.y, jnp.int32)
+    x = jnp.asarray(batch.x, dtype)
+    y = jnp.asarray(batch.y, jnp.int32)
     value, gradient = _value_and_grad(params, x, y, model=model, loss=loss)
     return float(value), to_numpy(gradient)
 

@@ -5,8 +5,6 @@ That program takes a gradient, its weight and its loss from each worker. A worke
 without a micro-batch gives zeros with a weight of 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -131,7 +129,8 @@ class SharedSession(JaxSession):
         return jax.tree.map(lambda leaf: put(sharding, np.asarray(leaf)), tree)
 
     def _adopt(self, params: Any, opt_state: Any) -> None:
-        self.params, self.opt_state = params, opt_state
+        self.params = params
+        self.opt_state = opt_state
 
     def _apply(self, tree: GradientTree, weight: float | None, *loss: float) -> None:
         """The program of all workers has a gradient for each parameter: zeros where it

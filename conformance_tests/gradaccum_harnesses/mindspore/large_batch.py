@@ -1,7 +1,5 @@
 """The calls that take the large batch, as the conformance suite makes them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,7 +48,8 @@ class Network(nn.Cell):  # type: ignore[misc]
 
     def __init__(self, call: LargeBatchCall) -> None:
         super().__init__(auto_prefix=False)
-        self.dtype, shapes = ms_dtype(call.dtype), call.model.parameter_shapes()
+        self.dtype = ms_dtype(call.dtype)
+        shapes = call.model.parameter_shapes()
         self.named = {
             name: Parameter(Tensor(np.zeros(shape), self.dtype), name=name)
             for name, shape in shapes.items()
@@ -87,7 +86,8 @@ class MindSporeLargeBatch(MindSporeWorkers, VerifyingHarness, LargeBatchHarness)
     """MindSpore has no matrix product of half precision on a CPU."""
 
     def value_and_grad(self, call: LargeBatchCall, batch: Batch) -> Outcome:
-        network, has_aux = Network(call), bool(call.options.get("has_aux"))
+        network = Network(call)
+        has_aux = bool(call.options.get("has_aux"))
         network.begin(call)
         with context_mode(call.mode or self.modes[0]):
             if has_aux:
@@ -95,13 +95,11 @@ class MindSporeLargeBatch(MindSporeWorkers, VerifyingHarness, LargeBatchHarness)
                     _from_python(network.loss, call.mode),
                     None,
                     network.weights,
-                    **dict(call.options),
+                    **call.options,
                 )
             else:
                 take = _in_mode(
-                    value_and_grad(
-                        network.loss, None, network.weights, **dict(call.options)
-                    ),
+                    value_and_grad(network.loss, None, network.weights, **call.options),
                     call.mode,
                 )
             value, gradients = take(*_tensors(call, batch), *_extra(call))
@@ -120,7 +118,8 @@ class MindSporeLargeBatch(MindSporeWorkers, VerifyingHarness, LargeBatchHarness)
         returns: Returns | None = None,
     ) -> float:
         assert isinstance(session, MindSporeSession)
-        trainer, mean = session.trainer, loss == "mean"
+        trainer = session.trainer
+        mean = loss == "mean"
 
         def loss_fn(x: Any, labels: Any) -> Any:
             value = trainer.network.loss(x, labels)
@@ -132,8 +131,7 @@ class MindSporeLargeBatch(MindSporeWorkers, VerifyingHarness, LargeBatchHarness)
 
         with context_mode(trainer.mode):
             take = _in_mode(
-                value_and_update(loss_fn, session.optimizer, **dict(options)),
-                trainer.mode,
+                value_and_update(loss_fn, session.optimizer, **options), trainer.mode
             )
             classes = int(trainer.parameters[-1].shape[0])
             return float(
@@ -178,7 +176,7 @@ class MindSporeLargeBatch(MindSporeWorkers, VerifyingHarness, LargeBatchHarness)
         with context_mode(call.mode or self.modes[0]):
             outputs_fn = _from_python(network.outputs, call.mode)
             take = coupled_value_and_grad(
-                outputs_fn, loss_fn, weights, modules=(network,), **dict(call.options)
+                outputs_fn, loss_fn, weights, modules=(network,), **call.options
             )
             loss, gradients = take(
                 *(Tensor(x, network.dtype) for x in (batch.x, mirrored(batch.x))),

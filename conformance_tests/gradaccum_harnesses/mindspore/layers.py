@@ -4,8 +4,6 @@ MindSpore has no float64 convolution on a CPU, so there it is slices and a matri
 product. Constants are Tensors, because a Python number is rounded to float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +18,8 @@ class Affine(nn.Cell):  # type: ignore[misc]
 
     def __init__(self, weight: Any, bias: Any) -> None:
         super().__init__(auto_prefix=False)
-        self.weight, self.bias = weight, bias
+        self.weight = weight
+        self.bias = bias
         self.product = ops.MatMul(transpose_b=True)
 
     def construct(self, x: Any) -> Any:
@@ -34,14 +33,17 @@ class Convolution(nn.Cell):  # type: ignore[misc]
 
     def __init__(self, weight: Any, bias: Any) -> None:
         super().__init__(auto_prefix=False)
-        self.weight, self.bias = weight, bias
-        self.channels, self.size = weight.shape[0], weight.shape[-1]
+        self.weight = weight
+        self.bias = bias
+        self.channels = weight.shape[0]
+        self.size = weight.shape[-1]
         self.product = ops.MatMul(transpose_b=True)
         self.stack = ops.Stack(2)
 
     def construct(self, x: Any) -> Any:
         batch, _, height, width = x.shape
-        height, width = height - self.size + 1, width - self.size + 1
+        height = height - self.size + 1
+        width = width - self.size + 1
         pieces = []
         for row in range(self.size):
             for column in range(self.size):
@@ -85,7 +87,8 @@ class SquareMean(nn.Cell):  # type: ignore[misc]
     def construct(self, x: Any) -> Any:
         batch, channels, height, width = x.shape
         size = self.size
-        rows, columns = height // size, width // size
+        rows = height // size
+        columns = width // size
         squares = x[:, :, : rows * size, : columns * size].reshape(
             (batch, channels, rows, size, columns, size)
         )
@@ -107,8 +110,10 @@ class Network(nn.Cell):  # type: ignore[misc]
     def __init__(self, layers: Sequence[Any]) -> None:
         super().__init__(auto_prefix=False)
         self.layers = nn.CellList(list(layers), auto_prefix=False)
-        self.largest, self.sum = ops.ReduceMax(keep_dims=True), ops.ReduceSum()
-        self.exp, self.log = ops.Exp(), ops.Log()
+        self.largest = ops.ReduceMax(keep_dims=True)
+        self.sum = ops.ReduceSum()
+        self.exp = ops.Exp()
+        self.log = ops.Log()
 
     def construct(self, x: Any) -> Any:
         for layer in self.layers:

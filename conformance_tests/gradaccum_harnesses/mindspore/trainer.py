@@ -34,7 +34,8 @@ class Step(nn.Cell):  # type: ignore[misc]
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(auto_prefix=False)
-        self.network, self.optimizer = trainer.network, trainer.optimizer
+        self.network = trainer.network
+        self.optimizer = trainer.optimizer
         self.wrapped = trainer.wrapped
         self.backward = ms.value_and_grad(
             self.forward, None, trainer.parameters, has_aux=True
@@ -66,7 +67,9 @@ class Trainer:
         mode: str,
         options: Mapping[str, Any] | None,
     ) -> None:
-        self.dtype, self.mode, self.wrapped = ms_dtype(dtype), mode, options is not None
+        self.dtype = ms_dtype(dtype)
+        self.mode = mode
+        self.wrapped = options is not None
         shapes = model.parameter_shapes()
         self.parameters = ms.ParameterTuple(
             [
@@ -87,7 +90,8 @@ class Trainer:
         self.initial = self.arrays()
 
     def _jitted_apply(self) -> Any:
-        optimizer, wrapped = self.optimizer, self.wrapped
+        optimizer = self.optimizer
+        wrapped = self.wrapped
 
         @ms.jit  # type: ignore[untyped-decorator]
         def apply(weight: Any, *gradients: Any) -> Any:

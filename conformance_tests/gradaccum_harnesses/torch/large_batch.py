@@ -1,7 +1,5 @@
 """The calls that take the large batch, as the conformance suite makes them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -67,7 +65,7 @@ class TorchLargeBatch(TorchWorkers, VerifyingHarness, LargeBatchHarness):
         def loss_fn(x: Tensor, y: Tensor) -> Tensor:
             logits = model(x)
             value = functional.cross_entropy(logits, y, reduction=loss)
-            made: Tensor = value if returns is None else returns(value, logits)
+            made = value if returns is None else returns(value, logits)
             return made
 
         return float(

@@ -2,8 +2,6 @@
 them, for the conformance suite.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -34,7 +32,7 @@ from gradaccum_conformance import (
 from gradaccum_conformance import Harness as BaseHarness
 from gradaccum_conformance.specs import AvgPool, Conv, Dense, Flatten, Layer, Tanh
 
-_DTYPES: dict[str, torch.dtype] = {
+_DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
     "float16": torch.float16,
@@ -65,7 +63,8 @@ class SpecModel(torch.nn.Module):
 
     def __init__(self, model: Model, weights: Arrays, dtype: Dtype) -> None:
         super().__init__()
-        self.spec, self.dtype = model, _DTYPES[dtype]
+        self.spec = model
+        self.dtype = _DTYPES[dtype]
         self.named: dict[str, torch.nn.Parameter] = {}
         for name in model.parameter_shapes():
             self.named[name] = torch.nn.Parameter(
@@ -88,7 +87,8 @@ class SpecModel(torch.nn.Module):
         loss: Loss,
         forward: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        x, y = torch.tensor(batch.x, dtype=self.dtype), torch.tensor(batch.y)
+        x = torch.tensor(batch.x, dtype=self.dtype)
+        y = torch.tensor(batch.y)
         return functional.cross_entropy((forward or self)(x), y, reduction=loss)
 
 
@@ -107,7 +107,8 @@ def _apply(layer: Layer, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
 
 
 def make_optimizer(model: SpecModel, spec: Optimizer) -> torch.optim.Optimizer:
-    parameters, rate = list(model.named.values()), spec.learning_rate
+    parameters = list(model.named.values())
+    rate = spec.learning_rate
     match spec.kind:
         case "capture":
             return CaptureSGD(parameters, lr=rate)

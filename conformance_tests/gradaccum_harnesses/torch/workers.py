@@ -2,8 +2,6 @@
 `DistributedDataParallel` modules.
 """
 
-from __future__ import annotations
-
 import datetime
 from pathlib import Path
 from typing import ClassVar

@@ -5,8 +5,6 @@ A mutant names no file. Its text stands once in the sources of its adapter, so t
 move of code costs nothing.
 """
 
-from __future__ import annotations
-
 from .planting import Mutant
 from .to_jax import MUTANTS as JAX
 from .to_mindspore import MUTANTS as MINDSPORE
@@ -14,8 +12,4 @@ from .to_torch import MUTANTS as TORCH
 
 __all__ = ["ADAPTERS", "Mutant"]
 
-ADAPTERS: dict[str, tuple[Mutant, ...]] = {
-    "torch": TORCH,
-    "jax": JAX,
-    "mindspore": MINDSPORE,
-}
+ADAPTERS = {"torch": TORCH, "jax": JAX, "mindspore": MINDSPORE}

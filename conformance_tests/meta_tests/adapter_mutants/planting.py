@@ -2,8 +2,6 @@
 the path of a program that runs a test.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The JAX adapter's mutants."""
 
-from __future__ import annotations
-
 from .planting import Mutant
 
 MUTANTS = (

@@ -2,8 +2,6 @@
 seconds to compile.
 """
 
-from __future__ import annotations
-
 from .planting import Mutant
 
 MUTANTS = (

@@ -6,7 +6,8 @@ class Optimizer:
 
     def __init__(self, rule):
         self.rule = rule
-        self.parameters, self.state = rule.parameters, rule.state
+        self.parameters = rule.parameters
+        self.state = rule.state
 
     def step(self, gradient):
         self.rule.step(gradient)

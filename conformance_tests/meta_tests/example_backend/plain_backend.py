@@ -43,22 +43,24 @@ class Accumulation:
     """An optimizer that runs once per window: it adds, measures, divides and clears."""
 
     def __init__(self, optimizer, options, workers=None):
-        self.optimizer, self.options, self.workers = optimizer, options, workers
+        self.optimizer = optimizer
+        self.options = options
+        self.workers = workers
         self.sums = {
             name: np.zeros(p.shape, self._dtype(p))
             for name, p in optimizer.parameters.items()
         }
         self.machine = at_rest(initial_state(options.scale_rule.init_scale))
-        self.grad_norm, self.loss, self.window_loss = 0.0, 0.0, math.nan
+        self.grad_norm = 0.0
+        self.loss = 0.0
+        self.window_loss = math.nan
         self.half_made = False
         self._note()
 
     def step(self, gradient, weight=None, loss=math.nan):
         self._require_whole()
-        steps, weight = (
-            self._steps(),
-            given_weight(weight, use_of_weights(self.options)),
-        )
+        steps = self._steps()
+        weight = given_weight(weight, use_of_weights(self.options))
         factor = contribution(weight, self.options)
         terms = {
             name: self.sums[name].dtype.type(factor) * g
@@ -87,7 +89,8 @@ class Accumulation:
             self._join()
         if self.machine.micro_step == 0:
             return self._note()
-        machine, options = self.machine, self.options
+        machine = self.machine
+        options = self.options
         if denominator is not None:
             machine, options = with_denominator(machine, denominator, options, select)
         measured = measures(self.options)
@@ -105,7 +108,8 @@ class Accumulation:
         self.grad_norm = decision.grad_norm
         self.window_loss = window_loss(self.loss, machine, options, select)
         self.loss = 0.0
-        applied, overflow = decision.apply, decision.overflow
+        applied = decision.apply
+        overflow = decision.overflow
         self._move(close(self.machine, applied, overflow, self.options, select))
         return self._note(applied, not applied, overflow)
 
@@ -145,7 +149,8 @@ class Accumulation:
         return np.dtype(self.options.accumulate_dtype or own)
 
     def _steps(self):
-        steps, step = self.options.steps, self.machine.optimizer_step
+        steps = self.options.steps
+        step = self.machine.optimizer_step
         if is_known(steps):
             return steps
         return require_steps(steps_at(steps, step, select), step, steps)

@@ -35,7 +35,8 @@ class Total:
     def __init__(self, reduction):
         self.options = make_options(None, reduction=reduction)
         self.machine = initial_state(1.0)
-        self.loss, self.sums = 0.0, {}
+        self.loss = 0.0
+        self.sums = {}
 
     def add(self, loss, gradient, weight):
         factor = contribution(weight, self.options)
@@ -87,7 +88,9 @@ def value_and_grad(
     **how,
 ):
     """Return the loss, the gradient and the aux of the large batch."""
-    total, auxes, weights = Total(reduction), [], []
+    total = Total(reduction)
+    auxes = []
+    weights = []
     for part, w in micro_batches(batch, weight, **how):
         loss, gradient, aux = checked(loss_fn(part), has_aux)
         total.add(loss, gradient, w)
@@ -124,7 +127,8 @@ def coupled_value_and_grad(outputs_fn, loss_fn, batch, **how):
     outputs = concatenated([outputs_fn(part)[0] for part in parts])
     loss, gradients, own = loss_fn(outputs)
     require_scalar(loss)
-    sums, start = Total("sum"), 0
+    sums = Total("sum")
+    start = 0
     for part in parts:
         stop = start + len(leaves_of(part)[0].value)
         own_part = {name: g[start:stop] for name, g in gradients.items()}

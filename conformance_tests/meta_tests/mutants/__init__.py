@@ -2,8 +2,6 @@
 each.
 """
 
-from __future__ import annotations
-
 from .large_batch import LARGE_BATCH
 from .window import WINDOW
 from .workers import WORKERS

@@ -2,8 +2,6 @@
 batch.
 """
 
-from __future__ import annotations
-
 from .planting import Mutant
 
 ONE_CALL = "(test_one_call or test_coupled)"

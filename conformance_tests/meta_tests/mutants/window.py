@@ -2,8 +2,6 @@
 its loss, and its saving.
 """
 
-from __future__ import annotations
-
 from gradaccum.kit import State
 
 from .planting import Mutant
@@ -27,7 +25,7 @@ ENDS = """\
 """
 IF_ADDS = "        if adds:\n"
 LARGEST = "    largest = max(float(np.abs(total).max()) for total in sums.values())\n"
-LOADED = "        self.weights, self.inner, self.wrapped = weights, inner, wrapped\n"
+LOADED = "        self.wrapped = wrapped\n"
 RESUMED = "resumed(state, terms_of(wrapped.options, state.optimizer_step), options)"
 WINDOW_LOSS = "self.window_loss = window_loss(self.loss, machine, options, select)"
 
@@ -369,10 +367,11 @@ if options.on_overflow == "ignore":
     Mutant(
         "skip_an_ignored_overflow",
         {
-            "        self.optimizer, self.options, self.workers = optimizer,": """\
+            "        self.optimizer = optimizer\n": """\
         if options.on_overflow == "ignore":
             options = options._replace(on_overflow="skip_window")
-        self.optimizer, self.options, self.workers = optimizer,"""
+        self.optimizer = optimizer
+"""
         },
         IGNORED,
     ),
