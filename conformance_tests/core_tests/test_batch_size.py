@@ -1,5 +1,7 @@
 """The effective batch size and the learning rate that goes with it."""
 
+from __future__ import annotations
+
 import math
 
 import pytest

@@ -2,6 +2,8 @@
 never mix a bad value in.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import math
 import sys

@@ -1,5 +1,7 @@
 """A window's statistics in the core's own transitions: its end by weight, and its loss."""
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

@@ -2,6 +2,8 @@
 outputs.
 """
 
+from __future__ import annotations
+
 import collections
 import dataclasses
 import weakref

@@ -2,6 +2,8 @@
 NumPy.
 """
 
+from __future__ import annotations
+
 import random
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,7 @@
 """Listeners of closed windows, without a framework: who hears what, and when."""
 
+from __future__ import annotations
+
 import copy
 from types import SimpleNamespace
 

@@ -2,6 +2,8 @@
 nothing read too early, kept too long or lost.
 """
 
+from __future__ import annotations
+
 import math
 import re
 import threading

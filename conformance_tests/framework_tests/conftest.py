@@ -9,6 +9,8 @@ one runs all of them.
 Tests that are marked ``every_mode`` run all of their cases.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version

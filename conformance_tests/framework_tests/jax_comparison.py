@@ -1,5 +1,7 @@
 """Comparisons of two nests of JAX's arrays, and float64 for a test."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

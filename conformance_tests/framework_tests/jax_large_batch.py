@@ -2,6 +2,8 @@
 own loss and gradient.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from typing import Any
 

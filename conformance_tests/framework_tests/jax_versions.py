@@ -1,5 +1,7 @@
 """Limits of older JAX and optax, declared by the name that they lack."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

@@ -2,6 +2,8 @@
 blocks run after the page's first block.
 """
 
+from __future__ import annotations
+
 import re
 from typing import NamedTuple
 

@@ -2,6 +2,8 @@
 result.
 """
 
+from __future__ import annotations
+
 import os
 import re
 import shlex

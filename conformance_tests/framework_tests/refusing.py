@@ -1,5 +1,7 @@
 """Helpers to expect a refusal, for scripts that run beside pytest."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -2,6 +2,8 @@
 out.
 """
 
+from __future__ import annotations
+
 import doctest
 import importlib
 

@@ -1,5 +1,7 @@
 """Each framework's own page, and torch's page on `verify`: their programs run."""
 
+from __future__ import annotations
+
 import re
 from pathlib import Path
 

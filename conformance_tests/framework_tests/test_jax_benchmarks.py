@@ -2,6 +2,8 @@
 parameters, and the counters are right.
 """
 
+from __future__ import annotations
+
 import os
 from typing import Any
 

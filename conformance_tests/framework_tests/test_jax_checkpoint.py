@@ -2,6 +2,8 @@
 refused.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

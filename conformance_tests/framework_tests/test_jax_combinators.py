@@ -2,6 +2,8 @@
 the wrapped optimizer does not train.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

@@ -2,6 +2,8 @@
 scratch, and never asks the host.
 """
 
+from __future__ import annotations
+
 import functools
 import re
 from typing import Any

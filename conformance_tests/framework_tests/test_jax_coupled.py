@@ -1,5 +1,7 @@
 """Losses that compare items across the batch: exact in two passes."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

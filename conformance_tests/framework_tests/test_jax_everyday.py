@@ -2,6 +2,8 @@
 inner optimizer that declares them, and the state is right from the start.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Half-precision parameters: float32 gradients reach the inner optimizer in float32."""
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 import numpy as np

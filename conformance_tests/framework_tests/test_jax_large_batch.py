@@ -2,6 +2,8 @@
 all of it, in float64.
 """
 
+from __future__ import annotations
+
 import math
 from typing import Any, NamedTuple
 

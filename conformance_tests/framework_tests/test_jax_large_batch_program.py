@@ -1,5 +1,7 @@
 """The program of a large batch: its scratch, its loops, and how often it is compiled."""
 
+from __future__ import annotations
+
 import re
 from typing import Any
 

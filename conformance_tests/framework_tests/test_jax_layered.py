@@ -2,6 +2,8 @@
 masters; what it keeps in memory.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

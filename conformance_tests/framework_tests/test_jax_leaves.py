@@ -1,5 +1,7 @@
 """Unusual parameters: integers, flags, random keys, negative zeros, and gradients in NumPy's memory."""
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -2,6 +2,8 @@
 no further copy.
 """
 
+from __future__ import annotations
+
 import re
 from typing import Any
 

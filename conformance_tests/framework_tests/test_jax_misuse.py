@@ -2,6 +2,8 @@
 of its class that says what to write.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

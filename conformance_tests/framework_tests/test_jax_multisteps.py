@@ -2,6 +2,8 @@
 none of its faults.
 """
 
+from __future__ import annotations
+
 import functools
 from typing import Any
 

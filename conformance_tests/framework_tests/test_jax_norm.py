@@ -2,6 +2,8 @@
 and only if every element is.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

@@ -2,6 +2,8 @@
 not asked, and JAX's debugging modes find nothing of the window's.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

@@ -2,6 +2,8 @@
 result.
 """
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import jax

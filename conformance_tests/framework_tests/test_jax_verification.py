@@ -2,6 +2,8 @@
 keys, derivatives of one's own, trees. Nothing of the user's is changed.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

@@ -2,6 +2,8 @@
 device that has all micro-batches; and the refusals.
 """
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 

@@ -2,6 +2,8 @@
 and of the loop after holds.
 """
 
+from __future__ import annotations
+
 import re
 from pathlib import Path
 

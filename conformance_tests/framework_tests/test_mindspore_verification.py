@@ -2,6 +2,8 @@
 of the user's is changed.
 """
 
+from __future__ import annotations
+
 import random
 import sys
 from typing import Any

@@ -2,6 +2,8 @@
 share.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import sys

@@ -5,6 +5,8 @@ later release and every supported version resumes it.
 a new `gradaccum.kit.FORMAT`.
 """
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import pytest

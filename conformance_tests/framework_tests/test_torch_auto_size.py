@@ -2,6 +2,8 @@
 starts over with half, as if it had never begun.
 """
 
+from __future__ import annotations
+
 import random
 import weakref
 from collections.abc import Callable

@@ -2,6 +2,8 @@
 that their times can be compared.
 """
 
+from __future__ import annotations
+
 import pytest
 import torch
 from torch.testing import assert_close

@@ -2,6 +2,8 @@
 window.
 """
 
+from __future__ import annotations
+
 import copy
 import pickle
 from collections.abc import Callable

@@ -2,6 +2,8 @@
 included, trains as it does in eager mode.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

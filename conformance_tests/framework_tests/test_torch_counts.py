@@ -2,6 +2,8 @@
 benchmarks measure times.
 """
 
+from __future__ import annotations
+
 import cProfile
 import weakref
 from typing import Any

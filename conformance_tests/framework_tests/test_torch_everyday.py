@@ -2,6 +2,8 @@
 that look alike stay as they are.
 """
 
+from __future__ import annotations
+
 import copy
 import warnings
 from collections.abc import Callable, Iterator

@@ -2,6 +2,8 @@
 so, and does not pass. The page is the generator's.
 """
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import pytest

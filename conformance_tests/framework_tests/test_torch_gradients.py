@@ -1,5 +1,7 @@
 """Gradients of every kind: half precision, sparse, complex, huge, not finite."""
 
+from __future__ import annotations
+
 import copy
 import math
 

@@ -5,6 +5,8 @@ Each makes the large batch's gradient as bare torch makes it, or an error says w
 change was seen.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

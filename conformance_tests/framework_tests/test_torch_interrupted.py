@@ -2,6 +2,8 @@
 the next calls are refused.
 """
 
+from __future__ import annotations
+
 import copy
 from functools import partial
 from typing import Any

@@ -2,6 +2,8 @@
 against one backward pass of the large batch.
 """
 
+from __future__ import annotations
+
 import copy
 
 import numpy as np

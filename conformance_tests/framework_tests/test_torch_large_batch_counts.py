@@ -2,6 +2,8 @@
 same under `torch.compile`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import pytest

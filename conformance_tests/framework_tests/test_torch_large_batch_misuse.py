@@ -1,5 +1,7 @@
 """Refusals of a call with the large batch, with `.grad` as it was."""
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -2,6 +2,8 @@
 gradients alive at a time.
 """
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Callable
 from typing import Any

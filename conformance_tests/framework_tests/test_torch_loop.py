@@ -1,5 +1,7 @@
 """The wrapped optimizer in the loops that torch's users write."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

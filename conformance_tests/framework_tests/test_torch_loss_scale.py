@@ -5,6 +5,8 @@ Differences by design: a window of weight 0 is neither clean nor an overflow; th
 stays above 0, where a bare scaler underflows to 0 and never returns.
 """
 
+from __future__ import annotations
+
 import copy
 import math
 import random

@@ -2,6 +2,8 @@
 write into the model overrides them.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

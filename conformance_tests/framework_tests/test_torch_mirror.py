@@ -5,6 +5,8 @@ as the parameters repeat. What a window sends is counted too: collectives and by
 function of the parameters, the workers and the micro-batches.
 """
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

@@ -2,6 +2,8 @@
 accumulated is lost.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

@@ -2,6 +2,8 @@
 its own result.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from pathlib import Path
 

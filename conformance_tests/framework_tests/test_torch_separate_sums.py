@@ -2,6 +2,8 @@
 default refuses equal the large batch.
 """
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Callable
 from typing import Any

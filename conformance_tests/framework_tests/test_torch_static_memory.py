@@ -2,6 +2,8 @@
 gradients, outputs, losses and buffers as aux.
 """
 
+from __future__ import annotations
+
 import sys
 from types import ModuleType
 from typing import Any

@@ -2,6 +2,8 @@
 autograd's own writes for one, and leaves ``.grad`` alone where it may change.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from itertools import product

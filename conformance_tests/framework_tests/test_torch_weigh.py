@@ -2,6 +2,8 @@
 own, or replaced as the window is closed.
 """
 
+from __future__ import annotations
+
 import pytest
 import torch
 

@@ -2,6 +2,8 @@
 where a part of it is not known.
 """
 
+from __future__ import annotations
+
 import copy
 import math
 from functools import partial

@@ -2,6 +2,8 @@
 are split over both (`torch_shards`).
 """
 
+from __future__ import annotations
+
 from functools import cache
 
 import pytest

@@ -2,6 +2,8 @@
 started: the state dicts say it all.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

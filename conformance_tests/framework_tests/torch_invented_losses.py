@@ -2,6 +2,8 @@
 kind of cause, or "" for a right one. They judge how often `verify` is right.
 """
 
+from __future__ import annotations
+
 import itertools
 import random
 import time

@@ -2,6 +2,8 @@
 pass of the large batch.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import torch

@@ -15,6 +15,8 @@ worker's classes hold, a tensor whose shards differ.
     assert [call.name for call in calls] == ["allreduce"]
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple

@@ -2,6 +2,8 @@
 what one large batch makes of it.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

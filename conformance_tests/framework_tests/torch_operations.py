@@ -2,6 +2,8 @@
 make.
 """
 
+from __future__ import annotations
+
 import weakref
 from collections import Counter
 from typing import Any

@@ -2,6 +2,8 @@
 taken for a mistake.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,5 +1,7 @@
 """Limits of older torch, declared by its version."""
 
+from __future__ import annotations
+
 import torch
 
 

@@ -2,6 +2,8 @@
 FILE] [--deep] [pytest's own options]``.
 """
 
+from __future__ import annotations
+
 import sys
 from pathlib import Path
 

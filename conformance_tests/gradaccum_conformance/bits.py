@@ -8,6 +8,8 @@ the kind of machine, and a probe, the framework's own gradient of a micro-batch 
 gradaccum. Where the probe has other bits, nothing can be said of ours.
 """
 
+from __future__ import annotations
+
 import hashlib
 import itertools
 import platform

@@ -8,6 +8,8 @@ the 2-norm, relative to the truth, for each parameter apart, so that a wrong sma
 parameter cannot hide behind a large one.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 
 import numpy as np

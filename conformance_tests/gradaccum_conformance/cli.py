@@ -2,6 +2,8 @@
 failed; 2, an argument is wrong.
 """
 
+from __future__ import annotations
+
 import signal
 import sys
 from collections.abc import Callable

@@ -5,6 +5,8 @@ It is a function of the outputs of all items, so the mean over micro-batches is 
 loss.
 """
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import numpy as np

@@ -1,5 +1,7 @@
 """The cases of a test that wait for ``--deep``."""
 
+from __future__ import annotations
+
 from collections.abc import Container, Iterable
 from typing import Any
 

@@ -8,6 +8,8 @@ that the method reads the framework's own objects (parameters, checkpoint entrie
 trees), and never the API under test.
 """
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,5 +1,7 @@
 """A record of measured errors and their bounds."""
 
+from __future__ import annotations
+
 import math
 from typing import NamedTuple
 

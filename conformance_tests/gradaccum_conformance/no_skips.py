@@ -2,6 +2,8 @@
 is installed.
 """
 
+from __future__ import annotations
+
 import pytest
 
 

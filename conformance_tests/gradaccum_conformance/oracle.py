@@ -5,6 +5,8 @@ the output's gradient to the input's gradient and the parameters' gradients. The
 cross-entropy's gradient is (softmax - one-hot): Bridle, 1990.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import singledispatch
 

@@ -1,5 +1,7 @@
 """Writing results to files."""
 
+from __future__ import annotations
+
 import json
 import math
 import sys

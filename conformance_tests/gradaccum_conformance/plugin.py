@@ -5,6 +5,8 @@ It is loaded with ``-p gradaccum_conformance.plugin`` and not through an entry p
 because it must not appear in other people's test runs.
 """
 
+from __future__ import annotations
+
 import json
 import os
 from collections.abc import Iterator

@@ -1,5 +1,7 @@
 """A progress bar per backend while their processes run."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Sequence
 

@@ -5,6 +5,8 @@ Frameworks disturb each other in one process (thread pools, memory, signal handl
 And a crash of one must leave the results of the others whole.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import subprocess

@@ -2,6 +2,8 @@
 bound.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise

@@ -2,6 +2,8 @@
 It imports none of them.
 """
 
+from __future__ import annotations
+
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 

@@ -5,6 +5,8 @@ Sequences up to a length visit the shallow states again and again, and the deep 
 never.
 """
 
+from __future__ import annotations
+
 import math
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable

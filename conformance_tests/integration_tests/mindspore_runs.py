@@ -2,6 +2,8 @@
 and wrapped on their micro-batches.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

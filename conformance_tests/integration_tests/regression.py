@@ -2,6 +2,8 @@
 runs of it are compared.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 
 import torch

@@ -2,6 +2,8 @@
 of its own, with the packages that it imports, and asserts its result.
 """
 
+from __future__ import annotations
+
 import os
 import re
 from collections.abc import Iterator

@@ -1,5 +1,7 @@
 """A loop of others that accumulates by itself: nanoGPT's."""
 
+from __future__ import annotations
+
 import pytest
 
 pytest.importorskip("torch")

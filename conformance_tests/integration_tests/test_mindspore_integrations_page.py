@@ -2,6 +2,8 @@
 asserts its result.
 """
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import pytest

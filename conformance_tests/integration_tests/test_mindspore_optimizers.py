@@ -4,6 +4,8 @@ do not run there fail bare as they do wrapped.
 Each class of MindSpore's public modules is tested by its name, also a new one.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterator
 from typing import Any

@@ -2,6 +2,8 @@
 with a wrapped optimizer all is as on large batches.
 """
 
+from __future__ import annotations
+
 import os
 from pathlib import Path
 from typing import Any

@@ -5,6 +5,8 @@ Truth is the bare optimizer on the large batch, in float64. The micro-batches' g
 are taken at the parameters as they move.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise

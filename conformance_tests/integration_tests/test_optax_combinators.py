@@ -2,6 +2,8 @@
 equinox, in flax's `TrainState` and beside jmp's loss scale: where it belongs, and what counts micro-batches.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

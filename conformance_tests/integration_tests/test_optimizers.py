@@ -2,6 +2,8 @@
 or refused.
 """
 
+from __future__ import annotations
+
 import copy
 import inspect
 import random

@@ -2,6 +2,8 @@
 fails if and only if its row has a cause.
 """
 
+from __future__ import annotations
+
 import sys
 from pathlib import Path
 

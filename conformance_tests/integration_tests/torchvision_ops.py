@@ -7,6 +7,8 @@ calls an operator of torchvision, so declarations without a kernel are enough: i
 this makes them.
 """
 
+from __future__ import annotations
+
 from importlib.util import find_spec
 from typing import Any
 

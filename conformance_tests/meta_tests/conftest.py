@@ -1,5 +1,7 @@
 """Processes that have imported what most programs of these tests need."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterator
 

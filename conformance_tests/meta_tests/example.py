@@ -2,6 +2,8 @@
 process of its own.
 """
 
+from __future__ import annotations
+
 import os
 from pathlib import Path
 

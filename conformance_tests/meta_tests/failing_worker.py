@@ -2,6 +2,8 @@
 ``python failing_worker.py BACKEND DESCRIPTOR``.
 """
 
+from __future__ import annotations
+
 import faulthandler
 import fcntl
 import os

@@ -2,6 +2,8 @@
 all of them take minutes.
 """
 
+from __future__ import annotations
+
 import ast
 from collections.abc import Iterator
 from pathlib import Path

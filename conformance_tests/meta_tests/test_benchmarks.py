@@ -2,6 +2,8 @@
 loops end where the page says. No time is compared with a limit here.
 """
 
+from __future__ import annotations
+
 import json
 import re
 from typing import Any

@@ -1,5 +1,7 @@
 """The golden bits: a change far inside of every tolerance is seen."""
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Iterator
 from pathlib import Path

@@ -2,6 +2,8 @@
 code.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import platform

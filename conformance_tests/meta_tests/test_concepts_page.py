@@ -1,5 +1,7 @@
 """The page on concepts: its programs run, and its tables have what the code has."""
 
+from __future__ import annotations
+
 import inspect
 import re
 from dataclasses import fields

@@ -2,6 +2,8 @@
 installer writes.
 """
 
+from __future__ import annotations
+
 import os
 import shutil
 import sysconfig

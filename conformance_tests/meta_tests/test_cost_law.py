@@ -2,6 +2,8 @@
 windows send.
 """
 
+from __future__ import annotations
+
 import math
 
 import pytest

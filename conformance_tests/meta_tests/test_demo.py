@@ -1,5 +1,7 @@
 """The demo: its exact runs are exact, and it names every fault."""
 
+from __future__ import annotations
+
 import io
 import json
 import sys

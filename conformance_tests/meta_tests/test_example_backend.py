@@ -2,6 +2,8 @@
 gaps are held strictly.
 """
 
+from __future__ import annotations
+
 import pytest
 
 from conformance_tests.framework_tests.preloaded import Preloaded

@@ -2,6 +2,8 @@
 core's public names and its own framework, the suite no adapter and no framework.
 """
 
+from __future__ import annotations
+
 import ast
 import sys
 from collections.abc import Collection, Iterator

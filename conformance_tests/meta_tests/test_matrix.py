@@ -1,5 +1,7 @@
 """The page of versions: known cells without a failure, and floors as in the metadata."""
 
+from __future__ import annotations
+
 import re
 import tomllib
 

@@ -3,6 +3,8 @@ defect. The vectors alone show each fault that changes a number of one worker's 
 the others are listed with the reason.
 """
 
+from __future__ import annotations
+
 import ast
 from pathlib import Path
 

@@ -1,5 +1,7 @@
 """The mutants that are made by machine: each is Python, and few live."""
 
+from __future__ import annotations
+
 import ast
 from pathlib import Path
 

@@ -1,5 +1,7 @@
 """With ``--no-skips`` a skipped test fails the run; without it, it does not."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from pathlib import Path
 

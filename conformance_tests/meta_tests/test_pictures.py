@@ -1,5 +1,7 @@
 """The pages' pictures show what was measured and what runs today."""
 
+from __future__ import annotations
+
 import re
 from pathlib import Path
 

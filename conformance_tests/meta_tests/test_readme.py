@@ -2,6 +2,8 @@
 their links lead to files that exist.
 """
 
+from __future__ import annotations
+
 import contextlib
 import io
 import json

@@ -2,6 +2,8 @@
 their limits.
 """
 
+from __future__ import annotations
+
 import inspect
 from importlib import import_module
 

@@ -2,6 +2,8 @@
 requested backend is imported.
 """
 
+from __future__ import annotations
+
 import os
 
 import pytest

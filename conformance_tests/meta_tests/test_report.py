@@ -1,5 +1,7 @@
 """The conformance report: nothing that went wrong may look right in it."""
 
+from __future__ import annotations
+
 import io
 import json
 import math

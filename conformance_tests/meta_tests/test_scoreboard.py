@@ -2,6 +2,8 @@
 rows have a cause for. Its table of scores is of the vectors that there are.
 """
 
+from __future__ import annotations
+
 import json
 
 import numpy as np

@@ -2,6 +2,8 @@
 those of the reference, and fit their schema.
 """
 
+from __future__ import annotations
+
 import json
 import re
 

@@ -1,5 +1,7 @@
 """The page on troubleshooting: its messages are those of the sources."""
 
+from __future__ import annotations
+
 import re
 import runpy
 

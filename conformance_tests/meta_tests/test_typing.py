@@ -2,6 +2,8 @@
 it.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import re

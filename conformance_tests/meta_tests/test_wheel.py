@@ -2,6 +2,8 @@
 points, and nothing else.
 """
 
+from __future__ import annotations
+
 import runpy
 import zipfile
 from pathlib import Path

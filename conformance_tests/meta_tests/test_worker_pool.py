@@ -2,6 +2,8 @@
 failure nor when the test process is killed.
 """
 
+from __future__ import annotations
+
 import fcntl
 import os
 import subprocess

@@ -1,5 +1,7 @@
 """The command: plant mutants in a package, and say which ones its tests let live."""
 
+from __future__ import annotations
+
 import tempfile
 import time
 from pathlib import Path

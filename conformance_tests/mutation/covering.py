@@ -2,6 +2,8 @@
 the order that finds a fault soonest.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import signal

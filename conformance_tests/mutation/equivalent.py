@@ -1,5 +1,7 @@
 """The mutants that no test can notice, each with the reason."""
 
+from __future__ import annotations
+
 from .running import Mutant
 
 KINDS = "the order of kinds means nothing where one of them is looked for"

@@ -6,6 +6,8 @@ arguments: tests that notice such small changes notice most others (R. DeMillo, 
 Lipton and F. Sayward, "Hints on test data selection", 1978).
 """
 
+from __future__ import annotations
+
 import ast
 import itertools
 from collections.abc import Callable, Iterator

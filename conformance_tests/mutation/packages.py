@@ -2,6 +2,8 @@
 notice.
 """
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import NamedTuple
 

@@ -2,6 +2,8 @@
 before the package itself on the path.
 """
 
+from __future__ import annotations
+
 import ast
 import hashlib
 import json

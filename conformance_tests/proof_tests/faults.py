@@ -2,6 +2,8 @@
 must be refuted.
 """
 
+from __future__ import annotations
+
 import inspect
 from types import ModuleType
 from typing import NamedTuple

@@ -5,6 +5,8 @@ The golden bits, which the suite holds, are compared too. A part of another envi
 stays as it is.
 """
 
+from __future__ import annotations
+
 import os
 import sys
 from pathlib import Path

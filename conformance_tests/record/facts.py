@@ -1,5 +1,7 @@
 """Facts in sections, and the file that holds them."""
 
+from __future__ import annotations
+
 import difflib
 from collections.abc import Iterator
 from pathlib import Path

@@ -2,6 +2,8 @@
 defines, not what a framework's class gives it.
 """
 
+from __future__ import annotations
+
 import functools
 import inspect
 import re

@@ -5,6 +5,8 @@ A raised call of another class, or of a function that makes an error, is a line 
 that name alone.
 """
 
+from __future__ import annotations
+
 import ast
 from collections import Counter
 from collections.abc import Iterator

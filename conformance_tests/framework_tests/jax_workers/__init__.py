@@ -4,6 +4,8 @@ A process of its own, because JAX fixes the number of devices when it starts, an
 deadlock must not hang pytest.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from importlib import import_module
 

@@ -2,6 +2,8 @@
 conformance_tests.framework_tests.jax_workers FILE DEVICES NAME...``.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import sys

@@ -2,6 +2,8 @@
 its share of every micro-batch, and nothing gathers the batch.
 """
 
+from __future__ import annotations
+
 import re
 from contextlib import nullcontext
 from typing import Any, NamedTuple

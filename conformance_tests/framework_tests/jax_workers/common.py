@@ -1,5 +1,7 @@
 """The devices, their mesh, and what runs on them."""
 
+from __future__ import annotations
+
 import re
 from typing import Any
 

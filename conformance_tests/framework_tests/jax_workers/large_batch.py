@@ -2,6 +2,8 @@
 added up over the devices is so once per call.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

@@ -2,6 +2,8 @@
 reduction per part.
 """
 
+from __future__ import annotations
+
 import re
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Meshes of several axes, explicit ones, and programs that the compiler partitions."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

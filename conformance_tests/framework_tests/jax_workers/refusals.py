@@ -2,6 +2,8 @@
 Beside them what is nearly the same, and right.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

@@ -2,6 +2,8 @@
 device with all of them would.
 """
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

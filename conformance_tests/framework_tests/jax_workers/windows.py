@@ -2,6 +2,8 @@
 other numbers of devices.
 """
 
+from __future__ import annotations
+
 import re
 from typing import Any
 

@@ -2,6 +2,8 @@
 the current folder.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import sys

@@ -2,6 +2,8 @@
 communication is initialised.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import pytest

@@ -2,6 +2,8 @@
 them.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Sequence
 

@@ -1,5 +1,7 @@
 """Refusals, and saved windows that resume."""
 
+from __future__ import annotations
+
 import gc
 from typing import Any
 

@@ -2,6 +2,8 @@
 norm, one overflow flag, and files of their own.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import mindspore as ms

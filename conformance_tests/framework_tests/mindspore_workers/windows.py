@@ -2,6 +2,8 @@
 and in `Model.train`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 from itertools import product

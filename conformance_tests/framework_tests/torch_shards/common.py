@@ -2,6 +2,8 @@
 micro-batches.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple

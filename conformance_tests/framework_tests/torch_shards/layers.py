@@ -1,5 +1,7 @@
 """Layered windows of two workers, whose layers are copies."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 from unittest import mock

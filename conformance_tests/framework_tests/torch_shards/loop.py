@@ -1,5 +1,7 @@
 """The loops that FSDP users write, and their checkpoints."""
 
+from __future__ import annotations
+
 import gc
 import math
 import tempfile

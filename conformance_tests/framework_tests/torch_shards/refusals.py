@@ -1,5 +1,7 @@
 """Refusals that every worker raises, before anything is lost."""
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

@@ -1,5 +1,7 @@
 """The sum over the workers of a window, and the large batch in one call."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from functools import partial

@@ -2,6 +2,8 @@
 workers.
 """
 
+from __future__ import annotations
+
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 

@@ -2,6 +2,8 @@
 framework's runs, as JSON lines.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 from pathlib import Path

@@ -1,5 +1,7 @@
 """The demo's data, and its large batches and micro-batches."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -2,6 +2,8 @@
 results.
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,5 +1,7 @@
 """The curves of the demo's runs, and their faults."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 

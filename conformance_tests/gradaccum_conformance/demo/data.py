@@ -4,6 +4,8 @@ E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Mach
 Learning Repository, 1998: 8 x 8 images, ten classes.
 """
 
+from __future__ import annotations
+
 import numpy as np
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split

@@ -4,6 +4,8 @@ Colour and width tell the run: later lines are thinner, so that the earlier ones
 visible below. The marker tells the framework.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -4,6 +4,8 @@ Every run applies one update for each large batch. All runs but the naive loop m
 apply the same updates, up to rounding.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 

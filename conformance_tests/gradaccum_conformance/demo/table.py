@@ -1,5 +1,7 @@
 """The demo's results in the terminal."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 from rich.table import Table

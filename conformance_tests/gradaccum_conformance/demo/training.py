@@ -2,6 +2,8 @@
 from the large-batch run.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from typing import NamedTuple
 

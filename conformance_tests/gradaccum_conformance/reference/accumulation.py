@@ -4,6 +4,8 @@ Scalars are rounded to float32 after each operation, as every backend's state ho
 them.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from itertools import chain

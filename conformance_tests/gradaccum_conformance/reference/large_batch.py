@@ -5,6 +5,8 @@ It keeps every micro-batch's part and adds up at the end by the formulas of the
 definition, which no backend can afford.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any, NamedTuple
 

@@ -5,6 +5,8 @@ The state is made at the first update. So it fits the float32 masters that a wra
 put in the parameters' place before.
 """
 
+from __future__ import annotations
+
 from typing import Protocol
 
 import numpy as np

@@ -5,6 +5,8 @@ the whole list to all, so that every worker computes the same from the same valu
 the same order.
 """
 
+from __future__ import annotations
+
 import time
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path

@@ -2,6 +2,8 @@
 and reports.
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,5 +1,7 @@
 """The report as one web page that needs no other file."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined

@@ -4,6 +4,8 @@ A property is a module of the suite. A missing result is a failure: a process th
 a test that left no record, a run without tests.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple

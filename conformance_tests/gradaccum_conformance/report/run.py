@@ -1,5 +1,7 @@
 """A whole run: every backend's results, the machine and the time."""
 
+from __future__ import annotations
+
 import contextlib
 import platform
 import re

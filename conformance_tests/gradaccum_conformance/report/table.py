@@ -1,5 +1,7 @@
 """The report in the terminal: a row for each property, a column for each backend."""
 
+from __future__ import annotations
+
 from rich.table import Table
 from rich.text import Text
 

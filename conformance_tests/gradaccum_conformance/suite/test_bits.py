@@ -2,6 +2,8 @@
 gives the same ones twice.
 """
 
+from __future__ import annotations
+
 import pytest
 
 from gradaccum_conformance.bits import RUNS, bits_of, environment, read, section

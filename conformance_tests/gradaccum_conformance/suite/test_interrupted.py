@@ -7,6 +7,8 @@ that. The test raises where a call of the backend, of the core or of the framewo
 optimizer begins.
 """
 
+from __future__ import annotations
+
 import random
 import sys
 from collections import Counter

@@ -4,6 +4,8 @@ reached, and through long random sequences.
 After each event every field is equal, and every sum is equal exactly.
 """
 
+from __future__ import annotations
+
 import math
 import resource
 from collections import Counter

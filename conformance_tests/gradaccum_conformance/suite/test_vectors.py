@@ -2,6 +2,8 @@
 offers all of them.
 """
 
+from __future__ import annotations
+
 from functools import partial
 
 import numpy as np

@@ -6,6 +6,8 @@ give it another name and other events, whose numbers may be plain, and run this 
 ``transitions.json`` has each event in each state that its options and events reach.
 """
 
+from __future__ import annotations
+
 import json
 import re
 from functools import partial

@@ -2,6 +2,8 @@
 BACKEND DESCRIPTOR``.
 """
 
+from __future__ import annotations
+
 import faulthandler
 import signal
 import sys

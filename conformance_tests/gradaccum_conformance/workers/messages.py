@@ -1,5 +1,7 @@
 """The messages between the test and a worker: plain data, pickled."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

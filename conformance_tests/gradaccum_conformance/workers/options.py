@@ -2,6 +2,8 @@
 anew for each.
 """
 
+from __future__ import annotations
+
 import gradaccum
 from gradaccum_conformance.harness import Option
 

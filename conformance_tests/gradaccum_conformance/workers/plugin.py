@@ -2,6 +2,8 @@
 backend's `worker_modes`, with two workers; deep, with four.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -5,6 +5,8 @@ A worker that raises, dies or does not answer in time is reported by its rank, a
 pool ends: the others may wait for it for ever.
 """
 
+from __future__ import annotations
+
 import contextlib
 import random
 import shutil

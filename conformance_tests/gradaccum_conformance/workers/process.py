@@ -1,5 +1,7 @@
 """A worker's process, as the test holds it."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import signal

@@ -2,6 +2,8 @@
 give together.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import NamedTuple

@@ -2,6 +2,8 @@
 without a further package.
 """
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,7 @@
 """The calls that take the large batch, as the conformance suite makes them."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any

@@ -1,5 +1,7 @@
 """The conformance suite's models as JAX functions of a flat dict of parameters."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

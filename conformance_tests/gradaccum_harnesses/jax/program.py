@@ -2,6 +2,8 @@
 optimizer, options, dtype and mode, and shared.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property

@@ -1,5 +1,7 @@
 """Sessions of the conformance suite over the JAX backend."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple

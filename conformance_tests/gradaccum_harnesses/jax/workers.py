@@ -5,6 +5,8 @@ That program takes a gradient, its weight and its loss from each worker. A worke
 without a micro-batch gives zeros with a weight of 0.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path

@@ -4,6 +4,8 @@ MindSpore has no float64 convolution on a CPU, so there it is slices and a matri
 product. Constants are Tensors, because a Python number is rounded to float32.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,6 +4,8 @@ Compiling a step takes about a second, so a compiled trainer goes back to a pool
 the next session of the same shape borrows it.
 """
 
+from __future__ import annotations
+
 import weakref
 from collections.abc import Iterator
 from contextlib import chdir, contextmanager

@@ -2,6 +2,8 @@
 the call that the suite makes in it.
 """
 
+from __future__ import annotations
+
 import os
 import subprocess
 import sys

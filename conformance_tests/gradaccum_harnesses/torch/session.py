@@ -2,6 +2,8 @@
 them, for the conformance suite.
 """
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

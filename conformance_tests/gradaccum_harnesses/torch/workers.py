@@ -2,6 +2,8 @@
 `DistributedDataParallel` modules.
 """
 
+from __future__ import annotations
+
 import datetime
 from pathlib import Path
 from typing import ClassVar

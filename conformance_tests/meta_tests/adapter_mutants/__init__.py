@@ -5,6 +5,8 @@ A mutant names no file. Its text stands once in the sources of its adapter, so t
 move of code costs nothing.
 """
 
+from __future__ import annotations
+
 from .planting import Mutant
 from .to_jax import MUTANTS as JAX
 from .to_mindspore import MUTANTS as MINDSPORE

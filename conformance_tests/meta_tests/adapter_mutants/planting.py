@@ -2,6 +2,8 @@
 the path of a program that runs a test.
 """
 
+from __future__ import annotations
+
 import shutil
 from pathlib import Path
 from typing import NamedTuple

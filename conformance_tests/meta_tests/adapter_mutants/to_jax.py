@@ -1,5 +1,7 @@
 """The JAX adapter's mutants."""
 
+from __future__ import annotations
+
 from .planting import Mutant
 
 MUTANTS = (

@@ -2,6 +2,8 @@
 seconds to compile.
 """
 
+from __future__ import annotations
+
 from .planting import Mutant
 
 MUTANTS = (

@@ -1,5 +1,7 @@
 """The torch adapter's mutants."""
 
+from __future__ import annotations
+
 from .planting import Mutant
 
 EVERYDAY = "test_torch_everyday.py::"

@@ -2,6 +2,8 @@
 each.
 """
 
+from __future__ import annotations
+
 from .large_batch import LARGE_BATCH
 from .window import WINDOW
 from .workers import WORKERS

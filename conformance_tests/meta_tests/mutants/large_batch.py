@@ -2,6 +2,8 @@
 batch.
 """
 
+from __future__ import annotations
+
 from .planting import Mutant
 
 ONE_CALL = "(test_one_call or test_coupled)"

@@ -2,6 +2,8 @@
 was planted. The suite's workers load it too, each in its process.
 """
 
+from __future__ import annotations
+
 import inspect
 import os
 from importlib import import_module

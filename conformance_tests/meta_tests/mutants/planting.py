@@ -1,5 +1,7 @@
 """The form of a fault that is planted in the example backend."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 

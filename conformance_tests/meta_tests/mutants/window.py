@@ -2,6 +2,8 @@
 its loss, and its saving.
 """
 
+from __future__ import annotations
+
 from gradaccum.kit import State
 
 from .planting import Mutant

@@ -1,5 +1,7 @@
 """Faults in a window that several workers share. Most were made by real programs."""
 
+from __future__ import annotations
+
 from .planting import Mutant
 from .window import ADD, ENDS
 
