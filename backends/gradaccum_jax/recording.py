@@ -4,6 +4,7 @@ check whether the loop accumulates them correctly.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -126,6 +127,13 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
                 gradient = jax.tree.map(_unmasked, self._mask, gradient)
             return _vector(gradient)
 
+        def rounding() -> float:
+            program = jax.make_jaxpr(lambda params: loss_fn(params, *batches[0]))(
+                params
+            )
+            is_float16 = re.search(r"\bf16\b", str(program)) is not None
+            return kit.rounding_of(gradients, gradient_of, is_float16=is_float16)
+
         gradients = [gradient_of(number) for number in range(len(batches))]
         dtypes = [jnp.asarray(leaf).dtype for leaf in jax.tree.leaves(params)]
         report = kit.loop_report(
@@ -133,7 +141,7 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
             [vectors[number] for number in range(int(updates))],
             [float(count(*batch)) for batch in batches],
             max(float(jnp.finfo(dtype).eps) for dtype in dtypes),
-            measure_rounding=lambda: kit.rounding_of(gradients, gradient_of),
+            measure_rounding=rounding,
             **options,
         )
         if is_partial:

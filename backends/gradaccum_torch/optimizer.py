@@ -256,8 +256,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         # The next micro-batch may close a window too. The scheduler would then step
         # only once for two updates.
         schedulers = [each for each in window.schedulers if each.is_called_each_time()]
+        followers = [each for each in window.schedulers if each.is_called_at_updates()]
         with window.listeners.settled():
-            window.flush(schedulers, denominator)
+            window.flush(followers, denominator)
         for scheduler in schedulers:
             scheduler.follow()
 

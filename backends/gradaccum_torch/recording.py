@@ -299,9 +299,9 @@ class LoopRecord:
         return reports[shown]
 
     def _trains_alone(self) -> bool:
-        """True if this process shares its updates with no other process. With
-        ``process_group="alone"``, a `DistributedDataParallel` module may still average
-        the gradients of each micro-batch over the processes.
+        """True if the optimizer was wrapped with ``process_group="alone"``, and no
+        `DistributedDataParallel` module averages its gradients over the processes.
+        Other code that averages the gradients is not noticed.
         """
         ids = set(map(id, self._parameters))
         return self._is_alone and all(

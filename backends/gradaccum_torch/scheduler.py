@@ -1,10 +1,11 @@
 """A wrapper for learning-rate schedulers: you call ``scheduler.step()`` after every
 micro-batch, and the scheduler steps once per update.
 
-If a ``flush()`` closes several windows, the wrapper also steps the scheduler between
-these windows. At the end of ``flush()``, the wrapper also steps a scheduler that is
-called after every micro-batch. Otherwise, the scheduler would step only once for two
-updates if the next micro-batch closes a window too.
+If a ``flush()`` closes several windows, the wrapper also steps a scheduler between
+these windows, if the scheduler is called after every micro-batch or after every update.
+At the end of ``flush()``, the wrapper also steps a scheduler that is called after every
+micro-batch. Otherwise, the scheduler would step only once for two updates if the next
+micro-batch closes a window too.
 
 For a timm scheduler, the wrapper passes the number of updates to the scheduler's
 ``step_update`` method. The scheduler's ``step`` method, whose argument is an epoch,
@@ -147,6 +148,14 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         does not step at the end of a ``flush``.
         """
         return self._calls_are_consecutive and self._called_at == self._position()
+
+    def is_called_at_updates(self) -> bool:
+        """True if the scheduler was called after each micro-batch or after each update,
+        so it steps between two windows that a single ``flush`` closes.
+        """
+        updates, _ = self._position()
+        places = (self._position(), (updates, 0))
+        return self._calls_are_consecutive and self._called_at in places
 
     def follow(self) -> None:
         """Step the scheduler with the arguments of its last call. Do nothing if its

@@ -66,6 +66,11 @@ class Scheduler(Protocol):
         micro-batch before it.
         """
 
+    def is_called_at_updates(self) -> bool:
+        """True if the scheduler was called after each micro-batch or after each
+        update.
+        """
+
     def follow(self) -> None:
         """Step if the optimizer has applied an update since the scheduler's last
         step.

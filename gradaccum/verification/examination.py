@@ -11,7 +11,7 @@ has a section for each kind of cause.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import chain
 
@@ -162,58 +162,59 @@ class Examination:
         loss's scale. A scale with which the gradient overflows is ignored. If the
         result is True, the cause has been added to `self.causes`.
         """
-        if self.is_infinite([self.comparison.items]):
-            return True
-        self.scale_float16()
         comparison = self.comparison
+        if self.is_infinite([comparison.items]):
+            return True
         # Run other micro-batches before the large batch runs again. If the loss
         # remembers its previous batch, the large batch then gives another gradient.
         gradients = [comparison.large, *comparison.gradients(comparison.partitions[0])]
-        self.has_gradient = any((gradient != 0).any() for gradient in gradients)
-        names = self.changed_names(scale=comparison.conditions.scale)
+        names = self.changed_names(scale=1.0)
         if names:
             return self.add("changing", names)
-        # `scale_float16` has already tested the loss that it scales.
-        for scale in SCALES if comparison.conditions.scale == 1 else ():
-            names = self.changed_names(scale=scale)
-            if names:
-                return self.add("custom_backward", names)
+        names = self.scale_float16()
+        for scale in SCALES:
+            names = names or self.changed_names(scale=scale)
+        if names:
+            return self.add("custom_backward", names)
+        gradients.append(self.comparison.large)
+        self.has_gradient = any((gradient != 0).any() for gradient in gradients)
         return False
 
-    def scale_float16(self) -> None:
+    def scale_float16(self) -> Sequence[str]:
         """Scale the loss in the later experiments if it is computed in float16, because
         small float16 gradients become 0 otherwise. They would hide a mistake, or look
-        like a custom backward pass.
+        like a custom backward pass. Return the names of the parameters whose gradient
+        is not proportional to the scale even if it is large.
 
         Do not scale the loss if a gradient is then not finite, or if the large batch's
-        gradient is not proportional to the scale. Without the scale, it may differ by
-        rounding, and by half of float16's smallest number for each item.
+        gradient changes by more than rounding and by more than half of float16's
+        smallest number for each item.
         """
         unscaled = self.comparison
         roundoff, _ = unscaled.subject.precision
         if roundoff != FLOAT16_ROUNDOFF:
-            return
+            return ()
         scaled = unscaled.under(scale=SCALES[1])
-        gradients = [
-            scaled.under(scale=16 * SCALES[1]).large,
-            *scaled.gradients([*chain(*unscaled.partitions)]),
-        ]
-        if not all(map(is_finite, gradients)):
-            return
+        larger_gradient = scaled.under(scale=16 * SCALES[1]).large
+        gradients = scaled.gradients([*chain(*unscaled.partitions)])
+        if not all(map(is_finite, [larger_gradient, *gradients])):
+            return ()
+        names = scaled.differing(larger_gradient, scaled.large)
         room = len(unscaled.items) * SMALLEST_FLOAT16 / 2
         changes = unscaled.norms(unscaled.large - scaled.large)
-        is_proportional = not scaled.differing(gradients[0], scaled.large) and all(
+        is_small = all(
             changes[name]
             <= ROUNDING_LIMIT * scaled.units[name]
             + room * math.sqrt(place.stop - place.start)
             for name, place in unscaled.subject.places.items()
         )
-        if is_proportional:
+        if is_small and not names:
             self.comparison = scaled
             self.notes.append(
                 f"compared with the loss multiplied by {SCALES[1]:g}, because small"
                 " float16 gradients become 0 without loss scaling."
             )
+        return names
 
     def is_infinite(self, parts: Iterable[Items]) -> bool:
         for part in parts:
@@ -225,7 +226,7 @@ class Examination:
                 return self.add("not_finite", names, items=items)
         return False
 
-    def changed_names(self, **conditions: object) -> list[str]:
+    def changed_names(self, **conditions: object) -> Sequence[str]:
         """Compute the large batch's gradient again under changed `conditions`, and
         return the names of the parameters whose gradient differs by more than rounding
         from the gradient under the conditions of `self.comparison`. If the new gradient

@@ -50,7 +50,8 @@ def verify(
             items if there are fewer.
         reduction: as in `gradaccum.wrap`.
         weight: the weight that training uses: a callable ``weight(*micro_batch)``, or
-            one number per item. Default: the number of items.
+            one number per item. Default: the number of items. If `batch` is a
+            dictionary, the callable may take all its keys as arguments.
         axes: the batch axis of each array: one number for all arrays, or a prefix nest
             of `batch`. None means that an array is passed whole. ``"key"`` means that
             the array is a random key (JAX).

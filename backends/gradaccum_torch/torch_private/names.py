@@ -382,12 +382,14 @@ def reduced_parameters(module: DistributedDataParallel) -> list[Tensor]:
     """Return the parameters of `module`, except trainable parameters that it was told
     to ignore.
     """
-    return [
-        parameter
-        for name, parameter in module.named_parameters()
-        if not parameter.requires_grad
-        or name.removeprefix("module.") not in module.parameters_to_ignore
-    ]
+    parameters = []
+    for path, part in module.module.named_modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            # This is the name that torch compares: ".weight" for the root's own weight.
+            is_ignored = f"{path}.{name}" in module.parameters_to_ignore
+            if not (is_ignored and parameter.requires_grad):
+                parameters.append(parameter)
+    return parameters
 
 
 def waiting_modules() -> list[DistributedDataParallel]:

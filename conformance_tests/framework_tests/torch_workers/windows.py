@@ -140,11 +140,16 @@ def schedules_and_averages_move_once_per_update(rank: int) -> None:
     opt.on_update(partial(average.update_parameters, model))
     schedule = gradaccum.wrap(StepLR(opt, step_size=1, gamma=0.5))
     of_epochs = gradaccum.wrap(StepLR(opt, step_size=1, gamma=0.5))
+    of_updates = gradaccum.wrap(StepLR(opt, step_size=1, gamma=1.0))
     for batch in micro_batches(rank):
         learn(parallel, opt, batch)
         schedule.step()
+        if opt.result.applied:
+            of_updates.step()
     opt.flush()
+    of_updates.step()
     assert of_epochs.last_epoch == 0
+    assert of_updates.last_epoch == 3
     schedule.step()
     assert met == WORLD**3
     require_equal(model, expected)
