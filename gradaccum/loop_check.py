@@ -700,7 +700,7 @@ def items_of(*micro_batch: Any) -> float:
     items = number_of_items(dict(first) if isinstance(first, Mapping) else first)
     if not items:
         raise ArgumentValueError(
-            "weight: expected a function, because the first argument of a micro-batch"
+            "weight: expected a function, because the first element of a micro-batch"
             " does not show the number of items; got None. Pass weight=lambda"
             " *micro_batch: ..., which returns the number of items."
         )

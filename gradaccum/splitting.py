@@ -418,11 +418,11 @@ def require_one_size(
     for path, length in lists:
         if length == items:
             raise ArgumentValueError(
-                f"{path}: expected a list in which each element contains the whole"
-                f" batch; got {length} similar elements, which look like individual"
-                " items. If they are items, stack them into one array. Otherwise, pass"
-                " an axis for each element in axes=, such as [0, 0], or None to pass"
-                " the list unsplit."
+                f"{path}: expected a list of arrays that each contain all items; got"
+                f" {length} similar elements, which look like individual items. If they"
+                " are items, stack them into one array. Otherwise, pass an axis for"
+                " each element in axes=, such as [0, 0], or None to pass the list"
+                " unsplit."
             )
     for path, size in sizes:
         if size != items:

@@ -289,8 +289,8 @@ def fits(accumulator: Tree, divisor: Scalar, dtypes: list[DType]) -> Scalar:
 
 def _is_narrower(dtype: DType, total_dtype: DType) -> bool:
     """True if a gradient sum of dtype `total_dtype`, divided by a float32, may be too
-    large for `dtype`. The quotient has the wider dtype of the sum and the divisor, so
-    the quotient of a half-precision sum is a float32.
+    large for `dtype`. The quotient has the wider of the two dtypes, so the quotient of
+    a half-precision sum is a float32.
     """
     if not jnp.issubdtype(total_dtype, jnp.inexact):
         return False

@@ -310,8 +310,8 @@ class GradientWatch:
         return bool(self.factors) or self.is_running or self.was_changed
 
     def reset(self) -> None:
-        """Record that autograd produced every current ``.grad``, and clear the record
-        of backward passes.
+        """Treat every current ``.grad`` as the work of autograd, and forget all
+        backward passes so far.
         """
         self.micro_batch_ended()
         self.was_changed = False

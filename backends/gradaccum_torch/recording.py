@@ -468,10 +468,9 @@ def _gathered(own: Measurement, workers: int) -> list[Measurement]:
     for rank, part in enumerate(parts[1:], 1):
         if len(part.gradients[0]) != len(first.gradients[0]):
             raise UsageError(
-                "optimizer: expected the same parameters on each worker; got other"
-                f" parameters on worker {rank} than on worker 0. If each worker trains a"
-                " part of the model, check a small copy of the whole model in one"
-                " process."
+                "optimizer: expected the same parameters on each worker; got different"
+                f" parameters on workers 0 and {rank}. If each worker trains a part of"
+                " the model, check a small copy of the whole model in one process."
             )
         gradient = torch.cat(part.gradients)
         difference = gradient - torch.cat(first.gradients)

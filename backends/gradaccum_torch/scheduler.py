@@ -150,8 +150,8 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         return self._calls_are_consecutive and self._called_at == self._position()
 
     def is_called_at_updates(self) -> bool:
-        """True if the scheduler was called after each micro-batch or after each update,
-        so it steps between two windows that a single ``flush`` closes.
+        """True if the scheduler was called after each micro-batch or after each update.
+        Such a scheduler steps between two windows that a single ``flush`` closes.
         """
         updates, _ = self._position()
         places = (self._position(), (updates, 0))

@@ -207,10 +207,9 @@ class Comparison:
 
     @cached_property
     def errors(self) -> dict[str, float]:
-        """For each parameter, how far the accumulated gradient of a partition is from
-        the large batch's gradient: the largest distance over all partitions. The
-        distance is the 2-norm of the difference, in units of the rounding error (see
-        `units`).
+        """For each parameter, the largest distance between the accumulated gradient of
+        any partition and the large batch's gradient. The distance is the 2-norm of the
+        difference, in units of the rounding error (see `units`).
         """
         worst = dict.fromkeys(self.subject.places, 0.0)
         for parts in self.partitions:

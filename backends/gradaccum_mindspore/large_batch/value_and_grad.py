@@ -223,11 +223,11 @@ class CompiledUpdateLoop(CompiledLoop):
     """A compiled loop that passes the gradients of each micro-batch to the optimizer,
     instead of adding them up itself.
 
-    The optimizer must be called for one micro-batch after the other, but the compiler
-    may reorder calls that do not depend on each other. So the loop makes each call
-    depend on the previous call. It passes a zero from one micro-batch to the next, in
-    place of the gradient sums. `add_gradients` adds this zero to the weight that the
-    optimizer gets, and returns the zero only after the optimizer has run.
+    The optimizer must process the micro-batches in order, but the compiler may reorder
+    calls that do not depend on each other. So the loop makes each call depend on the
+    previous call: it passes a zero from one micro-batch to the next. (A loop that adds
+    up gradients passes the gradient sums.) `add_gradients` adds this zero to the weight
+    that the optimizer gets, and returns the zero only after the optimizer has run.
     """
 
     def __init__(
