@@ -49,11 +49,11 @@ def half_made_error() -> UsageError:
     exception interrupted an update, or the addition of a gradient to the sum.
     """
     return UsageError(
-        "optimizer: expected the last update to have completed, or not to have started;"
-        " got an update that was interrupted by an exception, so the parameters, the"
-        " optimizer's state or the gradient sum may be only partly updated. Load the"
-        " last checkpoint, or call discard() to drop the window and continue with the"
-        " partly updated values."
+        "optimizer: expected no half-finished update or gradient sum; got an earlier"
+        " call that was interrupted by an exception, so the parameters, the optimizer's"
+        " state or the gradient sum may be only partly updated. Load the last"
+        " checkpoint, or call discard() to drop the window and continue with the partly"
+        " updated values."
     )
 
 
@@ -75,9 +75,9 @@ def update_due_error(call: str) -> UsageError:
     up.
     """
     return UsageError(
-        f"{call}: expected a call before the window's reduction; got a call after the"
-        " reduction, when the update had already failed. Call flush() on every worker"
-        " to retry the update, or discard() on every worker to drop it."
+        f"{call}: expected a window that is not reduced yet; got a window that was"
+        " already reduced, but whose update failed. Call flush() on every worker to"
+        " retry the update, or discard() on every worker to drop it."
     )
 
 
@@ -139,9 +139,12 @@ def require_same_rates(
         raise UsageError(
             f"learning rates on rank {rank}: expected the same rates, parameters and"
             f" optimizer on every worker; got {list(rates)} on this worker, and"
-            " different rates or a different window on another worker. Step the"
-            " scheduler in a listener, because a single flush() may close several"
-            " windows. If two optimizers share a process group, run the same number of"
+            " different rates, another optimizer's window or, with fully_shard, a"
+            " different number of micro-batches on another worker. Write"
+            " gradaccum.wrap(scheduler), or step the scheduler in a function passed to"
+            " add_listener(), because a single flush() may close several windows. If"
+            " two optimizers share a process group, run the same number of"
             " micro-batches on every worker, or give each optimizer its own group. Add"
-            " parameters in the same order on every worker."
+            " parameters in the same order on every worker. With fully_shard, call"
+            " discard() on every worker or on none."
         )

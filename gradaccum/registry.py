@@ -175,7 +175,7 @@ def _not_an_optimizer(candidate: object) -> ArgumentTypeError:
         fix = f"Call it: gradaccum.wrap({candidate.__name__}(...), steps=4)."
     names = ", ".join(map(_describe, registered_backends()))
     return ArgumentTypeError(
-        "optimizer: expected an optimizer of"
+        "optimizer: expected an optimizer for"
         f" {names or 'a backend, but no backend is installed'}; got {kind}. {fix}"
     )
 

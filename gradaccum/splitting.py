@@ -420,17 +420,16 @@ def require_one_size(
             raise ArgumentValueError(
                 f"{path}: expected a list of arrays that each contain all items; got"
                 f" {length} similar elements, which look like individual items. If they"
-                " are items, stack them into one array. Otherwise, pass an axis for"
-                " each element in axes=, such as [0, 0], or None to pass the list"
-                " unsplit."
+                " are items, stack them into one array. Otherwise, in axes=, write one"
+                " axis per element, such as [0, 0], or None to pass the list unsplit."
             )
     for path, size in sizes:
         if size != items:
             raise ArgumentValueError(
                 f"{path}: expected {items} items, as in {first_path}; got {size} items."
-                ' In axes=, write the batch axis of this array, "key" for a random key'
-                " of JAX, or None to pass the array unsplit. If a list has one element"
-                " per item, stack the elements into one array."
+                ' In axes=, write the batch axis of this array, "key" for a JAX random'
+                " key, or None to pass the array unsplit. If a list has one element per"
+                " item, stack the elements into one array."
             )
     return items
 

@@ -100,15 +100,14 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
         if len(recorder_states) != 1:
             raise ArgumentValueError(
                 "state: expected an optimizer state that contains one RecorderState;"
-                f" got {len(recorder_states)} of them. Use the recorder instead of the"
-                " whole inner optimizer, and pass the state that the optimizer"
-                " returned."
+                f" got {len(recorder_states)} of them. Use one recorder as the entire"
+                " inner optimizer, and pass the state that the optimizer returned."
             )
         updates = recorder_states[0].updates
         if np.shape(updates) != ():
             raise ArgumentValueError(
                 "state: expected the state of one device; got a replicated state, whose"
-                f" number of updates has shape {np.shape(updates)}. Pass"
+                f" update counter has shape {np.shape(updates)}. Pass"
                 " flax.jax_utils.unreplicate(state)."
             )
         batches = kit.recorded_batches(micro_batches)

@@ -47,5 +47,6 @@ def require_read(key: int) -> bool:
         " gradaccum_mindspore.TrainOneStepCell(network, optimizer), which you can also"
         " pass to mindspore.train.Model. In your own training step, return"
         " optimizer.scale(loss) from the function that you differentiate, or pass"
-        " optimizer.loss_scale as sens. Reading optimizer.result is not enough."
+        " optimizer.loss_scale as sens. Reading the scale from optimizer.result does"
+        " not prevent this error."
     )

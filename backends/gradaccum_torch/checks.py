@@ -65,9 +65,9 @@ def changed_gradients_error() -> UsageError:
         " window, most likely by clip_grad_norm_ or model.zero_grad(). This window"
         " cannot be recovered, so call opt.discard(). To clip, pass clip_norm= to"
         " gradaccum.wrap (opt.result.grad_norm is the norm). To clear the gradients,"
-        " call opt.zero_grad(). With DistributedDataParallel, pass module=parallel. In"
-        " a pipeline schedule, set scale_grads=False. If your own loop has to change"
-        f" .grad, pass separate_sums=True.{CUDA_GRAPH}"
+        " call opt.zero_grad(). If the model is a DistributedDataParallel module, pass"
+        " it as module=. In a pipeline schedule, set scale_grads=False. If your own"
+        f" loop has to change .grad, pass separate_sums=True.{CUDA_GRAPH}"
     )
 
 
@@ -84,8 +84,9 @@ def unfinished_error(call: str) -> UsageError:
     return UsageError(
         f"{call}: expected a call after step(); got a call between backward() and"
         " step() while a window was open. Call opt.step() first, or call opt.discard()"
-        " to drop the whole window. If the loss should not train these parameters,"
-        " write loss.backward(inputs=list(generator.parameters())), or wrap with"
+        " to drop the whole window. If the loss should not train this optimizer's"
+        " parameters, list the parameters that it should train:"
+        " loss.backward(inputs=list(generator.parameters())), or wrap with"
         " separate_sums=True. If several workers share the window, call backward() once"
         " per micro-batch, on the sum of the micro-batch's losses, and pass"
         " use_reentrant=False to checkpoint()."
@@ -120,16 +121,17 @@ def not_weighed_error(weight: float) -> UsageError:
         " this micro-batch; got gradients of a loss that this optimizer did not"
         " multiply, from scaler.scale(loss).backward() or from code that writes to"
         " .grad. Call opt.discard(), and write opt.backward(loss, weight=n). To compute"
-        " gradients without backward(), compute those of opt.scale(loss). If the losses"
-        ' are sums over items, you may wrap with reduction="sum_per_item" instead.'
+        " gradients without backward(), call opt.weigh(n), and differentiate"
+        " opt.scale(loss). If the losses are sums over items, you may wrap with"
+        ' reduction="sum_per_item" instead.'
     )
 
 
 def scaled_twice_error() -> UsageError:
     return UsageError(
-        "loss: expected a loss without the loss scale, because gradaccum multiplies it"
-        " by the scale of the scaler that was passed as loss_scale=; got"
-        " scaler.scale(loss). Pass the loss itself: opt.backward(loss)."
+        "loss: expected an unscaled loss, because gradaccum itself scales the loss with"
+        " the scaler that was passed as loss_scale=; got scaler.scale(loss). Pass the"
+        " loss itself: opt.backward(loss)."
     )
 
 
@@ -137,7 +139,8 @@ def other_weight_error(weight: float, earlier: float) -> UsageError:
     return UsageError(
         f"weight: expected {earlier:g}, the weight that this micro-batch already has;"
         f" got {weight!r} ({type(weight).__name__}). Call opt.step() after each"
-        " micro-batch, or opt.weigh(n) once for all its losses."
+        " micro-batch. If a micro-batch has several losses, call opt.weigh(n) once for"
+        " all of them."
     )
 
 

@@ -233,8 +233,8 @@ class Border:
                 " an input that was modified in place. Set inplace=False in the layer's"
                 " first operation, or combine the layer with the previous layer:"
                 " nn.Sequential(nn.Conv2d(...), nn.ReLU(inplace=True)). If a layer"
-                " returns a buffer that another layer or loss_fn later modifies, return"
-                " buffer.clone() from the first layer instead."
+                " returns a buffer that another layer or loss_fn later modifies, make"
+                " the layer return buffer.clone()."
             )
 
 

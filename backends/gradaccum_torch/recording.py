@@ -166,8 +166,8 @@ class LoopRecord:
                 "optimizer: expected an optimizer that trains the same parameters in"
                 " every recorded update; got an optimizer some of whose parameters were"
                 f" added, frozen or unfrozen before update {len(self._updates) + 1}."
-                " Check the updates before and after this change separately, each in"
-                " its own recording."
+                " Check the updates before and after this change in two separate"
+                " recordings."
             )
         gradients = self._dense(received)
         # A fused optimizer may store a loss scale, by which it divides the gradients.
@@ -430,10 +430,10 @@ def weights_of(counts: Sequence[tuple[float, float]]) -> list[float]:
     for count, later_count in counts:
         if count * later_largest != later_count * largest:
             raise UsageError(
-                "weight: expected a function, because the number of labels that count"
-                " depends on the model; got None. For a causal language model, pass"
-                " weight=lambda *_, labels, **__: (labels[:, 1:] != -100).sum(). For a"
-                " model that predicts every label, leave out [:, 1:]."
+                "weight: expected a function, because some models leave each sequence's"
+                " first label out of the loss; got None. For a causal language model,"
+                " pass weight=lambda *_, labels, **__: (labels[:, 1:] != -100).sum()."
+                " For a model that predicts every label, leave out [:, 1:]."
             )
     return [count for count, _ in counts]
 
@@ -461,8 +461,8 @@ def _gathered(own: Measurement, workers: int) -> list[Measurement]:
     if len(set(lengths)) > 1:
         raise UsageError(
             "micro_batches: expected the same number of micro-batches on each worker;"
-            f" got {lengths}. Check a loop in which every worker has the same number of"
-            " micro-batches."
+            f" got {lengths}. Run the check on a loop in which every worker has the"
+            " same number of micro-batches."
         )
     first = parts[0]
     for rank, part in enumerate(parts[1:], 1):

@@ -157,7 +157,7 @@ class WholeWindow:
                 " that have a gradient; got an inner optimizer that changes other"
                 " parameters, or counts its steps in its parameter groups. Load the"
                 ' last checkpoint, and wrap without on_overflow="ignore". The inner'
-                " optimizer then makes one step per window instead of one per layer."
+                " optimizer then takes one step per window instead of one per layer."
             )
 
     def _group_numbers(self) -> list[object]:

@@ -130,7 +130,7 @@ OF_PAIR = [("batch[1][0]", 8), ("batch[1][1]", 8)]
         pytest.param(
             [X, *OF_PAIR],
             [("batch[1]", 8)],
-            r"batch\[1\]: expected a list .* got 8 .* an axis for each element",
+            r"batch\[1\]: expected a list .* got 8 .* one axis per element",
             id="as long as the batch",
         ),
         pytest.param(

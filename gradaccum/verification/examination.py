@@ -375,10 +375,10 @@ class Examination:
 
 def no_gradient_error() -> ArgumentValueError:
     return ArgumentValueError(
-        "loss_fn: expected a loss whose gradient is not 0, because zeros cannot be"
-        " compared; got a loss whose gradient is 0 for every parameter. Check that the"
-        " loss is not detached, and that loss_fn calls the model that you passed, or"
-        " verify with other data."
+        "loss_fn: expected a loss whose gradient is not 0, because comparing zeros"
+        " would show nothing; got a loss whose gradient is 0 for every parameter. Check"
+        " that the loss is not detached, and that loss_fn calls the model that you"
+        " passed, or verify with other data."
     )
 
 

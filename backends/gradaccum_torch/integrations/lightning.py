@@ -173,8 +173,8 @@ def _require_gates(trainer: Trainer) -> None:
         is_gated = isinstance(config.scheduler, GatedScheduler)
         if config.interval == "step" and not (is_gated and config.frequency == 1):
             raise UsageError(
-                'lr_scheduler: expected a wrapped scheduler with "frequency": 1 if'
-                ' "interval" is "step", because Lightning steps such a scheduler after'
+                'lr_scheduler: expected a wrapped scheduler with "frequency": 1,'
+                ' because with "interval": "step" Lightning steps the scheduler after'
                 f" each micro-batch; got {type(config.scheduler).__name__} with"
                 f' frequency {config.frequency}. Write {{"scheduler":'
                 ' gradaccum.wrap(scheduler), "interval": "step"}, so that the scheduler'

@@ -96,8 +96,8 @@ def require_reduced(optimizer: torch.optim.Optimizer, *_: object) -> None:
             "module: expected every optimizer that updates parameters of the"
             f" DistributedDataParallel model to be wrapped with module=; got a {kind}"
             f" that was not wrapped with module=, but updates {len(unreduced)} of these"
-            f" parameters. Write gradaccum.wrap({kind}(...), steps=...,"
-            " module=parallel)."
+            " parameters. Pass the DistributedDataParallel model:"
+            f" gradaccum.wrap({kind}(...), steps=..., module=parallel)."
         )
     CHECKED_OPTIMIZERS.add(optimizer)
 
@@ -131,8 +131,9 @@ def require_parameters(
         raise ArgumentValueError(
             "module: expected the module that contains the optimizer's parameters; got"
             f" a {type(module).__name__} that lacks {len(missing)} of these parameters,"
-            f" or was told to ignore them. {FIX} Pass parameters that it ignores to a"
-            ' separate optimizer, and wrap it with process_group="alone".'
+            f" or was told to ignore them. {FIX} Pass the parameters that the module"
+            " ignores to a separate optimizer, and wrap that optimizer with"
+            ' process_group="alone".'
         )
 
 

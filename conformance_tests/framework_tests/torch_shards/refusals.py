@@ -129,7 +129,7 @@ def other_windows_on_one_worker(rank: int) -> None:
         if rank == 1:
             opt.discard()
         learn(model, opt, batches(rank)[2])
-        with refused(UsageError, "different window on another worker"):
+        with refused(UsageError, "different number of micro-batches on another worker"):
             opt.flush()
         opt.discard()
         train(model, opt, rank, 3)
