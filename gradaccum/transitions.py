@@ -125,8 +125,8 @@ def contribution(weight: Scalar, options: Options) -> Scalar:
 
 
 def steps_at(schedule: Schedule, optimizer_step: Scalar, where: Where) -> Scalar:
-    """Return the size of the window that follows update number `optimizer_step`, or
-    None if the caller closes the window.
+    """Return the size of the window that begins after `optimizer_step` updates, or None
+    if the caller closes the window.
 
     - `schedule`: `Options.steps`. `gradaccum.kit.require_steps` checks what a callable
       returned.

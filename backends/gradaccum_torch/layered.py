@@ -80,7 +80,7 @@ def layered_backward(
 
     If the call raises an error, everything is restored to its state before the call,
     except for layers that were already updated. A note on the error names these layers,
-    and the optimizer cannot be used until ``load_state_dict`` is called.
+    and the optimizer cannot be used until ``load_state_dict`` or ``discard`` is called.
 
     Args:
         layers: an `nn.Sequential`, whose own forward hooks do not run, or a sequence of
