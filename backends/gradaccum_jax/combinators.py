@@ -152,8 +152,9 @@ def _ask_part(
 
 
 def _is_ours(node: Any) -> bool:
-    """True if `node` is the state of the wrapped optimizer, or of an
-    `optax.apply_if_finite` directly around it, which does not change the updates.
+    """True if `node` is the state of the wrapped optimizer, or the state of an
+    `optax.apply_if_finite` directly around the wrapped optimizer. Such an
+    `apply_if_finite` does not change the updates of a flush.
     """
     is_checked = isinstance(node, optax.ApplyIfFiniteState)
     return is_state(node.inner_state if is_checked else node)

@@ -288,9 +288,9 @@ def fits(accumulator: Tree, divisor: Scalar, dtypes: list[DType]) -> Scalar:
 
 
 def _is_narrower(dtype: DType, total_dtype: DType) -> bool:
-    """True if a gradient sum of dtype `total_dtype`, divided by a float32, may be too
-    large for `dtype`. The quotient has the wider of the two dtypes, so the quotient of
-    a half-precision sum is a float32.
+    """True if a gradient sum of dtype `total_dtype`, divided by a float32 number, may
+    be too large for `dtype`. Dividing a half-precision sum gives a float32 quotient, so
+    `dtype` is compared with the dtype of the quotient.
     """
     if not jnp.issubdtype(total_dtype, jnp.inexact):
         return False

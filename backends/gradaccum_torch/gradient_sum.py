@@ -227,9 +227,9 @@ class SumOnArrival(SumInBuffers):
     gradient is added as soon as autograd has accumulated it, so that at most two
     half-precision gradients are in ``.grad`` at a time.
 
-    The micro-batch's smallest gradient stays in ``.grad`` until ``step``, so that a
-    write to ``.grad`` can be detected. If the window has only one micro-batch, all
-    gradients stay in ``.grad``.
+    One gradient of the micro-batch, the gradient with the fewest elements, stays in
+    ``.grad`` until ``step``, so that a write to ``.grad`` can be detected. If the window
+    has only one micro-batch, all gradients stay in ``.grad``.
     """
 
     def __init__(

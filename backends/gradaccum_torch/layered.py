@@ -437,7 +437,7 @@ def require_layered_optimizer(optimizer: AccumulatingOptimizer) -> None:
         problem = "a step hook"
     if problem:
         raise UsageError(
-            "optimizer: expected an optimizer that allows a backward pass layer by"
-            f" layer; got an optimizer with {problem}. Remove this option or hook, or"
+            "optimizer: expected an optimizer that allows a layer-by-layer backward"
+            f" pass; got an optimizer with {problem}. Remove this option or hook, or"
             " call gradaccum_torch.backward."
         )

@@ -301,7 +301,7 @@ class LoopRecord:
     def _trains_alone(self) -> bool:
         """True if the optimizer was wrapped with ``process_group="alone"``, and no
         `DistributedDataParallel` module averages its gradients over the processes.
-        Other code that averages the gradients is not noticed.
+        Other code that averages the gradients is not detected.
         """
         ids = set(map(id, self._parameters))
         return self._is_alone and all(

@@ -264,8 +264,8 @@ def require_same(first_pass: Sequence[Tensor], second_pass: Sequence[Tensor]) ->
         if not np.allclose(before, after, rtol=0, atol=limit, equal_nan=True):
             raise UsageError(
                 "outputs_fn: expected a function that returns the same outputs when it"
-                " is called again; got different outputs in the second pass. For"
-                " randomness, use nn.Dropout or ops.dropout outside mindspore.jit and"
+                " is called again; got different outputs in the second pass. Draw random"
+                " numbers outside mindspore.jit, with nn.Dropout or ops.dropout, and"
                 " list the Cells in modules=, or pass the random numbers as part of the"
                 " batch."
             )

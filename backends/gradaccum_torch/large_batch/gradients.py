@@ -51,7 +51,7 @@ class GradientsInGrad:
 
     During the call, ``.grad`` contains only gradients of this call. At the end of the
     call, the values that ``.grad`` had before are added to these gradients. If the call
-    raises an error, ``.grad`` gets its earlier values back. Half-precision gradients
+    raises an error, ``.grad`` is restored. Half-precision gradients
     are moved into float32 sums as soon as autograd has computed them.
 
     Args:
