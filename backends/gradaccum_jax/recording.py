@@ -114,22 +114,20 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
         count = weight or kit.items_of
         is_partial = any(jax.tree.leaves(self._mask))
 
-        def gradient_of(number: int, factor: float = 1.0) -> Any:
-            def scaled_loss(params: Any) -> Any:
-                loss = loss_fn(params, *batches[number])
-                if isinstance(loss, tuple):  # It is (loss, aux).
-                    loss = loss[0]
-                return loss * factor
+        def loss_of(params: Any, number: int, factor: float = 1.0) -> Any:
+            loss = loss_fn(params, *batches[number])
+            if isinstance(loss, tuple):  # It is (loss, aux).
+                loss = loss[0]
+            return loss * factor
 
-            gradient = jax.grad(scaled_loss)(params)
+        def gradient_of(number: int, factor: float = 1.0) -> Any:
+            gradient = jax.grad(loss_of)(params, number, factor)
             if is_partial:
                 gradient = jax.tree.map(_unmasked, self._mask, gradient)
             return _vector(gradient)
 
         def rounding() -> float:
-            program = jax.make_jaxpr(lambda params: loss_fn(params, *batches[0]))(
-                params
-            )
+            program = jax.make_jaxpr(lambda params: loss_of(params, 0))(params)
             is_float16 = re.search(r"\bf16\b", str(program)) is not None
             return kit.rounding_of(gradients, gradient_of, is_float16=is_float16)
 

@@ -101,8 +101,7 @@ class SizeSearch:
         """
         if name in self.programs:
             return self.programs[name](model_arguments, batch)
-        with jax.numpy_dtype_promotion("standard"):
-            program = self.jitted.lower(model_arguments, batch).compile()
+        program = self.compile(model_arguments, batch)
         needed_bytes = bytes_of(program, (model_arguments, batch))
         if needed_bytes > limit:
             raise jax.errors.JaxRuntimeError(
@@ -112,6 +111,10 @@ class SizeSearch:
         result = jax.block_until_ready(program(model_arguments, batch))  # type: ignore[no-untyped-call]
         self.programs[name] = program
         return result
+
+    def compile(self, model_arguments: Tree, batch: LargeBatch) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            return self.jitted.lower(model_arguments, batch).compile()
 
 
 def is_out_of_memory(error: Exception) -> bool:
