@@ -151,20 +151,20 @@ def _ask_part(
     return updates, new_state
 
 
-def _is_ours(node: Any) -> bool:
-    """True if `node` is the state of the wrapped optimizer, or the state of an
-    `optax.apply_if_finite` directly around the wrapped optimizer. Such an
-    `apply_if_finite` does not change the updates of a flush.
+def _may_change(node: Any) -> bool:
+    """True if a flush may change `node`: the state of the wrapped optimizer, or the
+    state of an `optax.apply_if_finite` directly around the wrapped optimizer, which
+    passes the updates on unchanged.
     """
     is_checked = isinstance(node, optax.ApplyIfFiniteState)
     return is_state(node.inner_state if is_checked else node)
 
 
 def _require_no_state_around(before: Tree, after: Tree) -> None:
-    flat = jax.tree_util.tree_flatten_with_path(before, is_leaf=_is_ours)[0]
-    new_leaves = jax.tree.leaves(after, is_leaf=_is_ours)
+    flat = jax.tree_util.tree_flatten_with_path(before, is_leaf=_may_change)[0]
+    new_leaves = jax.tree.leaves(after, is_leaf=_may_change)
     for (path, leaf), new_leaf in zip(flat, new_leaves, strict=True):
-        if not _is_ours(leaf) and new_leaf is not leaf:
+        if not _may_change(leaf) and new_leaf is not leaf:
             raise UsageError(
                 "tx: expected no stateful transformation after the wrapped optimizer,"
                 " because flush cannot update the state of such a transformation; got a"

@@ -21,6 +21,7 @@ from gradaccum.kit import (
     Options,
     Scalar,
     accumulate,
+    contribution,
     decide,
     divisor,
     joined,
@@ -86,7 +87,7 @@ def add(
     if weight is None:
         weight = jnp.ones_like(state.weight)
     elif options.reduction == "mean":
-        factor = weight
+        factor = contribution(weight, options)
     can_drop = options.on_overflow == "drop_micro_batch"
     finite = jnp.asarray(True)
     if can_drop:

@@ -44,6 +44,8 @@ class GradientSum:
     """Whether the sum is kept outside ``.grad``, so that ``.grad`` contains only the
     current micro-batch's gradient.
     """
+    expects_windows = False
+    """Whether `expect_window` has to be called before each window."""
     adds_at_once = False
     """Whether a `SumOnArrival` moves every gradient out of ``.grad`` immediately. This
     is necessary if the backward passes of several micro-batches run before the next
@@ -53,6 +55,11 @@ class GradientSum:
     def __init__(self, parameters: GetParameters, watch: GradientWatch) -> None:
         self.parameters = parameters
         self.watch = watch
+
+    def expect_window(self, size: object) -> None:
+        """Prepare for the next window. The window's size is a number of micro-batches,
+        a weight, or None if only ``flush`` closes the window.
+        """
 
     def follow_additions(self, gradient_added: Callable[[Tensor], None] | None) -> bool:
         """From now on, call ``gradient_added(parameter)`` whenever a gradient has been
@@ -232,6 +239,8 @@ class SumOnArrival(SumInBuffers):
     has only one micro-batch, all gradients stay in ``.grad``.
     """
 
+    expects_windows = True
+
     def __init__(
         self, parameters: GetParameters, watch: GradientWatch, options: Options
     ) -> None:
@@ -244,9 +253,6 @@ class SumOnArrival(SumInBuffers):
         return self.watch.move_gradient is None
 
     def expect_window(self, size: object) -> None:
-        """Prepare for the next window. The window's size is a number of micro-batches,
-        a weight, or None if only ``flush`` closes the window.
-        """
         self.watch.move_gradient = None
         if size != 1:
             reference = weakref.ref(self)

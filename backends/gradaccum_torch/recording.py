@@ -24,7 +24,7 @@ from gradaccum_torch.large_batch.batch import require_scalar
 from gradaccum_torch.large_batch.gradients import (
     REENTRANT_NODE,
     leaves_of_graph,
-    run_noting_dtypes,
+    result_and_dtypes,
 )
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.torch_private.fsdp import units_holding
@@ -35,7 +35,7 @@ from gradaccum_torch.torch_private.names import (
     reduced_parameters,
     untraced_within,
 )
-from gradaccum_torch.workers.checks import require_no_units
+from gradaccum_torch.workers.checks import refuse_fully_shard
 
 T = TypeVar("T")
 IGNORED_LABEL = -100
@@ -45,8 +45,10 @@ ELEMENTS = 1 << 20
 more, only evenly spaced elements are recorded. The least-squares fit needs only a few
 elements per micro-batch.
 """
-SAME = 1e-5
-"""Two gradients count as equal if their relative difference is less than this."""
+LEAST_DIFFERENCE = 1e-5
+"""Two workers have the same micro-batches if the relative difference of their gradients
+is smaller than this number.
+"""
 
 
 class Restoration:
@@ -252,7 +254,7 @@ class LoopRecord:
 
         def rounding() -> float:
             with torch.enable_grad(), self._as_in_the_loop():
-                _, dtypes = run_noting_dtypes(losses[0])
+                _, dtypes = result_and_dtypes(losses[0])
             return kit.rounding_of(
                 gradients,
                 lambda number, factor: self._gradient_of(losses[number], factor),
@@ -260,7 +262,7 @@ class LoopRecord:
             )
 
         workers = 1 if self._trains_alone() else processes()
-        own = Measurement(
+        measurement = Measurement(
             gradients,
             counts,
             self._updates,
@@ -268,35 +270,32 @@ class LoopRecord:
             # A forward pass may be collective, so every worker measures now.
             rounding() if workers > 1 else 0.0,
         )
-        parts = _gathered(own, workers) if workers > 1 else [own]
+        parts = _gathered(measurement, workers) if workers > 1 else [measurement]
         all_gradients = [each for part in parts for each in part.gradients]
         all_weights = weights_of([each for part in parts for each in part.counts])
         largest_rounding = max(part.rounding for part in parts)
-        reports = {}
-        for rank, part in enumerate(parts):
-            is_same = part.norms == parts[0].norms and all(
-                map(torch.equal, part.updates, parts[0].updates)
+        epsilon = max(torch.finfo(each.dtype).eps for each in self._parameters)
+
+        def report_of(part: Measurement) -> kit.LoopReport:
+            return kit.loop_report(
+                all_gradients,
+                part.updates,
+                all_weights,
+                epsilon,
+                measure_rounding=rounding if workers == 1 else lambda: largest_rounding,
+                norms=part.norms,
+                workers=workers,
+                **options,
             )
-            if rank == 0 or not is_same:
-                reports[rank] = kit.loop_report(
-                    all_gradients,
-                    part.updates,
-                    all_weights,
-                    max(torch.finfo(each.dtype).eps for each in self._parameters),
-                    measure_rounding=(
-                        rounding if workers == 1 else lambda: largest_rounding
-                    ),
-                    norms=part.norms,
-                    workers=workers,
-                    **options,
-                )
-        shown = min((rank for rank in reports if not reports[rank].right), default=0)
-        if shown:
-            reports[shown].notes.append(
-                f"This report shows the updates of worker {shown}. The updates of the"
-                " workers before it are right."
-            )
-        return reports[shown]
+
+        report = report_of(parts[0])
+        for worker, part in enumerate(parts):
+            if report.right and not part.has_updates_of(parts[0]):
+                report = report_of(part)
+                if not report.right:
+                    note = f"This report shows the updates of worker {worker}."
+                    report.notes.append(note)
+        return report
 
     def _trains_alone(self) -> bool:
         """True if the optimizer was wrapped with ``process_group="alone"``, and no
@@ -450,13 +449,18 @@ class Measurement(NamedTuple):
     rounding: float
     """The relative rounding error of `gradients`."""
 
+    def has_updates_of(self, other: Measurement) -> bool:
+        return self.norms == other.norms and all(
+            map(torch.equal, self.updates, other.updates)
+        )
 
-def _gathered(own: Measurement, workers: int) -> list[Measurement]:
-    """Return the measurements of all workers, in the order of the ranks. `own` is the
-    measurement of this worker. This is a collective call.
+
+def _gathered(measurement: Measurement, workers: int) -> list[Measurement]:
+    """Return the measurements of all workers, in the order of the ranks. `measurement`
+    is the measurement of this worker. This is a collective call.
     """
     parts: list[Any] = [None] * workers
-    dist.all_gather_object(parts, own)
+    dist.all_gather_object(parts, measurement)
     lengths = [len(part.counts) for part in parts]
     if len(set(lengths)) > 1:
         raise UsageError(
@@ -474,7 +478,7 @@ def _gathered(own: Measurement, workers: int) -> list[Measurement]:
             )
         gradient = torch.cat(part.gradients)
         difference = gradient - torch.cat(first.gradients)
-        if difference.norm() < SAME * gradient.norm():
+        if difference.norm() < LEAST_DIFFERENCE * gradient.norm():
             raise UsageError(
                 "micro_batches: expected different micro-batches on each worker; got"
                 f" the same gradients on worker {rank} as on worker 0. Pass each worker"
@@ -496,7 +500,7 @@ def recording(optimizer: Any, model: Any) -> Iterator[LoopRecord]:
     if isinstance(optimizer, AccumulatingOptimizer):
         is_alone = optimizer._window.workers.is_alone
         optimizer = optimizer._inner
-    require_no_units("optimizer", units_holding(parameters_of(optimizer)))
+    refuse_fully_shard("optimizer", units_holding(parameters_of(optimizer)))
     record = LoopRecord(optimizer, model, is_alone)
     handles = [
         optimizer.register_step_pre_hook(record.before_step),

@@ -135,10 +135,10 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
             window.warn(_REPLAYED)
         self._updates = updates
         self._has_loaded = False
-        if not any(
+        has_tensor = any(
             isinstance(each, torch.Tensor) for each in [*args, *kwargs.values()]
-        ):
-            self._last_arguments = (args, kwargs)
+        )
+        self._last_arguments = ((), {}) if has_tensor else (args, kwargs)
 
     def is_called_each_time(self) -> bool:
         """True if the scheduler was called after the last micro-batch and after the

@@ -16,12 +16,12 @@ from gradaccum_torch.extensions import is_divided_by
 from gradaccum_torch.large_batch.gradients import (
     REENTRANT_NODE,
     leaves_of_graph,
-    run_noting_dtypes,
+    result_and_dtypes,
 )
 from gradaccum_torch.large_batch.replay import RandomState, random_devices
 from gradaccum_torch.torch_private.fsdp import units_of
 from gradaccum_torch.torch_private.names import Division, last_division
-from gradaccum_torch.workers.checks import require_no_units
+from gradaccum_torch.workers.checks import refuse_fully_shard
 
 
 class TorchSubject(Subject):
@@ -32,7 +32,7 @@ class TorchSubject(Subject):
     def __init__(self, model: nn.Module, *arguments: Any, **options: Any) -> None:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
-        require_no_units("model", units_of(model))
+        refuse_fully_shard("model", units_of(model))
         super().__init__(model, *arguments, **options)
         self.state = TorchState(model)
         self.random_state = TorchRandom(random_devices(model.parameters()))
@@ -172,7 +172,7 @@ class TorchSubject(Subject):
     @cached_property
     def _graph(self) -> LossGraph:
         arguments = self.batch.part(range(self.batch.items))
-        loss, dtypes = run_noting_dtypes(lambda: self.loss(self.model, arguments))
+        loss, dtypes = result_and_dtypes(lambda: self.loss(self.model, arguments))
         self.state.restore()
         dtypes |= {each.dtype for each in [loss, *self._parameters.values()]}
         leaves = {*leaves_of_graph([loss], set(), {REENTRANT_NODE})}

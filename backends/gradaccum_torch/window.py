@@ -48,7 +48,6 @@ from gradaccum_torch.grad_scaler import ScalerLink, scaler_rule
 from gradaccum_torch.gradient_sum import (
     Gradients,
     GradientSum,
-    SumOnArrival,
     make_gradient_sum,
 )
 from gradaccum_torch.gradient_watch import FACTORS, PASSES, GradientWatch
@@ -249,7 +248,7 @@ class Window:
         self.watch.was_changed = was_changed
 
     def expect_window(self) -> None:
-        if isinstance(self.gradient_sum, SumOnArrival):
+        if self.gradient_sum.expects_windows:
             self.gradient_sum.expect_window(self.current_size())
 
     def weight(self) -> float:

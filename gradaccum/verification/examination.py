@@ -202,13 +202,13 @@ class Examination:
         names = scaled.differing(larger_gradient, scaled.large)
         room = len(unscaled.items) * SMALLEST_FLOAT16 / 2
         changes = unscaled.norms(unscaled.large - scaled.large)
-        is_small = all(
+        is_underflow = all(
             changes[name]
             <= ROUNDING_LIMIT * scaled.units[name]
             + room * math.sqrt(place.stop - place.start)
             for name, place in unscaled.subject.places.items()
         )
-        if is_small and not names:
+        if is_underflow and not names:
             self.comparison = scaled
             self.notes.append(
                 f"compared with the loss multiplied by {SCALES[1]:g}, because small"

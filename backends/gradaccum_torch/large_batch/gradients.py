@@ -345,7 +345,7 @@ def leaves_of_graph(
     return leaves
 
 
-def run_noting_dtypes(
+def result_and_dtypes(
     function: Callable[[], Tensor],
 ) -> tuple[Tensor, set[torch.dtype]]:
     """Call `function`. Return its result, and the dtypes of the tensors that autograd

@@ -137,7 +137,7 @@ def require_parameters(
         )
 
 
-def require_no_units(argument: str, units: Sequence[Unit]) -> None:
+def refuse_fully_shard(argument: str, units: Sequence[Unit]) -> None:
     """Raise if FSDP2 shards parameters, because the gradients of single micro-batches
     cannot be measured then: `torch.autograd.grad` does not reach sharded parameters.
     """
