@@ -112,6 +112,9 @@ def test_clip_of_the_whole_is_a_note() -> None:
     report = read(*rows, steps=2, clip_norm=1.0)
     assert report.right
     assert "Note: Update 2 was clipped as a whole." in str(report)
+    # torch divides by the norm + 1e-6, which shows if the limit is small.
+    small = WeightedSum(rows[0], 1e-9, 1e-15, 9.9e-5)
+    assert LoopReport([small], (5.0, 3.0, 0.0, 0.0), clip_norm=1e-4).right
 
 
 def test_report_in_words() -> None:
@@ -279,6 +282,11 @@ def test_rounding_is_measured_unless_the_loss_is_random() -> None:
     for is_float16 in (True, False):
         measured_here = rounding_of(gradients, underflowing, is_float16=is_float16)
         assert measured_here == pytest.approx(0.02 * is_float16)
+    assert not rounding_of(
+        gradients,
+        lambda number, factor: factor * gradients[number] * (1 + 1e-5 * factor),
+        is_float16=True,
+    )
     updates = [0.5 * sum(gradients) + 0.01 * np.array([1, -2, 1])]
     for rounding, is_explained in ((0.0, False), (measured, True), (0.1, False)):
         report = loop_check.loop_report(

@@ -162,6 +162,7 @@ def test_cause_by_its_definition(case: Caused, reduction: str) -> None:
         (PlainSubject(drawing, drawing=["dropout"]), "mean"),
         (PlainSubject(drawing_from_host), "mean"),
         (PlainSubject(lambda x, n, world: {"w": mean(x)}), "mean"),
+        (PlainSubject(lambda x, n, world: {"w": mean(x) - mean(X)}), "mean"),
         (PlainSubject(lambda x, n, world: {"w": 0.0, "v": 1e-320}), "mean"),
     ],
 )

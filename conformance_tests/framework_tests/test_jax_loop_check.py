@@ -38,9 +38,14 @@ def loss_and_aux(*arguments: Any) -> Any:
     return loss_fn(*arguments), "aux"
 
 
-def bfloat16_loss(params: Any, x: Any, y: Any) -> Any:
-    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), (params, x, y))
-    return loss_fn(*half).astype(jnp.float32)
+def half_loss(dtype: Any) -> Any:
+    """Return a loss that is small, as that of one of many items is."""
+
+    def loss(*arguments: Any) -> Any:
+        half = jax.tree.map(lambda leaf: leaf.astype(dtype), arguments)
+        return loss_fn(*half).astype(jnp.float32) / 1000
+
+    return loss
 
 
 def train(tx: Any, data: Any, flush: bool = False, loss_fn: Any = loss_fn) -> Any:
@@ -106,15 +111,17 @@ def test_wrapped_loop_is_right(options: dict[str, Any]) -> None:
     assert len(report.updates) == 2
 
 
-def test_bfloat16_loss_of_float32_parameters() -> None:
+@pytest.mark.parametrize(("dtype", "scale"), [(jnp.bfloat16, 3), (jnp.float16, 4096)])
+def test_half_precision_loss_of_float32_parameters(dtype: Any, scale: int) -> None:
     recorder = LoopRecorder()
+    loss = half_loss(dtype)
     state = train(
         gradaccum.wrap(recorder, steps=3),
         DATA,
         True,
-        lambda *arguments: 3 * bfloat16_loss(*arguments),
+        lambda *arguments: scale * loss(*arguments),
     )
-    report = recorder.report(state, bfloat16_loss, PARAMS, DATA)
+    report = recorder.report(state, loss, PARAMS, DATA)
     assert {problem.kind for problem in report.problems} == {"scaled"}, report
 
 

@@ -179,6 +179,25 @@ def test_right_loop_is_right(name: str, fused: bool) -> None:
     assert all(map(torch.equal, net.parameters(), before)), "they are put back"
 
 
+def test_small_float16_gradients_are_not_a_mistake() -> None:
+    net = make_model(torch.float32)
+    data = batches(torch.float32)
+    optimizer = gradaccum.wrap(
+        torch.optim.SGD(net.parameters(), lr=0.1), steps=3, loss_scale=4096.0
+    )
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.float16):
+            return cross_entropy(net(x), y) / 1000
+
+    def train() -> None:
+        for x, y in optimizer.epoch(data):
+            optimizer.backward(loss(x, y), weight=len(x))
+            optimizer.step()
+
+    assert_accumulates(train, optimizer, loss, data)
+
+
 def test_model_with_two_optimizers() -> None:
     """Neither update moves the point at which the gradients are taken."""
     net = make_model()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -87,8 +88,12 @@ def test_gated_plateau_reads_metrics_at_updates() -> None:
         gated.step(metric)
     assert (gated.num_bad_epochs, rate(opt)) == (1, 1.0)
     feed(opt)
-    gated.step(metrics=2.0)
+    metric = torch.tensor(2.0)
+    kept = weakref.ref(metric)
+    gated.step(metrics=metric)
     assert rate(opt) == 0.5
+    del metric
+    assert kept() is None, "with the graph of a loss"
 
 
 @pytest.mark.parametrize(("places", "count"), [("012", 5), ("2", 2), ("3", 2)])

@@ -85,22 +85,41 @@ def test_advised_weight_is_right() -> None:
 def test_float16_gradients_that_underflow() -> None:
     """Autocast without a loss scale. The loss is divided, as one of many items is."""
 
-    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.float16):
-            return cross_entropy(model(x), y) / 1e5
+    def loss(divisor: float) -> Any:
+        def divided(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.float16):
+                return cross_entropy(model(x), y) / divisor
 
-    report = verify(net(), loss, (X, LABELS))
-    assert report.equivalent, str(report)
-    assert "multiplied by 256" in report.notes[0]
-    assert kinds_of(verify(net(), loss, (X, ARRAYS["missing"]))) == ["weights"]
-    for hook in (
-        lambda gradient: gradient + 1e-2,
-        lambda gradient: gradient.clamp(-1e-2, 1e-2),
-        lambda gradient: gradient.clamp(-1e-3, 1e-3),
+        return divided
+
+    for divisor in (1e5, 1e7):
+        report = verify(net(), loss(divisor), (X, LABELS))
+        assert report.equivalent, str(report)
+        assert "multiplied by 256" in report.notes[0]
+    assert kinds_of(verify(net(), loss(1e5), (X, ARRAYS["missing"]))) == ["weights"]
+    for hook, divisor in (
+        (lambda gradient: gradient + 1e-2, 1),
+        (lambda gradient: gradient.clamp(-1e-2, 1e-2), 1e5),
+        (lambda gradient: gradient.clamp(-1e-3, 1e-3), 1e5),
     ):
         model = net()
         model[0].weight.register_hook(hook)
-        assert kinds_of(verify(model, loss, (X, LABELS))) == ["custom_backward"]
+        report = verify(model, loss(divisor), (X, LABELS))
+        assert kinds_of(report) == ["custom_backward"]
+
+
+def test_float16_gradients_that_a_scale_would_overflow() -> None:
+    """That of a micro-batch, not that of the large batch."""
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.float16):
+            return (model(x).flatten() - y).square().mean()
+
+    x = torch.ones(64, 4)
+    y = torch.zeros(64)
+    y[0] = 900
+    report = verify(nn.Linear(4, 1), loss, (x, y), steps=32)
+    assert report.equivalent, str(report)
 
 
 @pytest.mark.parametrize("trains", [True, False])
@@ -119,6 +138,7 @@ def test_weight_of_a_dictionary_gets_keywords() -> None:
     for weight in (
         lambda x, y: (y != -100).sum(),
         lambda batch: (batch["y"] >= 0).sum(),
+        lambda *args, **keywords: (args[0]["y"] >= 0).sum(),
     ):
         assert verify(net(), loss, batch, weight=weight).equivalent
 

@@ -208,7 +208,7 @@ class Examination:
             + room * math.sqrt(place.stop - place.start)
             for name, place in unscaled.subject.places.items()
         )
-        if is_underflow and not names:
+        if is_underflow:
             self.comparison = scaled
             self.notes.append(
                 f"compared with the loss multiplied by {SCALES[1]:g}, because small"

@@ -163,6 +163,9 @@ def ignored_parameters_need_an_optimizer_of_their_own(rank: int) -> None:
     parallel = ddp(model)
     with refused(ArgumentValueError, "2 of these", "told to ignore"):
         wrap(model, module=parallel)
+    model.usual.requires_grad_(False)
+    wrap(model, module=parallel)
+    model.usual.requires_grad_(True)
     body = wrap(model.first, module=parallel)
     head = wrap(model.usual, steps=1, process_group="alone")
     learn(parallel, head, micro_batches(rank)[0])
