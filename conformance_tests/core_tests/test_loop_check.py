@@ -113,7 +113,7 @@ def test_clip_of_the_whole_is_a_note() -> None:
     assert report.right
     assert "Note: Update 2 was clipped as a whole." in str(report)
     # torch divides by the norm + 1e-6, which shows if the limit is small.
-    small = WeightedSum(rows[0], 1e-9, 1e-15, 9.9e-5)
+    small = WeightedSum(rows[0], 1e-9, 1e-15, 9.91e-5)
     assert LoopReport([small], (5.0, 3.0, 0.0, 0.0), clip_norm=1e-4).right
 
 
