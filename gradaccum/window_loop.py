@@ -50,10 +50,11 @@ float32. A `reduce` function that computes a mean by mistake causes a larger err
 
 
 _UNEQUAL = (
-    "gradaccum: micro-batches of {} and {} items count equally, because they have no"
-    " weight. If the loss is a mean over the items, {}. If the micro-batches should"
-    " count equally, pass weight=1."
+    "gradaccum: micro-batches of {} and {} items count equally, because {}. If the loss"
+    " is a mean over the items, {}. If the micro-batches should count equally, pass"
+    " weight=1."
 )
+_NUMBER_OF_KEYS = "len(batch) of a dictionary is its number of keys"
 
 
 def updates_in(
@@ -99,8 +100,8 @@ def updates_in(
 
 
 class Sizes:
-    """Issues a `GradAccumWarning`, once, if micro-batches without a weight have
-    different numbers of items.
+    """Issues a `GradAccumWarning`, once, if micro-batches have different numbers of
+    items, but have no weight, or are dictionaries whose weight is the number of keys.
     """
 
     def __init__(
@@ -111,6 +112,8 @@ class Sizes:
         if the user has passed a weight for the micro-batch, or if `see` has already
         checked it.
         """
+        self.weight: float | None = None
+        """The weight that the user has passed for the last micro-batch, or None."""
         self._looks = reduction == "mean"
         self._first = 0
         self._fix = fix
@@ -119,16 +122,22 @@ class Sizes:
         """Compare the number of items in the last micro-batch with the number in the
         first micro-batch, and warn if they differ.
         """
-        if self.weighed or not self._looks:
+        reason = "they have no weight"
+        if isinstance(micro_batch, Mapping) and self.weight == len(micro_batch) > 1:
+            reason = _NUMBER_OF_KEYS
+        elif self.weighed:
+            return
+        if not self._looks:
             return
         self.weighed = True
+        self.weight = None
         items = number_of_items(micro_batch)
         if items is None:
             self._looks = False
         elif items and self._first not in (0, items):
             self._looks = False
             warnings.warn(
-                _UNEQUAL.format(self._first, items, self._fix),
+                _UNEQUAL.format(self._first, items, reason, self._fix),
                 GradAccumWarning,
                 stacklevel=3,
             )
@@ -196,9 +205,28 @@ class Epoch(Iterator[M]):
     def __init__(self, loader: object, micro_batches: Iterator[M]) -> None:
         self._loader = loader
         self._micro_batches = micro_batches
+        self._is_over = False
+
+    def __iter__(self) -> Epoch[M]:
+        """Return this object itself, as iterators do.
+
+        Raises:
+            UsageError: the pass is over.
+        """
+        if self._is_over:
+            raise UsageError(
+                "epoch: expected a new call for each pass over the loader; got an"
+                " object whose pass is over. Write for micro_batch in"
+                " opt.epoch(loader): inside the loop over the epochs."
+            )
+        return self
 
     def __next__(self) -> M:
-        return next(self._micro_batches)
+        try:
+            return next(self._micro_batches)
+        except StopIteration:
+            self._is_over = True
+            raise
 
     def __len__(self) -> int:
         """Return the number of micro-batches in the whole pass.

@@ -182,6 +182,17 @@ def test_epoch_flushes_when_the_loader_ends() -> None:
     assert looked_at == [1, 2, 3]
 
 
+def test_epoch_is_one_pass() -> None:
+    """A loop over epochs that uses one object would otherwise train a single epoch."""
+    batches = epoch([1, 2], lambda: None)
+    for each in batches:
+        if each == 1:
+            break
+    assert list(batches) == [2]
+    with pytest.raises(UsageError, match=r"got an object whose pass is over"):
+        list(batches)
+
+
 def test_epoch_has_the_length_of_its_loader() -> None:
     assert len(epoch([1, 2, 3], lambda: None)) == 3
     with pytest.raises(TypeError, match="has no len"):
@@ -272,6 +283,18 @@ def test_unequal_micro_batches_without_a_weight_are_said_once(name: str) -> None
     assert [
         [*map(int, re.findall(r"\d+(?= and| items)", text))] for text in texts
     ] == numbers
+
+
+def test_number_of_keys_is_not_a_weight() -> None:
+    sizes = Sizes("mean")
+    four, three = (
+        {"x": np.zeros((items, 7)), "y": np.zeros(items)} for items in (4, 3)
+    )
+    sizes.weight = 2.0
+    sizes.see(four)
+    sizes.weight = 2.0
+    with pytest.warns(GradAccumWarning, match=r"4 and 3 items .* number of keys"):
+        sizes.see(three)
 
 
 # Several workers' loaders: their windows end together, and each knows the totals of
