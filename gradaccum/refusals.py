@@ -96,8 +96,9 @@ def shared_until_weight_error(steps: object) -> UsageError:
 
 DIVIDED_LOSS = (
     "the loss is divided by {steps}, but gradaccum already divides by the window's"
-    " {steps} micro-batches. Each update is therefore {steps} times too small. Most"
-    " likely `loss / {steps}` is left over from the old loop. Delete the division."
+    " {steps} micro-batches. If `loss / {steps}` is left over from the old loop, each"
+    " update is {steps} times too small: delete the division. If {steps} only happens to"
+    " be a factor of your loss, ignore this warning."
 )
 """The warning text for a loss that the user has divided by the length of a window."""
 
