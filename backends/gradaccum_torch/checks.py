@@ -71,6 +71,15 @@ def changed_gradients_error() -> UsageError:
     )
 
 
+def taken_gradients_error() -> UsageError:
+    return UsageError(
+        "step(): expected a backward pass since another wrapped optimizer, which trains"
+        " some of the same parameters, took their gradients in its step(); got no such"
+        " pass. Train each parameter with a single optimizer, or run a backward pass for"
+        " each optimizer."
+    )
+
+
 def no_backward_error() -> UsageError:
     return UsageError(
         "step(): expected a backward pass since the last step(); got no backward pass"
@@ -107,9 +116,11 @@ def not_scaled_error() -> UsageError:
         "loss: expected a loss that this optimizer had scaled before the backward pass;"
         " got an unscaled loss, from a plain loss.backward() or from the backward(loss)"
         " of another wrapped optimizer. Call opt.discard(), and use opt.backward(loss)"
-        " from then on. If several optimizers share a loss, wrap each with"
-        ' reduction="sum_per_item", call loss.backward() once on the summed loss, and'
-        " call opt.weigh(n) on each optimizer. If the loss should train only some of"
+        " from then on. If several optimizers share a loss, wrap each without a"
+        ' loss_scale and with reduction="sum_per_item", call loss.backward() once on the'
+        " summed loss, and call opt.weigh(n) on each optimizer. To scale a shared loss,"
+        " pass the same torch.amp.GradScaler to each optimizer as loss_scale=. If the"
+        " loss should train only some of"
         " the parameters, list them: opt.backward(loss,"
         " inputs=list(generator.parameters()))."
     )
@@ -157,7 +168,8 @@ def bypassed_error(name: str) -> UsageError:
         "step(): expected a call to the wrapped optimizer's step(), because only the"
         " wrapped optimizer knows when a window ends; got a call to the inner"
         f" optimizer's {name}.step(). Write optimizer = gradaccum.wrap({name}(...),"
-        " ...), and call optimizer.step()."
+        " ...), and call optimizer.step(). For an optimizer with two steps per update,"
+        " such as SAM, see RECIPES.md of gradaccum_torch."
     )
 
 
@@ -178,7 +190,7 @@ def new_parameters_error() -> UsageError:
     return UsageError(
         ".grad: expected parameters without gradients when they are added to a wrapped"
         " optimizer; got gradients from earlier backward passes or from another"
-        " optimizer's window. Call model.zero_grad() first."
+        " optimizer's window. Set .grad to None on these parameters first."
     )
 
 

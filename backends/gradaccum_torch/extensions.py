@@ -35,6 +35,12 @@ NON_FINITE_LOSS = (
     "gradaccum: a loss was not finite on rank {} of {}. Check the data and the loss on"
     " that rank. opt.result.overflow shows whether all workers skipped the window."
 )
+SHARED_LOSS = (
+    "gradaccum: two wrapped optimizers called backward() with the same loss, so its"
+    " gradient was added twice. Call backward() of one optimizer, and weigh(n) of the"
+    " others. If each backward() should train other parameters, list them:"
+    " opt.backward(loss, inputs=list(generator.parameters()))."
+)
 WEIGHED_TWICE = (
     "gradaccum: a second loss with a weight was passed before step(), so both losses"
     " count as one micro-batch with that weight. Each micro-batch needs its own step()."
@@ -327,6 +333,9 @@ class LeftoverLoopWarning(Extension):
     If both numbers are 2, this class issues no warning, because a GAN's discriminator
     normally has two losses, and therefore two backward passes per ``step``. In this
     case, `DividedLossWarning` issues the same warning if both losses were divided by 2.
+
+    There is also no warning if the user has passed a weight, because `Window.weigh` and
+    `Window.backward` warn if a weight is passed for each of several losses.
     """
 
     def __init__(self, warn: Warnings) -> None:
@@ -338,7 +347,8 @@ class LeftoverLoopWarning(Extension):
             return
         self._steps += 1
         passes = micro_batch.passes
-        if passes < 3 or passes != micro_batch.window_size:
+        is_other_loop = passes < 3 or passes != micro_batch.window_size
+        if is_other_loop or micro_batch.is_weighed:
             self.is_finished = True
         elif self._steps == 2:
             self._warn(LEFTOVER_LOOP.format(passes=passes))

@@ -253,12 +253,11 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
                 or several workers share the window.
         """
         window = self._window
-        # The next micro-batch may close a window too. The scheduler would then step
-        # only once for two updates.
-        schedulers = [each for each in window.schedulers if each.is_called_each_time()]
-        followers = [each for each in window.schedulers if each.is_called_at_updates()]
+        # The scheduler steps here, because a loop over `epoch` cannot call it after the
+        # flush, and the next micro-batch may close a window too.
+        schedulers = [each for each in window.schedulers if each.is_called_at_updates()]
         with window.listeners.settled():
-            window.flush(followers, denominator)
+            window.flush(schedulers, denominator)
         for scheduler in schedulers:
             scheduler.follow()
 
@@ -414,6 +413,16 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         self._inner.defaults = defaults
 
     if not TYPE_CHECKING:  # Let type checkers report misspelt names.
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name in Options._fields:
+                raise AttributeError(
+                    f"{name}: expected an option to stay as it was passed to"
+                    f" gradaccum.wrap; got a new value, {value!r}. To change the number"
+                    " of micro-batches during training, pass steps= as a function of"
+                    " the number of updates."
+                )
+            super().__setattr__(name, value)
 
         def __getattr__(self, name: str) -> Any:
             # Do not return the inner optimizer's attributes whose names begin with an

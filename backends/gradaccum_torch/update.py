@@ -39,7 +39,7 @@ class Update:
         a hook raised an error after the update.
         """
         self.updated_parameters: list[Tensor] = []
-        """The parameters that had a gradient in the last update."""
+        """The parameters that had a dense gradient in the last update."""
         guard(self, masters.inner)
 
     def require_usable(self) -> None:
@@ -52,7 +52,9 @@ class Update:
         inner: Any = self.masters.inner
         args: tuple[Any, ...] = (wrapper,)
         kwargs: dict[str, Any] = {}
-        self.updated_parameters = list(sums)
+        self.updated_parameters = [
+            parameter for parameter, total in sums.items() if not total.is_sparse
+        ]
         self.masters.copy_model_into_masters()
         with self.masters.in_place():
             self._hand_over(sums, divisor)
@@ -143,10 +145,15 @@ def refuse_bypass(inner: torch.optim.Optimizer, *_: object) -> None:
 
 
 def guard(update: Update, inner: torch.optim.Optimizer) -> None:
-    UPDATES[inner] = weakref.ref(update)
-    if hasattr(inner, "_optimizer_step_pre_hooks"):
-        handle = inner.register_step_pre_hook(refuse_bypass)
-        weakref.finalize(update, handle.remove).atexit = False
+    """Let only `update` run the step of `inner`, and of the optimizers to which the
+    attributes of `inner` refer, such as the base optimizer of SAM.
+    """
+    for each in [inner, *vars(inner).values()]:
+        if isinstance(each, torch.optim.Optimizer):
+            UPDATES[each] = weakref.ref(update)
+        if hasattr(each, "_optimizer_step_pre_hooks"):
+            handle = each.register_step_pre_hook(refuse_bypass)
+            weakref.finalize(update, handle.remove).atexit = False
 
 
 def require_unwrapped(inner: torch.optim.Optimizer) -> None:

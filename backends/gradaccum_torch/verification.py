@@ -232,8 +232,9 @@ class TorchState(ModelState):
             dictionary.update(before)
         for tensor, value in self._tensors.values():
             # Write through .data, because such a write does not change the parameters'
-            # versions, which other code may watch.
-            tensor.data.copy_(value)
+            # versions, which other code may watch. The first forward pass may have
+            # resized an empty buffer, as torch's observers for quantization do.
+            tensor.data.resize_(value.shape).copy_(value)
 
     def changed_names(self) -> tuple[str, ...]:
         """Return the names of all buffers, parameters and plain attributes that have

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from gradaccum_torch.arithmetic import (
 )
 from gradaccum_torch.checks import Size, known_window_size, window_size
 from gradaccum_torch.extensions import (
+    SHARED_LOSS,
     WEIGHED_TWICE,
     ChangedRateWarning,
     DividedLossWarning,
@@ -56,18 +57,18 @@ from gradaccum_torch.torch_private.names import is_scaled_by
 from gradaccum_torch.update import Update
 from gradaccum_torch.workers.interface import Workers
 
+LOSS_OWNERS: WeakKeyDictionary[Tensor, GradientWatch] = WeakKeyDictionary()
+"""For each loss that was passed to ``opt.backward`` and still exists, the watch of the
+first wrapped optimizer to which it was passed.
+"""
+
 
 class Scheduler(Protocol):
     """A learning-rate scheduler that steps once per update."""
 
-    def is_called_each_time(self) -> bool:
-        """True if the scheduler was called after the last micro-batch and after the
-        micro-batch before it.
-        """
-
     def is_called_at_updates(self) -> bool:
-        """True if the scheduler was called after each micro-batch or after each
-        update.
+        """True if the scheduler steps for the update of a ``flush``, because it is
+        called after micro-batches or updates, and not once per epoch.
         """
 
     def follow(self) -> None:
@@ -292,6 +293,10 @@ class Window:
         if is_weighed and micro_batch.is_weighed and micro_batch.has_loss:
             self.warn(WEIGHED_TWICE)
         self._loss_given(loss)
+        if "inputs" not in arguments and not torch.compiler.is_compiling():
+            owner = LOSS_OWNERS.setdefault(loss, self.watch)
+            if owner is not self.watch:
+                self.warn(SHARED_LOSS)
         if weight:
             self.current_state()
             factor = self.factor(weight)
@@ -431,6 +436,7 @@ class Window:
         self.state = self.at_rest(kit.accumulate(state, weight, is_finite, select))
         self.last_event = (False, False, not is_finite, self.last_event[3])
         self.sizes.weighed = micro_batch.is_weighed
+        self.sizes.weight = micro_batch.weight
         self.has_just_loaded = False
         self.passes_before = PASSES[0]
         self._forget_micro_batch()
@@ -457,6 +463,8 @@ class Window:
             factors = factors & {1.0}
         if not (factors or self._has_begun()):
             raise checks.no_backward_error()
+        if watch.taken_at == PASSES[0] and weight:
+            raise checks.taken_gradients_error()
         if not self.micro_batch.is_scaled_by_hand:
             self._require_right_factors(factors, weight)
         if not (self.options.separate_sums or watch.is_intact()):
@@ -524,15 +532,22 @@ class Window:
         if self.workers.is_reducing:
             raise checks.unfinished_error("zero_grad()")
         if self.holds_sum_in_grad:
+            if self.watch.is_running:
+                raise checks.interrupted_error()
             if self.has_new_gradient:
                 raise checks.unfinished_error("zero_grad()")
             return
         micro_batch = self.micro_batch
         parameters = self.masters.parameters()
-        had_gradient = [
-            parameter for parameter in parameters if parameter.grad is not None
+        gradients = [
+            (parameter, parameter.grad)
+            for parameter in parameters
+            if parameter.grad is not None
         ]
-        if had_gradient or self.watch.has_seen_anything:
+        had_dense_gradient = [
+            parameter for parameter, gradient in gradients if not gradient.is_sparse
+        ]
+        if gradients or self.watch.has_seen_anything:
             self._clear_gradients()
         self.micro_batch = MicroBatch()
         weight = micro_batch.weight
@@ -540,8 +555,9 @@ class Window:
             self.weigh(weight)
         if not set_to_none:
             # Leave zeros in ``.grad``, so that the next update still applies momentum
-            # and weight decay.
-            ids = set(map(id, [*had_gradient, *self.update.updated_parameters]))
+            # and weight decay. A parameter with sparse gradients gets no zeros, because
+            # SparseAdam accepts no dense gradient.
+            ids = set(map(id, [*had_dense_gradient, *self.update.updated_parameters]))
             for parameter in parameters:
                 if id(parameter) in ids:
                     dtype = gradient_dtype(parameter)

@@ -19,7 +19,17 @@ from torch.utils.checkpoint import checkpoint
 import gradaccum
 from gradaccum import ArgumentTypeError, GradAccumWarning, UsageError
 
-from .torch_model import X, by_place, loss_of, make, rows_of, same, train, values
+from .torch_model import (
+    X,
+    by_place,
+    loss_of,
+    make,
+    make_model,
+    rows_of,
+    same,
+    train,
+    values,
+)
 
 Said = Callable[[], list[str]]
 Loop = Callable[[Any, Any], object]
@@ -57,6 +67,24 @@ def test_inner_step_is_refused() -> None:
     assert same(model, before)
     train(model, opt, 1)
     assert opt.result.optimizer_step == 2
+
+
+def test_base_optimizer_may_not_step() -> None:
+    """As in SAM, whose own steps would bypass the window."""
+    model, opt = make()
+    del opt
+    inner: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    inner.base_optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    opt = gradaccum.wrap(inner, steps=2)
+    loss_of(model).backward()
+    with pytest.raises(UsageError, match=r"inner optimizer's SGD.* such as SAM"):
+        opt.base_optimizer.step()
+
+
+def test_options_cannot_be_assigned() -> None:
+    _, opt = make(steps=4)
+    with pytest.raises(AttributeError, match=r"^steps: .* as a function of"):
+        opt.steps = 8
 
 
 def test_inner_optimizer_is_free_again() -> None:
@@ -211,6 +239,7 @@ SILENT_PASSES: dict[str, tuple[Any, Loop]] = {
     "segments of a checkpoint": (3, segments),
     "the caller's window": (None, losses(4)),
     "one weight for two losses": (None, losses(2, weighs=True)),
+    "one weight for as many losses": (3, losses(3, weighs=True)),
 }
 
 
@@ -226,6 +255,25 @@ def test_several_losses_of_a_micro_batch_say_nothing(
         opt.step()
         opt.zero_grad()
     assert not said()
+
+
+def test_loss_of_two_optimizers_is_said_once(said: Said) -> None:
+    """Its gradient would be added twice."""
+    model = make_model()
+    opts = [
+        gradaccum.wrap(torch.optim.SGD(each.parameters()), steps=2)
+        for each in model[::2]
+    ]
+    for names_inputs in (True, False, False):
+        loss = loss_of(model)
+        for opt, layer in zip(opts, model[::2], strict=True):
+            inputs = {"inputs": [*layer.parameters()]} if names_inputs else {}
+            opt.backward(loss, retain_graph=True, **inputs)
+        for opt in opts:
+            opt.discard()
+        assert bool(said()) != names_inputs
+    (text,) = said()
+    assert "added twice" in text
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -293,7 +341,7 @@ def test_division_by_the_steps_is_said_once(kind: str, said: Said) -> None:
             opt.backward(loss_fn(model))
         opt.step()
         assert len(said()) == (kind in DIVIDED)
-    assert all("4 times too small." in text for text in said())
+    assert all("4 times too small:" in text for text in said())
 
 
 # Schedulers and epochs.

@@ -12,6 +12,7 @@ from torch.optim import SGD
 from torch.testing import assert_close
 
 import gradaccum
+from gradaccum import UsageError
 
 from .torch_model import PLACES, by_float_place
 
@@ -42,6 +43,25 @@ def test_sparse_gradients_equal_the_large_batch(
     SPARSE[name](large.parameters(), lr=0.1).step()
     assert opt.result.grad_norm == pytest.approx(norm)
     assert_close(model.weight.detach(), large.weight.detach())
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_sparse_gradients_may_not_be_cleared_in_a_window(set_to_none: bool) -> None:
+    """Except with ``opt.zero_grad``, which leaves no dense zeros for `SparseAdam`."""
+    table = nn.Embedding(5, 2, sparse=True)
+    inner = torch.optim.SparseAdam(table.parameters())
+    opt = gradaccum.wrap(inner, steps=2)
+    for _ in range(4):
+        opt.zero_grad(set_to_none)
+        table(torch.tensor([1, 2])).sum().backward()
+        opt.step()
+    assert opt.result.optimizer_step == 2
+    table(torch.tensor([1, 2])).sum().backward()
+    opt.step()
+    table.zero_grad(set_to_none)
+    table(torch.tensor([1, 3])).sum().backward()
+    with pytest.raises(UsageError, match=r"^\.grad: .* opt\.discard\(\)"):
+        opt.step()
 
 
 @by_float_place

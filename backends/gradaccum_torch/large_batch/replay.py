@@ -138,7 +138,8 @@ class Buffers:
             if buffer is not None and values is not None:
                 # Write through .data, which does not increase the tensor's version.
                 # Otherwise autograd would report a change of a tensor that it saved.
-                buffer.data.copy_(values)
+                # The first forward pass may have resized an empty buffer.
+                buffer.data.resize_(values.shape).copy_(values)
 
 
 class Before:
