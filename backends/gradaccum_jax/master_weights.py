@@ -64,12 +64,10 @@ def in_place_of(params: Params, masters: Tree) -> Params:
         # The bits are compared, because XLA may remove casts (see `round_master`), but
         # not if the bits of the result are read. XLA rounds to float8 in two ways,
         # whose results are at most one number apart.
-        size = parameter.dtype.itemsize
-        bits, master_bits = (
-            array.view(f"int{8 * size}").astype(jnp.int32)
-            for array in (parameter, master.astype(parameter.dtype))
-        )
-        is_changed = jnp.abs(bits - master_bits) > 2 - size
+        bits = parameter.view(f"uint{8 * parameter.dtype.itemsize}")
+        steps = bits - master.astype(parameter.dtype).view(bits.dtype)
+        limit = 2 - bits.dtype.itemsize
+        is_changed = steps + limit > 2 * limit  # the steps of a uint are never negative
         return jnp.where(is_changed, parameter.astype(jnp.float32), master)
 
     return jax.tree.map(master_of, params)
