@@ -125,16 +125,12 @@ def gradient_types(
     parameters: Leaves = [None] * len(totals)
     if params is not None:
         parameters = jax.tree.leaves(params, is_leaf=is_none)
-    parameters = [
-        parameter
-        for parameter, total in zip(parameters, totals, strict=True)
-        if total is not None
-    ]
-    totals = jax.tree.leaves(accumulator)
+    remaining = iter(gradients or [None] * len(totals))
     types = GradientTypes([], [])
-    for total, parameter, gradient in zip(
-        totals, parameters, gradients or [None] * len(totals), strict=True
-    ):
+    for total, parameter in zip(totals, parameters, strict=True):
+        if total is None:
+            continue
+        gradient = next(remaining)
         dtype = total.dtype
         if takes_part(total):
             dtype = jnp.result_type(total if gradient is None else gradient)

@@ -155,8 +155,8 @@ def align(gradients: Tree, accumulator: Tree) -> Gradients:
         names = {name for name, _ in totals} ^ {name for name, _ in named_gradients}
         raise gradient_error(
             "",
-            "the structure of the parameters",
-            f"a structure that differs at {sorted(names)[:3]}",
+            f"the structure of the parameters{'' if names else f', {structure}'}",
+            f"a structure that differs at {sorted(names)[:3] or gradient_structure}",
         )
     aligned_gradients: Gradients = []
     for (name, total), (_, gradient) in zip(totals, named_gradients, strict=True):

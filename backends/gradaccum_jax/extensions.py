@@ -11,13 +11,7 @@ import jax.numpy as jnp
 
 from gradaccum import kit
 from gradaccum.kit import Options, Scalar
-from gradaccum_jax.arrays import DType
 from gradaccum_jax.state import UNKNOWN, AccumulationState, as_read, as_stored, like
-
-
-def first_losses(dtype: DType) -> dict[str, Scalar]:
-    """Return the initial values of the state's fields `loss` and `last_loss`."""
-    return {"loss": jnp.zeros((), dtype), "last_loss": jnp.full((), UNKNOWN, dtype)}
 
 
 def add_loss(

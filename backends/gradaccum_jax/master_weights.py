@@ -2,7 +2,8 @@
 "Mixed Precision Training", 2018, section 3.1).
 
 The inner optimizer updates the masters. The update of a half-precision parameter is the
-float32 difference between the rounded master and the parameter's current value.
+float32 difference between the rounded master and the parameter's current value. If
+other code changes the parameter, the new value is copied to the master first.
 """
 
 from __future__ import annotations
@@ -46,11 +47,30 @@ def masters_of(params: Params) -> Tree:
 
 
 def in_place_of(params: Params, masters: Tree) -> Params:
-    """Return `params` with each half-precision leaf replaced by its float32 master."""
+    """Return `params` with each half-precision leaf replaced by its float32 master.
+
+    Other code has changed an element of the leaf if the element differs from its
+    rounded master. The element then keeps its own value, in float32.
+    """
     if masters is None:
         return params
     remaining = iter(jax.tree.leaves(masters))
-    return jax.tree.map(lambda leaf: next(remaining) if is_half(leaf) else leaf, params)
+
+    def master_of(parameter: Array) -> Array:
+        if not is_half(parameter):
+            return parameter
+        parameter = jnp.asarray(parameter)
+        master = next(remaining)
+        # The bits are compared, because XLA may remove casts (see `round_master`), but
+        # not if the bits of the result are read. XLA rounds to float8 in two ways,
+        # whose results are at most one number apart.
+        bits = parameter.view(f"uint{8 * parameter.dtype.itemsize}")
+        steps = bits - master.astype(parameter.dtype).view(bits.dtype)
+        limit = 2 - bits.dtype.itemsize
+        is_changed = steps + limit > 2 * limit  # the steps of a uint are never negative
+        return jnp.where(is_changed, parameter.astype(jnp.float32), master)
+
+    return jax.tree.map(master_of, params)
 
 
 def on_masters(
@@ -115,8 +135,9 @@ def distance(p: Array, master: Array) -> Array:
     larger than the master that u is rounded to -p.
 
     In all other cases, the parameter shrinks by a factor of more than 4092 in one
-    update, but not to 0. The result is then off by at most 2^-23 |p|, and is correct
-    again after the next update.
+    update, but not to 0. The result is then off by at most 2^-23 |p|. The next update
+    copies this result to the master, which changes the master by no more than its own
+    float32 rounding error did.
 
     All this holds if p is finite, and q - p does not overflow float32 and, in bfloat16,
     is not so small (below 2^-126) that XLA flushes it to 0.
@@ -155,9 +176,9 @@ def apply_updates(params: Params, updates: Updates, state: Tree) -> Params:
     of the parameter's previous value.
 
     `optax.apply_updates` almost always sets such a parameter to the same value. It may
-    miss the rounded master if the parameter was inf or NaN, if the parameter shrinks by
-    more than three orders of magnitude in one update, or if a bfloat16 parameter
-    changes by an amount outside float32's normal range.
+    miss the rounded master if the parameter was inf, if the parameter shrinks by more
+    than three orders of magnitude in one update, or if a bfloat16 parameter changes by
+    an amount outside float32's normal range.
 
     A parameter whose update is None, such as a random key, does not change.
     `optax.apply_updates` does not accept such an update.

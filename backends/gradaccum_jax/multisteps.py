@@ -100,7 +100,7 @@ class MultiSteps:
         """Return the state before the first mini-step."""
         gradient_step = jnp.zeros((), jnp.int32)
         _, skip_state = self._should_skip(
-            gradient_sum.clear(params), gradient_step, params
+            jax.tree.map(jnp.zeros_like, params), gradient_step, params
         )
         inner_state = strong(self._opt.init(params))
         require_plain(inner_state)

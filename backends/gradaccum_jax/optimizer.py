@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradaccum import ArgumentValueError, kit
+from gradaccum import ArgumentTypeError, ArgumentValueError, kit
 from gradaccum.kit import (
     Options,
     Scalar,
@@ -51,7 +51,6 @@ from gradaccum_jax.combinators import (
     new_part,
     not_wrapped_error,
 )
-from gradaccum_jax.extensions import first_losses
 from gradaccum_jax.extra_arguments import (
     declared_by,
     require_declared,
@@ -60,6 +59,7 @@ from gradaccum_jax.extra_arguments import (
 from gradaccum_jax.master_weights import in_place_of, on_masters
 from gradaccum_jax.sharding import ShardAxes, replicated, vary, varying_axes
 from gradaccum_jax.state import (
+    UNKNOWN,
     AccumulationState,
     fields_of,
     first_terms,
@@ -118,7 +118,7 @@ class Accumulation:
         accumulator = gradient_sum.zeros(params, self.options.accumulate_dtype)
         inner_state, masters = strong(self.inner.init(params))
         accumulator = without_frozen(
-            accumulator, self.transformation, inner_state, in_place_of(params, masters)
+            accumulator, self.transformation, in_place_of(params, masters)
         )
         if self.shard_axes:
             inner_state, masters = group.like_params(
@@ -133,7 +133,8 @@ class Accumulation:
             inner_state=inner_state,
             masters=masters,
             terms=first_terms(self.options),
-            **first_losses(dtype),
+            loss=jnp.zeros((), dtype),
+            last_loss=jnp.full((), UNKNOWN, dtype),
         )
         state = vary(state, varying_axes(params) - frozenset(self.shard_axes or ()))
         return group.shared_window(state, self.axes)
@@ -194,6 +195,12 @@ class Accumulation:
         return results
 
     def check(self, state: AccumulationState, params: Params, extra: Extra) -> None:
+        masters = the_state(state).masters
+        if params is None and jax.tree.leaves(masters):
+            raise ArgumentTypeError(
+                "params: expected the parameters, because master_weights=True; got"
+                " None. Pass the parameters after the state."
+            )
         require_declared(extra, self.declared)
         group.require_axes((*self.axes, *(self.shard_axes or ())))
         if self.axes:

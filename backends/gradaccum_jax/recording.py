@@ -14,6 +14,7 @@ import numpy as np
 import optax
 
 from gradaccum import ArgumentValueError, kit
+from gradaccum_jax.arrays import Leaves, is_masked, moving_of
 from gradaccum_jax.verification import wide
 
 
@@ -54,8 +55,8 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
         def update(
             gradients: Any, state: RecorderState, params: Any = None
         ) -> tuple[Any, RecorderState]:
-            recorder._mask = jax.tree.map(_is_masked, gradients, is_leaf=_is_masked)
-            jax.debug.callback(note, state.updates, *jax.tree.leaves(gradients))
+            recorder._mask = jax.tree.map(is_masked, gradients, is_leaf=is_masked)
+            jax.debug.callback(note, state.updates, *moving_of(gradients)[0])
             zeros = jax.tree.map(jnp.zeros_like, gradients)
             return zeros, RecorderState(state.updates + 1)
 
@@ -106,38 +107,44 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
         updates = recorder_states[0].updates
         if np.shape(updates) != ():
             raise ArgumentValueError(
-                "state: expected the state of one device; got a replicated state, whose"
-                f" update counter has shape {np.shape(updates)}. Pass"
-                " flax.jax_utils.unreplicate(state)."
+                "state: expected the state of one model on one device; got a state"
+                f" whose update counter has shape {np.shape(updates)}. If jax.pmap"
+                " replicated the state, pass flax.jax_utils.unreplicate(state). If"
+                " jax.vmap trains an ensemble, record one member alone, without vmap."
             )
         batches = kit.recorded_batches(micro_batches)
         count = weight or kit.items_of
         is_partial = any(jax.tree.leaves(self._mask))
 
-        def loss_of(params: Any, number: int, factor: float = 1.0) -> Any:
-            loss = loss_fn(params, *batches[number])
+        moving, put = moving_of(params)
+
+        def loss_of(moving: Leaves, number: int, factor: float = 1.0) -> Any:
+            loss = loss_fn(put(moving), *batches[number])
             if isinstance(loss, tuple):  # It is (loss, aux).
                 loss = loss[0]
             return loss * factor
 
         def gradient_of(number: int, factor: float = 1.0) -> Any:
-            gradient = jax.grad(loss_of)(params, number, factor)
+            gradient = put(jax.grad(loss_of)(moving, number, factor), lambda _: None)
             if is_partial:
-                gradient = jax.tree.map(_unmasked, self._mask, gradient)
+                gradient = jax.tree.map(
+                    lambda is_masked, leaf: None if is_masked else leaf,
+                    self._mask,
+                    gradient,
+                )
             return _vector(gradient)
 
         def rounding() -> float:
-            program = jax.make_jaxpr(lambda params: loss_of(params, 0))(params)
+            program = jax.make_jaxpr(loss_of, static_argnums=1)(moving, 0)
             is_float16 = re.search(r"\bf16\b", str(program)) is not None
             return kit.rounding_of(gradients, gradient_of, is_float16=is_float16)
 
         gradients = [gradient_of(number) for number in range(len(batches))]
-        dtypes = [jnp.asarray(leaf).dtype for leaf in jax.tree.leaves(params)]
         report = kit.loop_report(
             gradients,
             [vectors[number] for number in range(int(updates))],
             [float(count(*batch)) for batch in batches],
-            max(float(jnp.finfo(dtype).eps) for dtype in dtypes),
+            max(float(jnp.finfo(jnp.result_type(leaf)).eps) for leaf in moving),
             measure_rounding=rounding,
             **options,
         )
@@ -152,14 +159,6 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
 
 def _is_recorders(node: Any) -> bool:
     return isinstance(node, RecorderState)
-
-
-def _is_masked(node: Any) -> bool:
-    return isinstance(node, optax.MaskedNode)
-
-
-def _unmasked(is_masked: bool, gradient: Any) -> Any:
-    return None if is_masked else gradient
 
 
 def _vector(gradients: Any) -> np.ndarray[Any, Any]:

@@ -186,7 +186,8 @@ def the_state(tree: Tree) -> AccumulationState:
             "state: expected the state of a wrapped optimizer, or a tree that"
             f" contains exactly one such state; got a {type(tree).__name__} that"
             f" contains {len(states)} such states. Pass the state that tx.init(params)"
-            " or tx.update(...) returned."
+            " or tx.update(...) returned, or convert a restored state with"
+            " gradaccum_jax.check_state."
         )
     return states[0]
 

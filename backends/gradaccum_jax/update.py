@@ -10,22 +10,24 @@ micro-batch in the middle of a window then costs only an addition and a select.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
+from itertools import compress
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.interpreters import partial_eval
 
+from gradaccum import UsageError
 from gradaccum.kit import Scalar
 from gradaccum_jax.arrays import (
     Array,
     Extra,
     GradientTypes,
     InnerState,
-    Leaves,
     Params,
     Tree,
     Updates,
@@ -67,7 +69,11 @@ class Update(NamedTuple):
             the unchanged accumulator, and the old state.
         """
         update_types = self._update_types(accumulator, inner_state, divisor)
-        buffer = jax.tree.map(_wide_enough, accumulator, update_types)
+        buffer = jax.tree.map(
+            lambda total, update: total.astype(wider(total.dtype, update.dtype)),
+            accumulator,
+            update_types,
+        )
 
         def optimize(operand: tuple[Tree, InnerState]) -> tuple[Updates, InnerState]:
             gradients = self._gradients(
@@ -90,15 +96,28 @@ class Update(NamedTuple):
     def _update_types(
         self, accumulator: Tree, inner_state: InnerState, divisor: Scalar
     ) -> Updates:
-        """Return the shapes and dtypes of the updates. `jax.eval_shape` computes them
-        without adding anything to the compiled program.
+        """Return the shapes and dtypes of the updates. Nothing is added to the compiled
+        program. Raise if the optimizer reads the gradient of a parameter that was
+        frozen when the state was made.
         """
 
-        def updates_of(accumulator: Tree, inner_state: InnerState) -> Updates:
+        def results_of(accumulator: Tree, inner_state: InnerState) -> tuple[Any, Any]:
             gradients = self._gradients(accumulator, divisor, self.types.update_dtypes)
-            return self._optimize(gradients, inner_state)[0]
+            return self._optimize(gradients, inner_state)
 
-        updates = jax.eval_shape(updates_of, accumulator, inner_state)
+        program, (updates, _) = jax.make_jaxpr(results_of, return_shape=True)(
+            accumulator, inner_state
+        )
+        totals = jax.tree_util.tree_leaves_with_path(accumulator)
+        for path, total in compress(totals, arguments_read(program.jaxpr)):
+            if not has_sum(total) and as_gradient(total).size:
+                raise UsageError(
+                    f"state.accumulator{jax.tree_util.keystr(path)}: expected the sum"
+                    " of the parameter's gradients; got the state of an optimizer that"
+                    " froze the parameter. To train it, write state = tx.init(params)"
+                    "._replace(inner_state=state.inner_state,"
+                    " optimizer_step=state.optimizer_step) between two windows."
+                )
         return _updates_that_move(updates, accumulator)
 
     def _gradients(self, accumulator: Tree, divisor: Scalar, dtypes: list[Any]) -> Tree:
@@ -123,10 +142,6 @@ class Update(NamedTuple):
         return same("result of the inner optimizer", results, self.axes)
 
 
-def _wide_enough(total: Array, update: Array) -> Array:
-    return total.astype(wider(total.dtype, update.dtype))
-
-
 def _updates_that_move(updates: Updates, accumulator: Tree) -> Updates:
     """Return `updates`, but replace the updates of parameters that never change.
 
@@ -146,38 +161,28 @@ def _updates_that_move(updates: Updates, accumulator: Tree) -> Updates:
 
 
 def without_frozen(
-    accumulator: Tree,
-    optimizer: optax.GradientTransformation,
-    inner_state: InnerState,
-    params: Params,
+    accumulator: Tree, optimizer: optax.GradientTransformation, params: Params
 ) -> Tree:
     """Return `accumulator`, with an empty array instead of the sum of each frozen
-    parameter. A parameter is frozen if `optimizer` does not read its gradient, for
-    example because of `optax.set_to_zero`.
-
-    All sums are kept if an update could still change a frozen parameter, for example
-    through weight decay.
+    parameter. A parameter is frozen if `optimizer` does not read its gradient and never
+    changes it, for example because of `optax.set_to_zero`.
     """
     totals, structure = jax.tree.flatten(accumulator)
-    count = len(totals)
-
-    def results(totals: Leaves, params: Params) -> tuple[Leaves, InnerState]:
-        gradients = jax.tree.unflatten(structure, totals)
-        updates, state = optimizer.update(gradients, inner_state, params)
-        return jax.tree.leaves(updates), state
-
     try:
-        program = jax.make_jaxpr(results)(totals, params).jaxpr
+        # The first update may be 0 only because the optimizer's state is still 0.
+        program = jax.make_jaxpr(
+            lambda gradients, params: second_results(
+                optimizer, params, gradients, gradients
+            )
+        )(accumulator, params).jaxpr
     except Exception:
         # The optimizer needs arguments that it gets only when a micro-batch is added.
         # So it is not yet known which parameters are frozen.
         return accumulator
-    uses_state = [True] * len(program.outvars[count:])
-    is_read = partial_eval.dce_jaxpr(program, [True] * count + uses_state)[1]
-    is_frozen = [not read for read in is_read[:count]]
-    ignores_state = [False] * len(uses_state)
-    needed = partial_eval.dce_jaxpr(program, is_frozen + ignores_state)[1]
-    if all(is_frozen) or any(needed[count:]):
+    is_read = arguments_read(program)
+    is_zero = zero_results(program, [])
+    is_frozen = list(map(operator.gt, is_zero[: len(totals)], is_read))
+    if all(is_frozen):
         return accumulator
     for place, total in enumerate(totals):
         if takes_part(total) and is_frozen[place]:
@@ -185,14 +190,61 @@ def without_frozen(
     return jax.tree.unflatten(structure, totals)
 
 
+def second_results(
+    optimizer: optax.GradientTransformation,
+    params: Params,
+    first: Tree,
+    second: Tree,
+    **extra: Any,
+) -> Any:
+    """Return the results of the second of two successive updates, whose gradients are
+    `first` and `second`.
+    """
+    _, state = optimizer.update(first, optimizer.init(params), params, **extra)
+    return optimizer.update(second, state, params, **extra)
+
+
+def arguments_read(program: Any) -> list[bool]:
+    """Return which arguments of a traced `program` its results depend on."""
+    return partial_eval.dce_jaxpr(program, [True] * len(program.outvars))[1]
+
+
+KEEP_ZERO = (
+    " abs add add_any broadcast_in_dim conj convert_element_type copy imag integer_pow"
+    " max min neg pcast pvary real reduce_max reduce_sum reshape select_n sign slice"
+    " sqrt square squeeze sub tanh transpose "
+)
+"""JAX's primitives whose result is 0 if their last two operands are 0."""
+
+
+def zero_results(program: Any, is_zero: list[bool]) -> list[bool]:
+    """Return which results of a traced `program` are certainly 0. `is_zero` says which
+    of its arguments are 0; if it is empty, nothing is known about them.
+    """
+    zeros = set(map(id, compress(program.invars, is_zero)))
+
+    def are_zero(operands: list[Any]) -> list[bool]:
+        return [
+            id(operand) in zeros or not np.any(getattr(operand, "val", 1))
+            for operand in operands
+        ]
+
+    for equation in program.eqns:
+        name = equation.primitive.name
+        operands = are_zero(equation.invars)
+        results = [name in ("mul", "div") and any(operands)]
+        if f" {name} " in KEEP_ZERO:
+            results = [all(operands[-2:])]
+        elif name in ("jit", "pjit"):
+            results = zero_results(equation.params["jaxpr"].jaxpr, operands)
+        zeros.update(map(id, compress(equation.outvars, results)))
+    return are_zero(program.outvars)
+
+
 def no_update(leaf: Array) -> Array:
     """Return an all-zero update with the shape and dtype of `leaf`. Its elements are
     -0.0, because adding -0.0 leaves every parameter unchanged, bit for bit. Adding 0.0
     would change -0.0 to 0.0.
     """
-    zero: complex = 0
-    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-        zero = complex(-0.0, -0.0)
-    elif jnp.issubdtype(leaf.dtype, jnp.floating):
-        zero = -0.0
-    return lax.full_like(leaf, zero)
+    zeros = lax.full_like(leaf, 0)
+    return -zeros if takes_part(leaf) else zeros

@@ -157,7 +157,7 @@ def close(
     first conditional needs. With large arrays, this kernel would cost 30 us in each
     micro-batch (JAX 0.7.1).
     """
-    require_known_axes(state.accumulator, update.axes, update.shard_axes)
+    require_known_axes(state.accumulator, update.params, update.axes, update.shard_axes)
     is_small = gradient_sum.is_small(state.accumulator)
     if is_small:
         counts = (at_end, state.micro_step, state.weight, state.overflow, state.loss)
@@ -231,7 +231,7 @@ def close(
 def discard(state: AccumulationState) -> AccumulationState:
     state = with_fields(state, discard_fields(fields_of(state)))
     state = discard_loss(state)
-    state = state._replace(accumulator=gradient_sum.clear(state.accumulator))
+    state = state._replace(accumulator=gradient_sum.emptied(state.accumulator, True))
     return with_event(state, False, False, False)
 
 

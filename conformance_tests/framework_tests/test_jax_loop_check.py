@@ -129,9 +129,23 @@ def test_state_without_one_count_is_refused() -> None:
     recorder = LoopRecorder()
     state = optax.chain(recorder, recorder).init(PARAMS)
     replicated = jax.tree.map(lambda leaf: leaf[None], state[0])
-    for given, words in ((state, "got 2 of them"), (replicated, "unreplicate")):
+    for given, words in (
+        (state, "got 2 of them"),
+        (replicated, "unreplicate.*jax.vmap"),
+    ):
         with pytest.raises(gradaccum.ArgumentValueError, match=words):
             recorder.report(given, loss_fn, PARAMS, DATA)
+
+
+def test_parameters_without_gradients_are_left_out() -> None:
+    recorder = LoopRecorder()
+    params = {**PARAMS, "count": jnp.int32(3), "key": jax.random.key(0)}
+    tx = gradaccum.wrap(recorder, steps=len(EVEN))
+    state = tx.init(params)
+    for batch in EVEN:
+        grads = jax.grad(loss_fn, allow_int=True)(params, *batch)
+        _, state = tx.update(grads, state, params)
+    assert recorder.report(state, loss_fn, params, EVEN).right
 
 
 def test_recorder_is_an_argument_of_a_jitted_function() -> None:

@@ -144,24 +144,37 @@ def test_parameters_reach_their_rounded_masters(name: str, together: bool) -> No
         assert np.all(off <= 2.0**-23 * np.abs(p[rest]) + 2.0**-126)
 
 
-def test_next_update_reaches_a_missed_master() -> None:
-    """No float32 update moves 1000 to 2^-20: `optax.apply_updates` arrives at 0, and
-    the next update moves on to the master.
+def test_missed_master_is_off_by_its_rounding_error() -> None:
+    """No float32 update moves 1024 to -2^-14: `optax.apply_updates` arrives at 0, from
+    which the next update continues.
 
-    `gradaccum_jax.apply_updates`, with the state at hand, arrives at once.
+    `gradaccum_jax.apply_updates`, with the state at hand, arrives at the master.
     """
-    params = {"w": jnp.asarray([1000.0], jnp.float16)}
-    tiny = 2.0**-20
-    tx = gradaccum.wrap(optax.sgd(0.0), steps=1, master_weights=True)
-    state = tx.init(params)._replace(masters={"w": jnp.asarray([tiny])})
-    updates, state = tx.update(params, state, params)
-    assert optax.apply_updates(params, updates)["w"] == 0
+    master = jnp.asarray([1023.76447], jnp.float32)
+    params = {"w": master.astype(jnp.float16)}
+    tx = gradaccum.wrap(optax.sgd(1.0), steps=1, master_weights=True)
+    state = tx.init(params)._replace(masters={"w": master})
+    updates, state = tx.update({"w": master + 2.0**-14}, state, params)
+    assert state.masters["w"] == -(2.0**-14)
     moved = gradaccum_jax.apply_updates(params, updates, (state,))["w"]
-    assert moved == tiny
+    assert moved == -(2.0**-14)
     assert moved.dtype == jnp.float16
     params = optax.apply_updates(params, updates)
-    updates, state = tx.update(params, state, params)
-    assert optax.apply_updates(params, updates)["w"] == tiny
+    assert params["w"] == 0
+    _, state = tx.update({"w": jnp.zeros(1)}, state, params)
+    assert state.masters["w"] == 0
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, "float8_e5m2"])
+def test_changed_parameters_replace_their_masters(dtype: str) -> None:
+    """Loaded or projected elements count; the others keep the masters' small bits."""
+    params = jnp.ones(3, dtype)
+    tx = gradaccum.wrap(optax.sgd(2.0**-14), steps=1, master_weights=True)
+    state = tx.init(params)
+    for changed in (params, jnp.asarray([1, 8, -1], dtype)):
+        _, state = tx.update(jnp.ones(3), state, changed)
+    small = 2.0**-14
+    assert_array_equal(state.masters, [1 - 2 * small, 8 - small, -1 - small])
 
 
 @by_half

@@ -39,10 +39,17 @@ def loss(params: Any, *batch: Any) -> Any:
     return jnp.mean(params * jax.tree.leaves(batch)[0])
 
 
+def freezing(part: str) -> Any:
+    return wrap(
+        optax.masked(optax.set_to_zero(), {name: name == part for name in "ab"})
+    )
+
+
 def layered(tx: Any) -> Any:
     return gradaccum_jax.layered_value_and_update(loss, loss, loss, tx)
 
 
+HALF = wrap(master_weights=True)
 NO_ARGUMENT = "expected an argument of this call"
 INNER = "optimizer: expected .*"
 CASES: dict[str, Any] = {
@@ -50,6 +57,26 @@ CASES: dict[str, Any] = {
         lambda: update(wrap(), {**GRADS, "b": jnp.ones(1)}),
         GRADIENT,
         r"grads: expected the structure of the parameters; got .*\['b'\]",
+    ),
+    "gradients in another container": (
+        lambda: wrap().update([jnp.ones(1)], wrap().init((jnp.ones(1),))),
+        GRADIENT,
+        r"grads: .*PyTreeDef\(\(\*,\)\); got .*PyTreeDef\(\[\*\]\)",
+    ),
+    "state of a bare optimizer": (
+        lambda: wrap().update(GRADS, SGD.init(PARAMS), PARAMS),
+        TYPE,
+        r"state: expected the state of a wrapped.*tx\.init.*check_state",
+    ),
+    "master weights without parameters": (
+        lambda: gradaccum_jax.flush(HALF, HALF.init(jnp.ones(1, jnp.float16))),
+        TYPE,
+        "params: expected the parameters, because master_weights=True",
+    ),
+    "frozen by an earlier optimizer": (
+        lambda: freezing("b").update(GRADS, freezing("a").init(PARAMS), PARAMS),
+        USAGE,
+        r"state\.accumulator\['a'\]: .*tx\.init\(params\)\._replace\(inner_state=",
     ),
     "traced weight of two": (
         lambda: update(wrap(), jitted=True, weight=jnp.ones(2)),

@@ -85,6 +85,9 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
     axes = names_of(axis_name)
 
     def run(*args: Tree) -> Any:
+        for state in find_states(args):
+            if not jnp.ndim(state.weight):
+                raise not_shared_error("a state that", axes)
         specs = [
             spec
             for index, arg in enumerate(args)
@@ -257,7 +260,7 @@ def split_results(results: Any, args: tuple[Tree, ...]) -> tuple[Tree, Tree]:
     If there is only one argument, the step is a function such as ``tx.init``, which
     returns only a state. In this case, return this state and an empty rest.
     """
-    if len(args) == 1:
+    if len(args) == 1 or not isinstance(results, tuple | list):
         return results, ()
     return results[:2], results[2:]
 
@@ -268,13 +271,16 @@ def require_shared_window(tree: Tree, axes: tuple[str, ...]) -> None:
     """
     weights = [state.weight for state in find_states(tree)]
     if not weights or any(spread_axes(axes) - axes_of(weight) for weight in weights):
-        raise UsageError(
-            "state: expected step to return (params, state), where state belongs to"
-            f" an optimizer wrapped with axis_name {axes}; got results without such a"
-            " state. Write tx ="
-            f" gradaccum.wrap(..., axis_name={axes!r}, mesh=mesh) and state ="
-            " tx.init(params)."
-        )
+        raise not_shared_error("step to return (params, state), where state", axes)
+
+
+def not_shared_error(expected: str, axes: tuple[str, ...]) -> UsageError:
+    return UsageError(
+        f"state: expected {expected} belongs to an optimizer wrapped with axis_name"
+        f" {axes}; got no such state. Write tx ="
+        f" gradaccum.wrap(..., axis_name={axes!r}, mesh=mesh) and state ="
+        " tx.init(params)."
+    )
 
 
 def _is_flag(leaf: Array) -> bool:

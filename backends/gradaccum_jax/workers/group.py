@@ -229,10 +229,17 @@ def map_by_kind(
 
 
 def require_known_axes(
-    tree: Tree, axes: tuple[str, ...], shard_axes: ShardAxes
+    tree: Tree, params: Params, axes: tuple[str, ...], shard_axes: ShardAxes
 ) -> None:
     names = tuple(sorted(varying_axes(tree) - frozenset(axes)))
     if names and shard_axes is None:
+        if params is not None and not varying_axes(params):
+            raise UsageError(
+                "axis_name: expected the axes along which devices share the window; got"
+                f" None, although gradients or weights differ along {names}. Write"
+                f" gradaccum.wrap(..., axis_name={names!r}), or reduce the weights, too,"
+                " with jax.lax.psum."
+            )
         raise UsageError(
             "shard_axes: expected the axes along which parameters are sharded; got"
             f" None, although parameters differ between devices along {names}. Write"

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 import gradaccum
+from gradaccum_jax import result
 from gradaccum_jax.sharding import vary
 
 from ..refusing import refused
@@ -131,6 +132,22 @@ CASES: dict[str, tuple[Any, ...]] = {
         "state: expected step to return (params, state)",
     ),
     "init of one device": (lambda: over(ALONE.init)(W), "state", "axis_name=('data',)"),
+    "state of one device": (
+        lambda: run(step_of(ALONE), state=ALONE.init(W)),
+        "state: expected a state that belongs to",
+        "axis_name=('data',)",
+    ),
+    "norm alone": (
+        lambda: run(lambda *args: result(step_of(TX)(*args)[1]).grad_norm),
+        "state: expected step to return (params, state)",
+    ),
+    "weight of one device": (
+        lambda: inside(
+            lambda w, x: ALONE.update(w, ALONE.init(w), w, weight=x.sum())[0], BATCH
+        )(W, X),
+        "axis_name: expected",
+        "axis_name=('data',)",
+    ),
     "window's end": (
         lambda: inside(ending_apart, BATCH)(W, X),
         f"state.micro_step: {SAME}",
