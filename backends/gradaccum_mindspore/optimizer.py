@@ -163,8 +163,9 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
         inner: the optimizer to run once per window.
         options: the validated options. With ``master_weights``, `inner` updates float32
             master weights after it has been wrapped, so differentiate with respect to
-            this object's ``parameters``. If you load weights into the model before the
-            first update, they are copied into the master weights.
+            this object's ``parameters``. If you change the model's weights, for example
+            by loading or clipping them, the next update first copies the changed values
+            into the master weights.
         name: a string that is included in the names of the Parameters that store the
             state. Two wrapped optimizers in one program need different names.
         data_parallel: True if all workers share each window. The constructor, the end
