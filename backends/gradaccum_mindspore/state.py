@@ -47,6 +47,7 @@ from gradaccum_mindspore.gradient_sum import (
 )
 from gradaccum_mindspore.loss_scale import key_of
 from gradaccum_mindspore.master_weights import MasterWeights
+from gradaccum_mindspore.mindspore_private import call_after
 
 Checkpoint = Mapping[str, Parameter | Tensor]
 """A checkpoint in the form that `mindspore.load_checkpoint` returns."""
@@ -174,6 +175,8 @@ class Storage(nn.Cell):  # type: ignore[misc]
         )
         self.schedulers: WeakSet[Any] = WeakSet()
         """The wrapped learning-rate schedulers of the inner optimizer."""
+        for field in FIELD_DTYPES:
+            call_after(getattr(self, field), "set_data", self.note_loaded)
 
     def add_sums(
         self, parameters: Sequence[Parameter], sharded_places: tuple[int, ...]
@@ -254,8 +257,9 @@ class Storage(nn.Cell):  # type: ignore[misc]
         return hidden_parameter(Tensor(value, dtype), f"{self.prefix}.{name}")
 
     def note_loaded(self) -> None:
-        """Called after a checkpoint has been loaded. Notify the schedulers and the
-        objects that observe the windows.
+        """Called after a checkpoint has been loaded. `mindspore.load_param_into_net`
+        calls this method once for each field of the state. Notify the schedulers and
+        the objects that observe the windows.
         """
         for observer in (*self.extensions, *self.schedulers):
             observer.state_loaded()

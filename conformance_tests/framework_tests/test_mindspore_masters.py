@@ -17,7 +17,6 @@ from gradaccum_mindspore import load_checkpoint_into
 from .mindspore_common import (
     MODES,
     by_mode,
-    needs_mindspore,
     pynative_after,  # noqa: F401
     set_mode,
 )
@@ -179,7 +178,6 @@ def test_weights_that_are_changed_in_place(change, mode):
     np.testing.assert_array_equal(net.weight.asnumpy(), np.float16(expected))
 
 
-@needs_mindspore("2.10", "MindSpore 2.7 loads weights into the memory of the old ones")
 @pytest.mark.parametrize("put_back", [True, False])
 def test_weights_that_are_swapped_between_updates(put_back):
     """Put back, as after an evaluation with averaged weights: the masters keep their
