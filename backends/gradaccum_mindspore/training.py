@@ -96,6 +96,18 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
             self.forward, None, self.weights, has_aux=True
         )
 
+    def set_grad(self, requires_grad: bool = True) -> TrainOneStepCell:
+        """Raise `UsageError` if `requires_grad` is true, because then this cell is the
+        network of another training cell, which would train each micro-batch again.
+        """
+        if requires_grad:
+            raise UsageError(
+                "network: expected a Cell that only returns a loss; got a training"
+                " cell, so each micro-batch would be used in two updates. Pass no"
+                " optimizer to Model: Model(TrainOneStepCell(network, optimizer))."
+            )
+        return self
+
     def forward(self, *inputs: object) -> tuple[Tensor, Tensor]:
         """Return the scaled loss, which is differentiated, and the unscaled loss."""
         loss = self.network(*inputs)

@@ -17,7 +17,7 @@ from gradaccum import (
     GradientError,
     UsageError,
 )
-from gradaccum_mindspore import load_checkpoint_into
+from gradaccum_mindspore import TrainOneStepCell, load_checkpoint_into
 from gradaccum_mindspore.workers import agreement
 
 from .mindspore_common import (
@@ -64,6 +64,13 @@ REFUSED = {
         lambda: wrapped(loss_scale=amp.DynamicLossScaler(8.0, 2, 1)),
         ArgumentTypeError,
         "loss_scale: .*DynamicLossScale",
+    ),
+    "a training cell in another one": (
+        lambda: nn.TrainOneStepCell(
+            TrainOneStepCell(nn.Dense(2, 2), optimizer := wrapped()), optimizer
+        ),
+        UsageError,
+        "network: ",
     ),
     "a name that stands twice": (of_two_equal_names, CheckpointError, "cell: .*a"),
 }
