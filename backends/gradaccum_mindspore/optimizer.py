@@ -503,3 +503,10 @@ class AccumulatingExperimentalOptimizer(AccumulatingOptimizer, optim.Optimizer):
     instance of `mindspore.experimental.optim.Optimizer`, so that MindSpore's schedulers
     accept it.
     """
+
+    def add_param_group(self, param_group: object) -> None:
+        raise UsageError(
+            "param_group: expected no new parameters after wrapping, because they have"
+            " no gradient sum; got another group. Add it before wrapping:"
+            " inner.add_param_group(group); gradaccum.wrap(inner, steps=4)."
+        )

@@ -33,6 +33,23 @@ def line():
     return nn.Dense(3, 1, weight_init="ones", has_bias=False)
 
 
+class LossAndOutputs(nn.Cell):
+    def construct(self, outputs, y):
+        return outputs.mean(), outputs
+
+
+@pytest.mark.parametrize("scale", [None, 8.0])
+@pytest.mark.parametrize("mode", MODES)
+def test_loss_with_outputs_is_refused(mode, scale):
+    set_mode(mode)
+    with pytest.raises(
+        gradaccum.ArgumentTypeError, match=r"network: expected.*tuple of 2 values"
+    ):
+        cell_of(line(), LossAndOutputs(), loss_scale=scale)(
+            ops.ones((4, 3)), ops.zeros((4, 1))
+        )
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_losses_of_items_are_no_mean(mode):
     """MindSpore differentiates their sum: a mean of sums would be a fraction of the
