@@ -247,9 +247,8 @@ class ListenerCalls(Extension):
         """Call the listeners if compiled code has closed a window since the last check.
         `micro_batches` is the number of micro-batches since the last check.
         """
-        if self.listeners.added:
-            with self.listeners.settled():
-                self.note_compiled(micro_batches)
+        with self.listeners.settled():
+            self.note_compiled(micro_batches)
 
     def around(self, micro_batches: int, call: Callable[[], Any]) -> Any:
         """Run `call`, which adds `micro_batches` micro-batches, and call the listeners

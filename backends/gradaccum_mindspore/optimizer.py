@@ -28,7 +28,7 @@ from gradaccum_mindspore import checks
 from gradaccum_mindspore.checks import Loss, Weight
 from gradaccum_mindspore.extensions import ChangedRateWarning
 from gradaccum_mindspore.gradient_sum import Gradients
-from gradaccum_mindspore.loss_scale import note_read, require_read
+from gradaccum_mindspore.loss_scale import NEVER, note_read, require_read
 from gradaccum_mindspore.master_weights import Optimizer, put_masters_into
 from gradaccum_mindspore.mindspore_private import (
     CellOfOnePhase,
@@ -327,7 +327,7 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
         """Return ``loss`` times the loss scale, in the loss's dtype. Differentiate the
         result instead of ``loss``. This works from Python and in compiled code.
         """
-        if not self.storage.has_scale:
+        if self.storage.scale_key == NEVER:
             return loss
         return loss * ops.cast(self.loss_scale, loss.dtype)
 

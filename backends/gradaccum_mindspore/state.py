@@ -25,7 +25,6 @@ from gradaccum.kit import (
     FIELD_DTYPES,
     Fields,
     Options,
-    ScaleRule,
     Schedule,
     State,
     Terms,
@@ -151,10 +150,9 @@ class Storage(nn.Cell):  # type: ignore[misc]
         half_parameters = parameters if options.master_weights else ()
         self.masters = MasterWeights(half_parameters, master_suffix)
         self.size_varies = not isinstance(sizes_of(options.steps), int | None)
-        self.has_scale = options.scale_rule != ScaleRule()
         self.scale_key = key_of(options)
         """A number that identifies this optimizer for `require_read`, which checks that
-        the training step has read the loss scale.
+        the training step has read the loss scale. It is `NEVER` if there is no scale.
         """
         self.add_state()
         self.has_workers = place is not None
