@@ -33,6 +33,15 @@ def line():
     return nn.Dense(3, 1, weight_init="ones", has_bias=False)
 
 
+def test_sparse_gradient_is_refused():
+    set_mode("graph")
+    net = nn.EmbeddingLookup(5, 2, sparse=True)
+    optimizer = gradaccum.wrap(nn.LazyAdam(net.trainable_params()), steps=2)
+    cell = TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), optimizer)
+    with pytest.raises(gradaccum.GradientError, match="sparse=False"):
+        cell(ops.zeros(3, ms.int32), ops.zeros((3, 2)))
+
+
 class LossAndOutputs(nn.Cell):
     def construct(self, outputs, y):
         return outputs.mean(), outputs
