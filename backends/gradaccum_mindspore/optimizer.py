@@ -335,6 +335,9 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
     def loss_scale(self) -> Parameter:
         """The current loss scale: a float32 Parameter of shape (), which you can pass
         as ``sens``, for example. It can be read from Python and in compiled code.
+
+        Reading it counts as scaling the loss, and prevents the error for a loss that is
+        not scaled. So log ``result.loss_scale`` instead.
         """
         note_read(self.storage.scale_key)
         return self.storage.loss_scale
