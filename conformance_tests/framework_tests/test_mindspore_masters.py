@@ -7,7 +7,7 @@ from functools import cache
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn
 from mindspore.experimental import optim
 
 import gradaccum
@@ -145,21 +145,8 @@ def test_weights_that_are_loaded_after_wrapping(dtype, mode):
     assert net.weight.astype(ms.float32).asnumpy() == 100
 
 
-def assign_in_jit(net, weights):
-    @ms.jit
-    def assign(weights):
-        return ops.assign(net.weight, weights)
-
-    assign(weights)
-
-
-def load(net, weights):
-    load_checkpoint_into(net, {"weight": weights})
-
-
 @by_mode
-@pytest.mark.parametrize("change", [assign_in_jit, load])
-def test_weights_that_are_changed_in_place(change, mode):
+def test_weights_that_are_changed_in_place(mode):
     """After updates whose sum is less than the half precision's rounding. A weight that
     is not changed keeps its master's low bits.
     """
@@ -169,13 +156,13 @@ def test_weights_that_are_changed_in_place(change, mode):
     gradient = Tensor(np.ones(3), ms.float16)
     for _ in range(6):
         call(gradient)
-    change(net, Tensor([100.0, 0.25, np.nan], ms.float16))
+    changed = Tensor([100.0, 0.25, np.nan], ms.float16)
+    load_checkpoint_into(net, {"weight": changed})
     for _ in range(4):
         call(gradient)
     (master,) = masters_of(optimizer)
     expected = [100 - 5 * RATE, 0.25 - 2 * RATE, np.nan]
     np.testing.assert_array_equal(master.asnumpy(), np.float32(expected))
-    np.testing.assert_array_equal(net.weight.asnumpy(), np.float16(expected))
 
 
 @pytest.mark.parametrize("put_back", [True, False])

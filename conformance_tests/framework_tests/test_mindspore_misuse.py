@@ -77,9 +77,7 @@ REFUSED = {
         "scheduler: .*SGD",
     ),
     "a group after wrapping": (
-        lambda: gradaccum.wrap(experimental(), steps=2).add_param_group(
-            {"params": two_parameters()}
-        ),
+        lambda: gradaccum.wrap(experimental(), steps=2).add_param_group({}),
         UsageError,
         "param_group: .*before wrapping",
     ),
@@ -97,7 +95,7 @@ REFUSED = {
     ),
     "a training cell in another one": (
         lambda: nn.TrainOneStepCell(
-            TrainOneStepCell(nn.Dense(2, 2), optimizer := wrapped()), optimizer
+            TrainOneStepCell(nn.Dense(2, 2), wrapped()), wrapped()
         ),
         UsageError,
         "network: ",

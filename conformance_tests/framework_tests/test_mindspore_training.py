@@ -35,9 +35,7 @@ def line():
 
 def test_sparse_gradient_is_refused():
     set_mode("graph")
-    net = nn.EmbeddingLookup(5, 2, sparse=True)
-    optimizer = gradaccum.wrap(nn.LazyAdam(net.trainable_params()), steps=2)
-    cell = TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), optimizer)
+    cell = cell_of(nn.EmbeddingLookup(5, 2, sparse=True), nn.MSELoss())
     with pytest.raises(gradaccum.GradientError, match="sparse=False"):
         cell(ops.zeros(3, ms.int32), ops.zeros((3, 2)))
 
@@ -47,16 +45,12 @@ class LossAndOutputs(nn.Cell):
         return outputs.mean(), outputs
 
 
-@pytest.mark.parametrize("scale", [None, 8.0])
 @pytest.mark.parametrize("mode", MODES)
-def test_loss_with_outputs_is_refused(mode, scale):
+def test_loss_with_outputs_is_refused(mode):
     set_mode(mode)
-    with pytest.raises(
-        gradaccum.ArgumentTypeError, match=r"network: expected.*tuple of 2 values"
-    ):
-        cell_of(line(), LossAndOutputs(), loss_scale=scale)(
-            ops.ones((4, 3)), ops.zeros((4, 1))
-        )
+    cell = cell_of(line(), LossAndOutputs(), loss_scale=8.0)
+    with pytest.raises(gradaccum.ArgumentTypeError, match="tuple of 2 values"):
+        cell(ops.ones((4, 3)), ops.zeros((4, 1)))
 
 
 @pytest.mark.parametrize("mode", MODES)
