@@ -65,6 +65,11 @@ def require_gradients(
     for shape, dtype, (name, own_shape, own_dtype) in zip(
         shapes, dtypes, specs, strict=True
     ):
+        if isinstance(dtype, Tensor):
+            raise GradientError(
+                f"gradient of {name!r}: expected a dense Tensor; got a sparse gradient."
+                " Write sparse=False in the layer."
+            )
         is_half = str(own_dtype) in ("Float16", "BFloat16")
         is_wider = is_half and str(dtype) == "Float32"
         is_right = str(dtype) == str(own_dtype) or is_wider

@@ -24,7 +24,7 @@ from gradaccum_mindspore.gradient_sum import (
     where,
     write_numbers,
 )
-from gradaccum_mindspore.mindspore_private import call_when_saved
+from gradaccum_mindspore.mindspore_private import call_after
 
 OPEN_AT_THE_END = (
     "gradaccum: the program ended with an open window (micro-batches: {}), so these"
@@ -247,9 +247,8 @@ class ListenerCalls(Extension):
         """Call the listeners if compiled code has closed a window since the last check.
         `micro_batches` is the number of micro-batches since the last check.
         """
-        if self.listeners.added:
-            with self.listeners.settled():
-                self.note_compiled(micro_batches)
+        with self.listeners.settled():
+            self.note_compiled(micro_batches)
 
     def around(self, micro_batches: int, call: Callable[[], Any]) -> Any:
         """Run `call`, which adds `micro_batches` micro-batches, and call the listeners
@@ -308,7 +307,7 @@ class OpenWindowWarning(Extension):
         the user passed ``carry=True`` to ``optimizer.epoch`` to leave windows open on
         purpose.
         """
-        call_when_saved(windows.micro_step, self.state_loaded)
+        call_after(windows.micro_step, "init_data", self.state_loaded)
         OPEN_WINDOW_WARNINGS.add(self)
 
     def state_loaded(self) -> None:

@@ -96,10 +96,9 @@ def sum_dtype(dtype: DType, accumulate_dtype: object) -> DType:
     """Return the dtype in which gradients of a parameter of `dtype` are added up."""
     if accumulate_dtype is None:
         return ms.float32 if dtype in HALF else dtype
-    name = str(getattr(accumulate_dtype, "__name__", accumulate_dtype))
-    for known_name, known_dtype in FLOATS.items():
-        if accumulate_dtype == known_dtype or name == known_name:
-            return known_dtype
+    name = str(getattr(accumulate_dtype, "__name__", accumulate_dtype)).lower()
+    if name in FLOATS:
+        return FLOATS[name]
     raise accumulate_dtype_error(accumulate_dtype)
 
 

@@ -16,15 +16,16 @@ from copy import copy
 from typing import Any, TypeAlias
 
 import mindspore as ms
-from mindspore import Parameter, ParameterTuple, nn, ops
+import numpy as np
+from mindspore import Parameter, ParameterTuple, nn
 from mindspore.experimental import optim
-from mindspore.ops import constexpr
 
 from gradaccum_mindspore.gradient_sum import (
     HALF,
     cast,
     hidden_parameter,
     map_over,
+    where,
     write,
 )
 
@@ -48,44 +49,48 @@ class MasterWeights(nn.Cell):  # type: ignore[misc]
                 for half in halves
             ]
         )
-        # With a plain assignment, the Cell would turn the list into a tuple.
-        object.__setattr__(self, "pointers", [None] * len(halves))
-        """The memory address of each half-precision Parameter at the last check for
-        loaded weights.
-        """
-        self.copy_while_compiling = constexpr(
-            self.copy_model_into_masters, reuse_result=False
-        )
 
     def construct(self) -> tuple[bool, ...]:
         """Write the rounded master weights into the model."""
         return map_over(_round, self.halves, self.masters)
 
-    def copy_model_into_masters(self) -> bool:
-        """Copy the model's weights into the master weights if weights were loaded into
-        the model.
+    def compiled_copy(self) -> tuple[bool, ...]:
+        """Do the same as `copy_model_into_masters`, in compiled code."""
+        return map_over(_copy_changed, self.halves, self.masters)
 
-        Weights count as loaded if their memory address has changed. MindSpore 2.10
-        stores loaded weights at a new address, but MindSpore 2.7 does not. If the
-        loaded weights equal the rounded master weights, the master weights are not
-        changed.
+    def copy_model_into_masters(self) -> None:
+        """Copy the weights that were changed in the model into the master weights.
+
+        After an update, the model contains exactly the rounded master weights. So a
+        weight was changed if it differs from the rounded master weight. All other
+        master weights keep their full precision. NaN differs from everything, so a
+        weight that is NaN is copied too.
         """
-        for place, half in enumerate(self.halves):
-            pointer = half.data_ptr()
-            if self.pointers[place] == pointer:
-                continue
-            self.pointers[place] = pointer
-            master = self.masters[place]
-            weights = half.astype(ms.float32)
-            rounded = master.astype(half.dtype).astype(ms.float32)
-            if bool((weights != rounded).any()):
-                ops.assign(master, weights)
-        return True
+        for half, master in zip(self.halves, self.masters, strict=True):
+            if not (half.device == "CPU" and _are_equal(half, master)):
+                _copy_changed(half, master)
 
 
 def _round(half: Parameter, master: Parameter) -> bool:
     write(half, cast(master, half.dtype))
     return True
+
+
+def _copy_changed(half: Parameter, master: Parameter) -> bool:
+    weights = cast(half, ms.float32)
+    rounded = cast(cast(master, half.dtype), ms.float32)
+    write(master, where(weights == rounded, master, weights))
+    return True
+
+
+def _are_equal(half: Parameter, master: Parameter) -> bool:
+    """True if `half` is exactly the rounded `master`. NumPy compares them, because the
+    operators of `_copy_changed` would take a hundred times as long for a small tensor.
+    """
+    weights = half.asnumpy()
+    with np.errstate(over="ignore"):
+        rounded = master.asnumpy().astype(weights.dtype)
+    return np.array_equal(weights, rounded)
 
 
 def put_masters_into(inner: Optimizer, masters: MasterWeights) -> None:

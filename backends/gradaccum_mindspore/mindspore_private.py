@@ -71,20 +71,23 @@ def refuse_trace() -> None:
     )
 
 
-def call_when_saved(parameter: Parameter, function: Callable[[], None]) -> None:
-    """Call `function` whenever `parameter` is saved, and also before the parameter's
-    Cell runs for the first time.
+def call_after(
+    parameter: Parameter, method_name: str, function: Callable[[], None]
+) -> None:
+    """Call `function` after each call of a method of `parameter`.
 
-    MindSpore has no hook for saving, but it calls the method ``init_data`` of every
-    Parameter in both cases.
+    MindSpore has no hooks for saving and loading. But it calls the method ``init_data``
+    of every Parameter that it saves, and also before a Cell runs for the first time.
+    It calls ``set_data`` of every Parameter into which it loads a value.
     """
-    init_data = parameter.init_data
+    method = getattr(parameter, method_name)
 
-    def init_data_with_note(*args: Any, **keywords: Any) -> Parameter:
+    def method_with_call(*args: Any, **keywords: Any) -> Parameter:
+        result = method(*args, **keywords)
         function()
-        return init_data(*args, **keywords)
+        return result
 
-    parameter.init_data = init_data_with_note
+    setattr(parameter, method_name, method_with_call)
 
 
 class CellOfOnePhase(nn.Cell):  # type: ignore[misc]

@@ -28,7 +28,7 @@ from gradaccum_mindspore import checks
 from gradaccum_mindspore.checks import Loss, Weight
 from gradaccum_mindspore.extensions import ChangedRateWarning
 from gradaccum_mindspore.gradient_sum import Gradients
-from gradaccum_mindspore.loss_scale import note_read, require_read
+from gradaccum_mindspore.loss_scale import NEVER, note_read, require_read
 from gradaccum_mindspore.master_weights import Optimizer, put_masters_into
 from gradaccum_mindspore.mindspore_private import (
     CellOfOnePhase,
@@ -163,8 +163,9 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
         inner: the optimizer to run once per window.
         options: the validated options. With ``master_weights``, `inner` updates float32
             master weights after it has been wrapped, so differentiate with respect to
-            this object's ``parameters``. If you load weights into the model before the
-            first update, they are copied into the master weights.
+            this object's ``parameters``. If you change the model's weights, for example
+            by loading or clipping them, the next update first copies the changed values
+            into the master weights.
         name: a string that is included in the names of the Parameters that store the
             state. Two wrapped optimizers in one program need different names.
         data_parallel: True if all workers share each window. The constructor, the end
@@ -326,7 +327,7 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
         """Return ``loss`` times the loss scale, in the loss's dtype. Differentiate the
         result instead of ``loss``. This works from Python and in compiled code.
         """
-        if not self.storage.has_scale:
+        if self.storage.scale_key == NEVER:
             return loss
         return loss * ops.cast(self.loss_scale, loss.dtype)
 
@@ -334,6 +335,9 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
     def loss_scale(self) -> Parameter:
         """The current loss scale: a float32 Parameter of shape (), which you can pass
         as ``sens``, for example. It can be read from Python and in compiled code.
+
+        Reading it counts as scaling the loss, and prevents the error for a loss that is
+        not scaled. So log ``result.loss_scale`` instead.
         """
         note_read(self.storage.scale_key)
         return self.storage.loss_scale
@@ -502,3 +506,10 @@ class AccumulatingExperimentalOptimizer(AccumulatingOptimizer, optim.Optimizer):
     instance of `mindspore.experimental.optim.Optimizer`, so that MindSpore's schedulers
     accept it.
     """
+
+    def add_param_group(self, param_group: object) -> None:
+        raise UsageError(
+            "param_group: expected no new parameters after wrapping, because they have"
+            " no gradient sum; got another group. Add it before wrapping:"
+            " inner.add_param_group(group); gradaccum.wrap(inner, steps=4)."
+        )

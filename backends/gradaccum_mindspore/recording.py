@@ -10,10 +10,10 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Tensor, nn, ops
 
 from gradaccum import ArgumentValueError, kit
-from gradaccum_mindspore.gradient_sum import LIMITS
+from gradaccum_mindspore.gradient_sum import LIMITS, hidden_parameter
 from gradaccum_mindspore.mindspore_private import context
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer
 from gradaccum_mindspore.verification import wide
@@ -42,16 +42,15 @@ class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
     ) -> None:
         super().__init__(0.0, parameters, loss_scale=loss_scale)
         self.kept_updates = updates
-        self.updates_made = Parameter(
-            Tensor([0], ms.int32), name="loop_recorder.updates", requires_grad=False
+        self.updates_made = hidden_parameter(
+            Tensor([0], ms.int32), "loop_recorder.updates"
         )
         records = []
         for number, parameter in enumerate(self.parameters):
             shape = (updates + 1, *parameter.shape)
             dtype = ms.float64 if parameter.dtype == ms.float64 else ms.float32
             zeros = Tensor(np.zeros(shape), dtype)
-            name = f"loop_recorder.record.{number}"
-            records.append(Parameter(zeros, name=name, requires_grad=False))
+            records.append(hidden_parameter(zeros, f"loop_recorder.record.{number}"))
         self.records = ms.ParameterTuple(records)
 
     def construct(self, gradients: Any) -> Any:

@@ -33,8 +33,9 @@ def load_checkpoint_into(cell: nn.Cell, parameter_dict: Checkpoint) -> None:
             rank, in a run with the same number of workers. When this error is raised,
             nothing has been written.
     """
-    cells = [part for _, part in nn.Cell.cells_and_names(cell)]
-    storages = [part for part in cells if isinstance(part, Storage)]
+    storages = [
+        part for _, part in nn.Cell.cells_and_names(cell) if isinstance(part, Storage)
+    ]
     parameters: dict[str, Parameter] = {}
     for parameter in cell.get_parameters():
         name = parameter.name

@@ -16,6 +16,9 @@ from mindspore.experimental.optim.lr_scheduler import (
     SequentialLR,
 )
 
+from gradaccum import ArgumentTypeError
+from gradaccum_mindspore.optimizer import AccumulatingOptimizer
+
 SCHEDULERS = (LRScheduler, ReduceLROnPlateau, SequentialLR)
 
 
@@ -26,11 +29,23 @@ class GatedScheduler:
     Args:
         scheduler: a scheduler from `mindspore.experimental.optim.lr_scheduler` that was
             created with a wrapped optimizer.
+
+    Raises:
+        ArgumentTypeError: the scheduler's optimizer is not wrapped.
     """
 
     def __init__(self, scheduler: Any) -> None:
+        optimizer = scheduler.optimizer
+        if not isinstance(optimizer, AccumulatingOptimizer):
+            raise ArgumentTypeError(
+                "scheduler: expected a scheduler that was created for a wrapped"
+                " optimizer; got a scheduler that was created for"
+                f" {type(optimizer).__name__}. Wrap the optimizer first:"
+                " opt = gradaccum.wrap(optimizer, steps=4); scheduler = StepLR(opt,"
+                " 10)."
+            )
         self._scheduler = scheduler
-        self._storage = scheduler.optimizer.storage
+        self._storage = optimizer.storage
         self._stepped_at: int = self._storage.optimizer_step.item()
         self._storage.schedulers.add(self)
 

@@ -25,7 +25,6 @@ from gradaccum.kit import (
     FIELD_DTYPES,
     Fields,
     Options,
-    ScaleRule,
     Schedule,
     State,
     Terms,
@@ -47,6 +46,7 @@ from gradaccum_mindspore.gradient_sum import (
 )
 from gradaccum_mindspore.loss_scale import key_of
 from gradaccum_mindspore.master_weights import MasterWeights
+from gradaccum_mindspore.mindspore_private import call_after
 
 Checkpoint = Mapping[str, Parameter | Tensor]
 """A checkpoint in the form that `mindspore.load_checkpoint` returns."""
@@ -150,10 +150,9 @@ class Storage(nn.Cell):  # type: ignore[misc]
         half_parameters = parameters if options.master_weights else ()
         self.masters = MasterWeights(half_parameters, master_suffix)
         self.size_varies = not isinstance(sizes_of(options.steps), int | None)
-        self.has_scale = options.scale_rule != ScaleRule()
         self.scale_key = key_of(options)
         """A number that identifies this optimizer for `require_read`, which checks that
-        the training step has read the loss scale.
+        the training step has read the loss scale. It is `NEVER` if there is no scale.
         """
         self.add_state()
         self.has_workers = place is not None
@@ -174,6 +173,8 @@ class Storage(nn.Cell):  # type: ignore[misc]
         )
         self.schedulers: WeakSet[Any] = WeakSet()
         """The wrapped learning-rate schedulers of the inner optimizer."""
+        for field in FIELD_DTYPES:
+            call_after(getattr(self, field), "set_data", self.note_loaded)
 
     def add_sums(
         self, parameters: Sequence[Parameter], sharded_places: tuple[int, ...]
@@ -254,8 +255,9 @@ class Storage(nn.Cell):  # type: ignore[misc]
         return hidden_parameter(Tensor(value, dtype), f"{self.prefix}.{name}")
 
     def note_loaded(self) -> None:
-        """Called after a checkpoint has been loaded. Notify the schedulers and the
-        objects that observe the windows.
+        """Called after a checkpoint has been loaded. `mindspore.load_param_into_net`
+        calls this method once for each field of the state. Notify the schedulers and
+        the objects that observe the windows.
         """
         for observer in (*self.extensions, *self.schedulers):
             observer.state_loaded()

@@ -16,7 +16,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.ops import constexpr
 from mindspore.train import Callback, ModelCheckpoint, RunContext
 
-from gradaccum import ArgumentValueError, UsageError
+from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import Sizes
 from gradaccum_mindspore.checks import Weight
 from gradaccum_mindspore.gradient_sum import write_numbers
@@ -45,6 +45,15 @@ def refuse_losses(shape: tuple[int, ...]) -> None:
     )
 
 
+@constexpr  # type: ignore[untyped-decorator]
+def refuse_tuple(length: int) -> None:
+    raise ArgumentTypeError(
+        "network: expected a Cell that returns only the loss; got a Cell that returns a"
+        f" tuple of {length} values. Write a Cell that calls this network and returns"
+        " its loss."
+    )
+
+
 class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
     """A training step for one micro-batch: it computes the loss and its gradients, and
     calls the wrapped optimizer. The last micro-batch of a window triggers the update.
@@ -70,6 +79,8 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
         A call returns the unscaled loss of the micro-batch.
 
     Raises:
+        ArgumentTypeError: `weight` is not a function; or, in a call, the network
+            returned a tuple.
         ArgumentValueError: in a call, the network returned several losses, and the
             optimizer's reduction is "mean".
     """
@@ -87,6 +98,12 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
             # The user chose weight 1 for every micro-batch, so no warning is needed if
             # the sizes differ. `Sizes("sum")` never warns.
             optimizer.storage.sizes = Sizes("sum")
+        elif not callable(weight):
+            raise ArgumentTypeError(
+                "weight: expected a function of the network's inputs; got"
+                f" {weight!r} ({type(weight).__name__}). Pass a loss scale to wrap"
+                " instead: gradaccum.wrap(optimizer, steps=4, loss_scale=1024.0)."
+            )
         # The attribute is not called `weight`, because a Cell that contains a tuple of
         # Parameters gets one attribute for each Parameter, with the Parameter's name,
         # which may be `weight`.
@@ -96,9 +113,23 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
             self.forward, None, self.weights, has_aux=True
         )
 
+    def set_grad(self, requires_grad: bool = True) -> TrainOneStepCell:
+        """Raise `UsageError` if `requires_grad` is true, because then this cell is the
+        network of another training cell, which would train each micro-batch again.
+        """
+        if requires_grad:
+            raise UsageError(
+                "network: expected a Cell that only returns a loss; got a training"
+                " cell, so each micro-batch would be used in two updates. Pass no"
+                " optimizer to Model: Model(TrainOneStepCell(network, optimizer))."
+            )
+        return self
+
     def forward(self, *inputs: object) -> tuple[Tensor, Tensor]:
         """Return the scaled loss, which is differentiated, and the unscaled loss."""
         loss = self.network(*inputs)
+        if isinstance(loss, tuple):
+            refuse_tuple(len(loss))
         return self.optimizer.scale(loss), loss
 
     def __call__(self, *inputs: object, **keywords: object) -> Any:

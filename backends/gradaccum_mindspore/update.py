@@ -62,7 +62,7 @@ class Update(nn.Cell):  # type: ignore[misc]
 
     def construct(self, gradients: Gradients) -> bool:
         if self.has_masters:
-            self.masters.copy_while_compiling()
+            self.masters.compiled_copy()
         self.inner_construct(gradients)
         return self.round()
 

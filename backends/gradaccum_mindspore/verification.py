@@ -115,6 +115,8 @@ class MindSporeSubject(Subject):
 
     def loss(self, model: nn.Cell, arguments: tuple[Any, ...]) -> Tensor:
         loss = super().loss(model, arguments)
+        if not isinstance(loss, Tensor):
+            raise scalar_loss_error(f"an object of type {type(loss).__name__}")
         # If the loss had several elements, MindSpore would differentiate their sum.
         if loss.size != 1:
             raise scalar_loss_error(f"a Tensor of shape {loss.shape}")

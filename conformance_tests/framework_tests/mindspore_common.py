@@ -12,9 +12,13 @@ from mindspore import Parameter, Tensor, nn, ops
 from packaging.version import Version
 
 from gradaccum import GradAccumWarning
+from gradaccum_mindspore import load_checkpoint_into
 
 MODES = ("pynative", "jit", "graph")
 by_mode = pytest.mark.parametrize("mode", MODES)
+by_loader = pytest.mark.parametrize(
+    "load", [load_checkpoint_into, ms.load_param_into_net]
+)
 RNG = np.random.RandomState(0)
 X = RNG.randn(24, 4).astype(np.float32)
 Y = RNG.randn(24, 2).astype(np.float32)
@@ -82,7 +86,10 @@ class Descent(nn.Optimizer):
 
 def entries_of(cell):
     """A checkpoint of the cell, as MindSpore loads it."""
-    return {p.name: Tensor(p.asnumpy().copy(), p.dtype) for p in cell.get_parameters()}
+    return {
+        p.name: Parameter(Tensor(p.asnumpy().copy(), p.dtype), name=p.name)
+        for p in cell.get_parameters()
+    }
 
 
 def values(optimizer):

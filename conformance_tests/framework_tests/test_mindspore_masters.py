@@ -12,11 +12,11 @@ from mindspore.experimental import optim
 
 import gradaccum
 from gradaccum_conformance.deep import deep_but
+from gradaccum_mindspore import load_checkpoint_into
 
 from .mindspore_common import (
     MODES,
     by_mode,
-    needs_mindspore,
     pynative_after,  # noqa: F401
     set_mode,
 )
@@ -119,10 +119,10 @@ def test_masters_equal_float32_parameters(kind, mode, half):
 RATE = 2.0**-10
 
 
-def of_one(dtype):
+def of_one(dtype, weights=(1.0,)):
     """A Cell with a weight of half precision, and its wrapped optimizer."""
     net = nn.Cell()
-    net.weight = Parameter(Tensor([1.0], dtype), name="weight")
+    net.weight = Parameter(Tensor(weights, dtype), name="weight")
     inner = nn.SGD([net.weight], RATE)
     return net, gradaccum.wrap(inner, steps=2, master_weights=True)
 
@@ -145,7 +145,26 @@ def test_weights_that_are_loaded_after_wrapping(dtype, mode):
     assert net.weight.astype(ms.float32).asnumpy() == 100
 
 
-@needs_mindspore("2.10", "MindSpore 2.7 loads weights into the memory of the old ones")
+@by_mode
+def test_weights_that_are_changed_in_place(mode):
+    """After updates whose sum is less than the half precision's rounding. A weight that
+    is not changed keeps its master's low bits.
+    """
+    set_mode(mode)
+    net, optimizer = of_one(ms.float16, [100.0] * 3)
+    call = called(mode, optimizer)
+    gradient = Tensor(np.ones(3), ms.float16)
+    for _ in range(6):
+        call(gradient)
+    changed = Tensor([100.0, 0.25, np.nan], ms.float16)
+    load_checkpoint_into(net, {"weight": changed})
+    for _ in range(4):
+        call(gradient)
+    (master,) = masters_of(optimizer)
+    expected = [100 - 5 * RATE, 0.25 - 2 * RATE, np.nan]
+    np.testing.assert_array_equal(master.asnumpy(), np.float32(expected))
+
+
 @pytest.mark.parametrize("put_back", [True, False])
 def test_weights_that_are_swapped_between_updates(put_back):
     """Put back, as after an evaluation with averaged weights: the masters keep their

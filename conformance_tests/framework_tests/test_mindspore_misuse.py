@@ -5,8 +5,10 @@ result.
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Parameter, Tensor, amp, nn
+from mindspore import Parameter, Tensor, amp, nn, ops
 from mindspore.communication import GlobalComm
+from mindspore.experimental import optim
+from mindspore.experimental.optim import lr_scheduler
 
 import gradaccum
 from conformance_tests.programs import run_python
@@ -17,7 +19,7 @@ from gradaccum import (
     GradientError,
     UsageError,
 )
-from gradaccum_mindspore import load_checkpoint_into
+from gradaccum_mindspore import TrainOneStepCell, load_checkpoint_into
 from gradaccum_mindspore.workers import agreement
 
 from .mindspore_common import (
@@ -35,6 +37,10 @@ def bare(**options):
 
 def wrapped(steps=2, **options):
     return gradaccum.wrap(bare(), steps=steps, **options)
+
+
+def experimental():
+    return optim.SGD(two_parameters(), 1.0)
 
 
 def of_two_equal_names():
@@ -64,6 +70,35 @@ REFUSED = {
         lambda: wrapped(loss_scale=amp.DynamicLossScaler(8.0, 2, 1)),
         ArgumentTypeError,
         "loss_scale: .*DynamicLossScale",
+    ),
+    "a scheduler of the inner optimizer": (
+        lambda: gradaccum.wrap(lr_scheduler.StepLR(experimental(), 1)),
+        ArgumentTypeError,
+        "scheduler: .*SGD",
+    ),
+    "a group after wrapping": (
+        lambda: gradaccum.wrap(experimental(), steps=2).add_param_group({}),
+        UsageError,
+        "param_group: .*before wrapping",
+    ),
+    "a scale as the weight": (
+        lambda: TrainOneStepCell(nn.Dense(2, 2), wrapped(), 1024.0),
+        ArgumentTypeError,
+        "weight: .*1024.*loss_scale=",
+    ),
+    "a loss with outputs": (
+        lambda: gradaccum.verify(
+            nn.Dense(2, 2), lambda net, x: (net(x).mean(), x), (ops.ones((4, 2)),)
+        ),
+        ArgumentValueError,
+        "loss_fn: .*tuple",
+    ),
+    "a training cell in another one": (
+        lambda: nn.TrainOneStepCell(
+            TrainOneStepCell(nn.Dense(2, 2), wrapped()), wrapped()
+        ),
+        UsageError,
+        "network: ",
     ),
     "a name that stands twice": (of_two_equal_names, CheckpointError, "cell: .*a"),
 }

@@ -10,9 +10,9 @@ from mindspore import Parameter, Tensor, nn
 
 import gradaccum
 from conformance_tests.programs import run_python
-from gradaccum_mindspore import load_checkpoint_into
 
 from .mindspore_common import (
+    by_loader,
     entries_of,
     pynative_after,  # noqa: F401
     warned,
@@ -59,14 +59,15 @@ def test_loop_that_is_right_is_not_warned_of():
     assert texts == []
 
 
-def test_resumed_window_is_known():
+@by_loader
+def test_resumed_window_is_known(load):
     """The epoch after a load goes on in the window that was loaded."""
     opt = wrapped()
     train(opt, 2)
     saved = entries_of(opt)
     other = wrapped()
     train(other, 1)
-    load_checkpoint_into(other, saved)
+    load(other, saved)
     with warned() as texts:
         train(other, 6)
     assert texts == []

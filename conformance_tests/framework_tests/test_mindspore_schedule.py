@@ -13,6 +13,7 @@ import gradaccum
 from gradaccum_mindspore import load_checkpoint_into
 
 from .mindspore_common import (
+    by_loader,
     by_mode,
     entries_of,
     needs_mindspore,
@@ -117,7 +118,8 @@ def test_ungated_scheduler_is_said_once(move):
     assert heard == expected
 
 
-def test_gate_takes_no_checkpoint_for_an_update():
+@by_loader
+def test_gate_takes_no_checkpoint_for_an_update(load):
     """In a new process the gate is made before the checkpoint is loaded, which has
     updates of its own.
     """
@@ -126,7 +128,7 @@ def test_gate_takes_no_checkpoint_for_an_update():
     scheduler = gradaccum.wrap(lr_scheduler.StepLR(loaded, 1, 0.5))
     gradient = (Tensor([1.0], ms.float32),)
     saved(gradient)
-    load_checkpoint_into(loaded, entries_of(saved))
+    load(loaded, entries_of(saved))
     scheduler.step()
     assert rate(loaded) == pytest.approx(0.1)
     loaded(gradient)

@@ -33,6 +33,26 @@ def line():
     return nn.Dense(3, 1, weight_init="ones", has_bias=False)
 
 
+def test_sparse_gradient_is_refused():
+    set_mode("graph")
+    cell = cell_of(nn.EmbeddingLookup(5, 2, sparse=True), nn.MSELoss())
+    with pytest.raises(gradaccum.GradientError, match="sparse=False"):
+        cell(ops.zeros(3, ms.int32), ops.zeros((3, 2)))
+
+
+class LossAndOutputs(nn.Cell):
+    def construct(self, outputs, y):
+        return outputs.mean(), outputs
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_loss_with_outputs_is_refused(mode):
+    set_mode(mode)
+    cell = cell_of(line(), LossAndOutputs(), loss_scale=8.0)
+    with pytest.raises(gradaccum.ArgumentTypeError, match="tuple of 2 values"):
+        cell(ops.ones((4, 3)), ops.zeros((4, 1)))
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_losses_of_items_are_no_mean(mode):
     """MindSpore differentiates their sum: a mean of sums would be a fraction of the

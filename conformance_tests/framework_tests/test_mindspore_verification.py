@@ -104,6 +104,22 @@ def test_sound_model_passes(name: str) -> None:
     assert not report.causes
 
 
+def gradients_of_two_sizes(reduction: str) -> list[float]:
+    """For batches of four elements and of two."""
+    loss_fn = nn.BCEWithLogitsLoss(reduction=reduction)
+    backward = ms.grad(lambda x: loss_fn(x, ops.zeros_like(x)).mean())
+    return [backward(ops.zeros(size))[0].item() for size in (4, 2)]
+
+
+def test_mean_of_binary_cross_entropy_is_wrong_in_mindspore() -> None:
+    """It divides both by the size of the process's first call. When MindSpore mends
+    this, take the fault out of INTEGRATIONS.md and of TROUBLESHOOTING.md.
+    """
+    four, two = gradients_of_two_sizes("mean")
+    assert four == two
+    assert gradients_of_two_sizes("none") == [0.125, 0.25]
+
+
 def state_of(model: Any) -> list[Any]:
     seeds = sys.modules["mindspore.common.seed"]
     cells = [cell for _, cell in model.cells_and_names()]

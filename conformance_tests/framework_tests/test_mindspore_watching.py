@@ -11,11 +11,12 @@ from mindspore.train import Model
 
 import gradaccum
 from gradaccum import UsageError
-from gradaccum_mindspore import FlushAtEpochEnd, TrainOneStepCell, load_checkpoint_into
+from gradaccum_mindspore import FlushAtEpochEnd, TrainOneStepCell
 
 from .mindspore_common import (
     X,
     Y,
+    by_loader,
     entries_of,
     make_net,
     pynative_after,  # noqa: F401
@@ -56,7 +57,8 @@ def test_model_train_of_a_bare_network_hears_every_window(mode):
     assert np.abs(weights[-1] - weights[0]).max() > 1e-4
 
 
-def test_windows_that_no_listener_could_hear_of_are_named():
+@by_loader
+def test_windows_that_no_listener_could_hear_of_are_named(load):
     """Nobody looked between two windows of compiled code. A checkpoint's windows closed
     in another run.
     """
@@ -74,7 +76,7 @@ def test_windows_that_no_listener_could_hear_of_are_named():
         cell.optimizer.flush()
     saved = entries_of(cell)
     other.optimizer.add_listener(heard.append)
-    load_checkpoint_into(other, saved)
+    load(other, saved)
     for _ in range(2):
         other(*rows(0, 4))
     assert [w.optimizer_step for w in heard] == [3]

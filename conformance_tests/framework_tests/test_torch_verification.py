@@ -164,7 +164,7 @@ def test_reentrant_checkpoint_is_refused() -> None:
 def test_batch_norm_in_evaluation_mode_is_noted() -> None:
     report = gradaccum.verify(net(nn.BatchNorm1d(4)).eval(), of_model, (X, LABELS))
     assert report.equivalent
-    assert "call model.train() first" in report.notes[0]
+    assert "put the model in training mode first" in report.notes[0]
 
 
 def test_notes() -> None:

@@ -35,13 +35,17 @@ class Run:
     """
 
     def __init__(
-        self, wrapped: bool = True, net: nn.Cell | None = None, **options: Any
+        self,
+        wrapped: bool = True,
+        net: nn.Cell | None = None,
+        loss_scale: Any = None,
+        **options: Any,
     ) -> None:
         self.net = make_net() if net is None else net
         self.size = PART if wrapped else PART * STEPS
         self.opt = nn.Momentum(self.net.trainable_params(), 0.01, 0.9)
         if wrapped:
-            self.opt = gradaccum.wrap(self.opt, steps=STEPS)
+            self.opt = gradaccum.wrap(self.opt, steps=STEPS, loss_scale=loss_scale)
         self.model = Model(self.net, nn.MSELoss(), self.opt, **options)
 
     def data(self, end: int = 12) -> NumpySlicesDataset:
@@ -94,7 +98,7 @@ def test_freezing_optimizer_is_refused() -> None:
         gradaccum.wrap(boost.FreezeOpt(inner), steps=3)
 
 
-@pytest.mark.parametrize(
+by_level = pytest.mark.parametrize(
     ("options", "bound"),
     [
         ({"amp_level": "O0"}, 1e-6),
@@ -105,11 +109,21 @@ def test_freezing_optimizer_is_refused() -> None:
     ],
     ids=str,
 )
+
+
+@by_level
 def test_level_equals_large_batches(options: dict[str, Any], bound: float) -> None:
     """The loss is small enough here to need no scale. Float16 leaves 1e-4; an update
     moves parameters by a thousand times as much.
     """
     require_same(Run(**options).train(), Run(False, **options).train(), bound)
+
+
+@by_level
+def test_level_with_a_scale_is_refused(options: dict[str, Any], bound: float) -> None:
+    run = Run(loss_scale=gradaccum.DynamicLossScale(), **options)
+    with pytest.raises(gradaccum.UsageError, match="never read"):
+        run.train()
 
 
 def test_boost_makes_an_optimizer_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

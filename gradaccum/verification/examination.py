@@ -119,7 +119,7 @@ class Examination:
             (
                 subject.layers_in_mode("BatchNorm", training=False),
                 "compared in evaluation mode, as you passed it. If you train it in"
-                " training mode, call model.train() first.",
+                " training mode, put the model in training mode first.",
             ),
             (
                 subject.quiet_layers,

@@ -220,9 +220,9 @@ MUTANTS = (
     ),
     Mutant(
         "keep_masters_of_weights_that_were_replaced",
-        "                ops.assign(master, weights)\n",
-        "                pass\n",
-        "test_mindspore_masters.py::test_weights_that_are_loaded_after_wrapping",
+        "    write(master, where(weights == rounded, master, weights))\n",
+        "",
+        "test_mindspore_masters.py::test_weights_that_are_changed_in_place",
     ),
     Mutant(
         "take_the_loss_for_the_weight_in_compiled_code",
