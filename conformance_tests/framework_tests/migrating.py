@@ -7,11 +7,9 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from conformance_tests.programs import ROOT
+from conformance_tests.programs import PYTHON_BLOCK, ROOT
 
 BACKENDS = ROOT / "backends"
-
-_PYTHON = re.compile(r"^```python\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
 
 
 class Program(NamedTuple):
@@ -48,9 +46,9 @@ def programs_of(framework: str) -> list[Program]:
         encoding="utf-8"
     )
     start, *sections = re.split(r"^## ", page, flags=re.MULTILINE)
-    (first,) = _PYTHON.findall(start)
+    (first,) = PYTHON_BLOCK.findall(start)
     found = [
-        Program(section.split("\n", 1)[0], first, tuple(_PYTHON.findall(section)))
+        Program(section.split("\n", 1)[0], first, tuple(PYTHON_BLOCK.findall(section)))
         for section in sections
     ]
     return [program for program in found if program.blocks]

@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -17,6 +16,8 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
+
+from gradaccum_conformance.workers.pool import free_port
 
 from .preloaded import Preloaded
 
@@ -109,7 +110,7 @@ def run_recipe(recipe: Recipe, directory: Path, **environment: str) -> str:
     assertion shows if it fails. No process outlives it.
     """
     words = shlex.split(
-        recipe.command.replace("\\\n", "").replace(PORT, str(_free_port()))
+        recipe.command.replace("\\\n", "").replace(PORT, str(free_port()))
     )
     (directory / words[-1]).write_text(recipe.code, "utf-8")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -143,9 +144,3 @@ def _end(running: subprocess.Popen[str]) -> None:
     finally:
         if running.poll() is None:
             os.killpg(running.pid, signal.SIGKILL)
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])

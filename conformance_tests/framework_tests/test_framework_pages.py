@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance_tests.programs import ROOT
+from conformance_tests.programs import PYTHON_BLOCK, ROOT
 
 from .recipes import Recipe, run_recipe
 
@@ -66,11 +66,7 @@ def page_of(framework: str, page: str = "README.md") -> str:
 
 def programs_of(framework: str, page: str = "README.md") -> list[str]:
     pytest.importorskip(framework)
-    return re.findall(
-        r"^```python\n(.*?)^```",
-        page_of(framework, page),
-        flags=re.MULTILINE | re.DOTALL,
-    )
+    return PYTHON_BLOCK.findall(page_of(framework, page))
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,10 @@ def batches(dtype: torch.dtype = torch.float64) -> list[tuple[Tensor, Tensor]]:
     return [*zip(X.to(dtype).split(SIZES), Y.split(SIZES), strict=True)]
 
 
+def mean_loss(net: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda x, y: cross_entropy(net(x), y)
+
+
 class Loop(NamedTuple):
     """A loop by hand; the default is right."""
 
@@ -92,7 +96,7 @@ def check(
     return check_loop(
         lambda: run(net, optimizer, data),
         optimizer,
-        lambda x, y: cross_entropy(net(x), y),
+        mean_loss(net),
         data,
         steps=steps,
     )
@@ -172,7 +176,7 @@ def test_right_loop_is_right(name: str, fused: bool) -> None:
         assert_accumulates(
             lambda: loop(net, optimizer, data),
             optimizer,
-            lambda x, y: cross_entropy(net(x), y),
+            mean_loss(net),
             data,
             clip_norm=(options or {}).get("clip_norm"),
         )
@@ -214,7 +218,7 @@ def test_model_with_two_optimizers() -> None:
         assert_accumulates(
             lambda: windows.run(net, both, data),
             optimizer,
-            lambda x, y: cross_entropy(net(x), y),
+            mean_loss(net),
             data,
         )
 
@@ -232,15 +236,13 @@ def test_wrong_loop_fails_an_assertion() -> None:
     net = make_model()
     data = batches()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
-
-    def train() -> None:
-        for x, y in data:
-            cross_entropy(net(x), y).backward()
-        optimizer.step()
-
+    loop = Loop(lambda items: 1)
     with pytest.raises(AssertionError, match="The loop is wrong"):
         assert_accumulates(
-            train, optimizer, lambda x, y: cross_entropy(net(x), y), data
+            lambda: loop.run(net, optimizer, data),
+            optimizer,
+            mean_loss(net),
+            data,
         )
 
 
@@ -261,7 +263,7 @@ def test_closure_that_runs_again_is_one_update() -> None:
     optimizer = Twice(net.parameters(), lr=0.1)
     with recording(optimizer) as record:
         last_in_the_closure(net, optimizer, data)
-    report = record.report(lambda x, y: cross_entropy(net(x), y), data)
+    report = record.report(mean_loss(net), data)
     assert len(report.updates) == 1
     assert report.right, report
 
@@ -293,7 +295,7 @@ def test_loop_that_ends_frozen_in_evaluation() -> None:
         Loop(lambda items: items / 9, steps_at=(2,)).run(net, optimizer, data)
         net.eval().requires_grad_(False)
 
-    assert_accumulates(train, optimizer, lambda x, y: cross_entropy(net(x), y), data)
+    assert_accumulates(train, optimizer, mean_loss(net), data)
     assert not any(module.training for module in net.modules())
     assert not any(parameter.requires_grad for parameter in net.parameters())
 

@@ -61,7 +61,6 @@ ARRAYS: dict[str, Any] = {
     "padded": torch.where(MASK > 0, TOKEN_LABELS, -100),
     "missing": torch.where(MASK[:, 2] > 0, LABELS, -100),
     "mask": MASK,
-    "lengths": MASK.sum(1),
     "binary": torch.tensor([0.0, 1, 1, 0, 1, 0, 0, 0, 1, 0, 0, 0]),
     "importance": torch.tensor([1.0, 3, 2, 5, 1, 1, 4, 2, 1, 6, 1, 3]),
 }
@@ -87,11 +86,8 @@ def of_each(out: Tensor, y: Tensor) -> Tensor:
     return cross_entropy(out, y, reduction="none")
 
 
-def similarity(x: Tensor, z: Tensor) -> Tensor:
-    return F.normalize(x, dim=-1) @ F.normalize(z, dim=-1).T / 0.5
-
-
-def contrast(scores: Tensor) -> Tensor:
+def contrast(m: nn.Module, x: Tensor, z: Tensor) -> Tensor:
+    scores = F.normalize(m(x), dim=-1) @ F.normalize(m(z), dim=-1).T / 0.5
     return cross_entropy(scores, torch.arange(len(scores)))
 
 
@@ -114,14 +110,10 @@ add(
     "x target",
     mse_loss,
     F.l1_loss,
-    partial(F.huber_loss, delta=0.3),
-    lambda out, t: (0.9 * F.relu(t - out) + 0.1 * F.relu(out - t)).mean(),
     lambda out, t: F.kl_div(out.log_softmax(-1), t.softmax(-1), reduction="batchmean"),
     lambda out, t: (1 - F.cosine_similarity(out, t)).mean(),
-    lambda out, t: F.binary_cross_entropy_with_logits(out, t.sigmoid()),
     lambda out, t: (out - t).norm(dim=1).mean(),
     lambda out, t: (out.sort(1).values - t.sort(1).values).square().mean(),
-    lambda out, t: ((out - out.mean(1, keepdim=True)) * t).mean(),
     lambda m, x, t: (
         mse_loss(m(x), t) + 0.1 * sum(p.square().sum() for p in m.parameters())
     ),
@@ -131,7 +123,6 @@ add(
     "x labels",
     F.multi_margin_loss,
     partial(cross_entropy, label_smoothing=0.2),
-    lambda out, y: F.nll_loss(out.log_softmax(-1), y),
     lambda out, y: (
         cross_entropy(out, y) - 0.1 * Categorical(logits=out).entropy().mean()
     ),
@@ -148,10 +139,6 @@ add(
     "x z",
     lambda m, x, z: F.relu((m(x) - m(z)).norm(dim=1) - 0.1).mean(),
     lambda m, x, z: F.cosine_embedding_loss(m(x), m(z), torch.ones(len(x))),
-    lambda m, x, z: F.logsigmoid((m(x) - m(z)).sum(1)).neg().mean(),
-    lambda m, x, z: F.kl_div(
-        m(x).log_softmax(-1), m(z).detach().softmax(-1), reduction="batchmean"
-    ),
 )
 add(
     "",
@@ -162,29 +149,7 @@ add(
     lambda out, k: ((out.mean(-1) * k).sum(1)).square().mean(),
 )
 add("", "x value", lambda out, a: -(out.log_softmax(-1)[:, 0] * a).mean())
-add("", "tokens padded", token_loss, weight=lambda x, y: (y != -100).sum())
-add("", "tokens mask", weighted_mean, weight=lambda x, k: k.sum())
-add(
-    "",
-    "x target",
-    lambda out, t: (out - t).square().sum(),
-    partial(mse_loss, reduction="sum"),
-    reduction="sum",
-)
-add(
-    "",
-    "tokens mask",
-    weighted_sum,
-    reduction="sum_per_item",
-    weight=lambda x, k: k.sum(),
-)
 add("", "x labels importance", lambda out, y, w: (of_each(out, y) * w).mean())
-add(
-    "",
-    "x labels importance",
-    lambda out, y, w: (of_each(out, y) * w).sum() / w.sum(),
-    weight=lambda x, y, w: w.sum(),
-)
 add(
     "",
     "x",
@@ -195,12 +160,7 @@ add(
 
 # Other weights.
 
-add(
-    "weights",
-    "tokens padded",
-    token_loss,
-    lambda out, y: cross_entropy(out.transpose(1, 2), y, label_smoothing=0.1),
-)
+add("weights", "tokens padded", token_loss)
 add(
     "weights",
     "tokens padded",
@@ -217,9 +177,7 @@ add(
     "weights",
     "tokens mask",
     weighted_sum,
-    weighted_mean,
     lambda out, k: out[k.bool()].square().mean(),
-    lambda out, k: (out.square().mean(-1) * k).sum() / (k.sum() + 1e-8),
 )
 add("weights", "x missing", lambda out, y: cross_entropy(out[y >= 0], y[y >= 0]))
 add(
@@ -228,14 +186,6 @@ add(
     cross_entropy,
     layers=(nn.Dropout,),
     where="(batch[1] != -100).sum()",
-)
-add(
-    "weights",
-    "x labels",
-    lambda out, y: F.nll_loss(
-        out.log_softmax(-1), y, weight=torch.tensor([4.0, 1, 1, 2])
-    ),
-    partial(cross_entropy, reduction="sum"),
 )
 add(
     "coupled",
@@ -250,33 +200,6 @@ add(
 )
 add(
     "weights",
-    "x labels importance",
-    lambda out, y, w: (of_each(out, y) * w).sum() / w.sum(),
-)
-add(
-    "weights",
-    "x binary",
-    lambda out, y: weighted_sum(out, y) / y.sum().clamp(min=1),
-    weighted_mean,
-)
-add("weights", "tokens lengths", lambda out, n: weighted_mean(out[:, 0], n))
-add(
-    "weights",
-    "x target",
-    mse_loss,
-    lambda out, t: (out - t).square().sum() / len(out),
-    reduction="sum",
-)
-add(
-    "coupled",
-    "x target",
-    lambda m, x, t: (
-        (m(x) - t).square().sum() + sum(p.square().sum() for p in m.parameters())
-    ),
-    reduction="sum",
-)
-add(
-    "weights",
     "x target importance",
     lambda out, t, w: mse_loss(out, t),
     weight=lambda x, t, w: w.sum(),
@@ -288,21 +211,12 @@ add(
 add(
     "coupled",
     "x z",
-    lambda m, x, z: contrast(similarity(m(x), m(z))),
-    lambda m, x, z: contrast(similarity(m(x), m(z))) + contrast(similarity(m(z), m(x))),
-    lambda m, x, z: (
-        -F.logsigmoid(similarity(m(x), m(z)) * (2 * torch.eye(len(x)) - 1)).mean()
-    ),
+    contrast,
     lambda m, x, z: F.relu(
         1
         + torch.cdist(m(x), m(z)).diagonal()
         - (torch.cdist(m(x), m(z)) + 9 * torch.eye(len(x))).amin(1)
     ).mean(),
-    lambda m, x, z: (
-        ((m(x) - m(x).mean(0)).T @ (m(z) - m(z).mean(0)) / len(x) - torch.eye(CLASSES))
-        .square()
-        .sum()
-    ),
     lambda m, x, z: (
         mse_loss(m(x), m(z)) + F.relu(1 - m(x).var(0).add(1e-4).sqrt()).mean()
     ),
@@ -314,26 +228,15 @@ add(
     "coupled",
     "x labels",
     lambda out, y: of_each(out, y).topk(max(len(out) // 2, 1)).values.mean(),
-    lambda out, y: of_each(out, y).max(),
     lambda out, y: of_each(out, y).square().mean().sqrt(),
     lambda out, y: (
         cross_entropy(out, y) - 0.5 * torch.special.entr(out.softmax(-1).mean(0)).sum()
-    ),
-    lambda out, y: (
-        out.softmax(-1).mean(0) * F.one_hot(out.argmax(-1), CLASSES).float().mean(0)
-    ).sum(),
-    lambda out, y: (
-        1
-        - 2
-        * (out.sigmoid() * F.one_hot(y, CLASSES)).sum()
-        / (out.sigmoid().sum() + len(out))
     ),
     lambda out, y: cross_entropy(out - out.mean(0), y),
 )
 add(
     "coupled",
     "x value",
-    lambda out, v: -(out[:, 0] * (v - v.mean()) / (v.std() + 1e-4)).mean(),
     lambda out, v: 1 - torch.corrcoef(torch.stack([out[:, 0], v]))[0, 1],
     lambda out, v: F.softplus(
         -(out[:, :1] - out[:, 0]) * (v[:, None] - v).sign()
@@ -341,11 +244,6 @@ add(
     lambda out, v: (out[:, 0] - v).square().sum() / (v - v.mean()).square().sum(),
     lambda out, v: -(out[:, 0].log_softmax(0) * v.softmax(0)).sum(),
     lambda out, v: (out[:, 0] - v).abs().median(),
-)
-add(
-    "coupled",
-    "tokens mask",
-    lambda out, k: weighted_mean(out, k) + out[:, 0].square().mean(),
 )
 add(
     "coupled",
@@ -515,9 +413,6 @@ add(
     lambda out, y: cross_entropy(out, y) * (1 + time.perf_counter() % 1),
     lambda m, x, y: cross_entropy(m(0.7 * x + 0.3 * x[torch.randperm(len(x))]), y),
     lambda m, x, y: cross_entropy(
-        m(x * torch.from_numpy(np.random.rand(len(x), 1)).float()), y
-    ),
-    lambda m, x, y: cross_entropy(
         m(x * torch.rand(len(x), 1, generator=torch.Generator().manual_seed(3))), y
     ),
     lambda out, y: (
@@ -529,5 +424,4 @@ add(
     "x target",
     lambda out, t: torch.where(out > 0, out.sqrt(), 0.0).mean(),
     lambda out, t: (out - out).norm(dim=1).mean() / 0.0,
-    lambda out, t: (out * float("inf")).mean(),
 )

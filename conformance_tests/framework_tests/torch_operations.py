@@ -20,8 +20,6 @@ class Operations(TorchDispatchMode):
         super().__init__()
         self.names: list[str] = []
         """In the order in which they ran, without their overloads."""
-        self.overloads: set[tuple[str, str]] = set()
-        """A name and an overload of it."""
 
     @property
     def counts(self) -> Counter[str]:
@@ -31,9 +29,7 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        name = func.overloadpacket.__name__
-        self.names.append(name)
-        self.overloads.add((name, func._overloadname))
+        self.names.append(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
 
 

@@ -46,16 +46,6 @@ def autocast() -> Case:
     return Case(net(), loss)
 
 
-def float16_underflow() -> Case:
-    """Gradients of a small loss underflow under autocast without a loss scale."""
-
-    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.float16):
-            return cross_entropy(model(x), y).float() * 1e-6
-
-    return Case(net(), loss)
-
-
 def unused_and_constant_parameters() -> Case:
     """One that the loss never reaches, one whose gradient is zero everywhere, one that
     is frozen.
@@ -144,7 +134,6 @@ def method_of_a_trainer() -> Case:
 SOUND_MODELS = (
     bfloat16,
     autocast,
-    float16_underflow,
     unused_and_constant_parameters,
     bias_before_a_normalisation,
     recomputed_dropout,

@@ -255,6 +255,15 @@ def outcome_of(result: StepResult) -> set[str]:
     }
 
 
+def require_skipped(session: Session, before: Arrays, *more: str) -> None:
+    """The first window has ended without an update of the parameters `before`; the
+    result says that it was skipped, and `more`.
+    """
+    assert outcome_of(session.result()) == {"skipped", *more}
+    assert session.captured().calls == 0
+    assert same(session.parameters(), before)
+
+
 def contents_of(session: Session) -> list[Arrays]:
     """What a session holds, in arrays that `same` compares bit for bit."""
     fields = session.state()._asdict()

@@ -23,7 +23,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 import gradaccum
-from conformance_tests.framework_tests.refusing import refused
 from conformance_tests.meta_tests.test_benchmarks import (
     require_as_measured,
     rows_measured,
@@ -115,12 +114,6 @@ def test_loop_equals_large_batch(sums: str) -> None:
     assert run.opt.result.optimizer_step == 6
     assert run.scheduler.get_last_lr() == pytest.approx([0.1 / 7])
     assert scaler is None or scaler.state_dict()["_growth_tracker"] == 6
-
-
-def test_scaler_of_accelerate_alone_is_refused() -> None:
-    scaler = GradScaler("cpu")
-    with refused(gradaccum.UsageError, "loss_scale=scaler"):
-        Run(scaler=scaler).epoch()
 
 
 @pytest.mark.parametrize("after", [6, 10], ids=["mid-window", "open short window"])

@@ -29,6 +29,7 @@ from gradaccum_torch.integrations.transformers import AccumulationCallback
 
 from .regression import distance
 
+pytestmark = pytest.mark.filterwarnings("default")
 STEPS = 4
 RATE = 0.1
 
@@ -100,7 +101,6 @@ def made(
 
 
 @pytest.mark.usefixtures("quiet")
-@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("steps_per_generation", [1, 4])
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
 def test_window_is_the_large_batch_of_the_loss(
@@ -132,7 +132,6 @@ def test_window_is_the_large_batch_of_the_loss(
     assert callback.optimizer.result.applied
 
 
-@pytest.mark.filterwarnings("default")
 def test_unknown_loss_is_refused(tmp_path: Path) -> None:
     trainer, _ = made(tmp_path, "grpo", 1)
     trainer.loss_type = "new"
@@ -141,7 +140,6 @@ def test_unknown_loss_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("quiet")
-@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", ["SFT", "DPO"])
 def test_unequal_micro_batches_equal_large_batch(tmp_path: Path, name: str) -> None:
     """SFT counts tokens. The loss of DPO is a mean over a batch, the last of which is

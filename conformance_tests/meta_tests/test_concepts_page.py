@@ -9,7 +9,7 @@ from importlib import import_module
 
 import pytest
 
-from conformance_tests.programs import ROOT
+from conformance_tests.programs import PYTHON_BLOCK, ROOT
 from gradaccum import DynamicLossScale, available_backends
 from gradaccum.kit import make_options
 
@@ -18,7 +18,7 @@ SCALING = (ROOT / "gradaccum/LOSS_SCALING.md").read_text("utf-8")
 
 
 def test_programs_run() -> None:
-    programs = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    programs = PYTHON_BLOCK.findall(PAGE)
     assert programs
     for program in programs:
         exec(compile(program, "CONCEPTS.md", "exec"), {})

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import gradaccum
-from conformance_tests.programs import ROOT
+from conformance_tests.programs import PYTHON_BLOCK, ROOT
 
 from .mutants import MUTANTS
 
@@ -156,7 +156,7 @@ def test_loop_makes_the_large_batches_updates(
 ) -> None:
     """And the front page's loop before does not."""
     text = (ROOT / page).read_text("utf-8")
-    programs = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    programs = PYTHON_BLOCK.findall(text)
     if page == "README.md":
         before, after = programs_of_the_diff()
         programs = [after]

@@ -71,6 +71,9 @@ def loss_fn(params: Any, x: Any, y: Any) -> Any:
     return losses.mean(), losses
 
 
+truth = jax.value_and_grad(loss_fn, has_aux=True)
+
+
 def call_with(steps: int, **options: Any) -> Any:
     return gradaccum_jax.value_and_grad(
         loss_fn, has_aux=True, merge_aux="concatenate", steps=steps, **options
@@ -100,7 +103,7 @@ def fair_share() -> None:
     """Each device costs what one device with its items alone would, and the devices
     reduce; the losses of single items stay where their items are.
     """
-    wanted = jax.value_and_grad(loss_fn, has_aux=True)(PARAMS, X, Y)
+    wanted = truth(PARAMS, X, Y)
     for layout in LAYOUTS:
         items = ITEMS // layout.shards
         for steps in (4, 16):
@@ -136,7 +139,7 @@ def outside_of_jit() -> None:
         x = X[:items]
         y = Y[:items]
         made = call(PARAMS, *EIGHT.put((x, y)))
-        near(made, jax.value_and_grad(loss_fn, has_aux=True)(PARAMS, x, y))
+        near(made, truth(PARAMS, x, y))
         assert set(seen) == sizes, (seen, sizes)
         assert made[0][1].sharding.is_equivalent_to(EIGHT.put(y).sharding, 1)
 
@@ -152,14 +155,14 @@ def uneven_under_jit() -> None:
             with layout.context():
                 params = layout.put(PARAMS, P())
                 made = jax.jit(call_with(steps))(params, *layout.put((x, y)))
-            near(made, jax.value_and_grad(loss_fn, has_aux=True)(PARAMS, x, y))
+            near(made, truth(PARAMS, x, y))
 
 
 def in_shardings() -> None:
     """A traced NumPy batch names no mesh; the parameters do, or the mesh that is set."""
     on_data = NamedSharding(EIGHT.mesh, P("data"))
     step = jax.jit(call_with(4), in_shardings=(None, on_data, on_data))
-    wanted = jax.value_and_grad(loss_fn, has_aux=True)(PARAMS, X, Y)
+    wanted = truth(PARAMS, X, Y)
     for params, context in (
         (EIGHT.put(PARAMS, P()), nullcontext()),
         (PARAMS, on_mesh(EIGHT.mesh)),

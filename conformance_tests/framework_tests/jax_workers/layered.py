@@ -16,6 +16,7 @@ import gradaccum
 import gradaccum_jax
 
 from .common import DEVICES, adam, assert_close, over
+from .windows import computations
 
 LAYERS = 3
 WIDTH = 2 * DEVICES
@@ -66,24 +67,19 @@ def require_window(made: Any, losses: Any) -> None:
 def reductions(program: Any, *arguments: Any) -> int:
     """How often the compiled program reduces; in a loop once in each turn."""
     text = re.sub(r"-start\(", "(", program.lower(*arguments).compile().as_text())
-    parts = dict(
-        re.findall(
-            r"^(?:ENTRY )?(%\S+) \(.*?\{$(.*?)^\}", text, re.MULTILINE | re.DOTALL
-        )
-    )
+    parts = computations(text)
 
     def runs(part: str) -> int:
         found = part.count(" all-reduce(")
         for line in part.splitlines():
             turns = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
-            names = set(re.findall(r"%[\w.\-]+", line.partition("(")[2]))
+            names = set(re.findall(r"%([\w.\-]+)", line.partition("(")[2]))
             for name in names & parts.keys():
-                times = int(turns[1]) if turns and f"body={name}" in line else 1
+                times = int(turns[1]) if turns and f"body=%{name}" in line else 1
                 found += runs(parts[name]) * times
         return found
 
-    (entry,) = re.findall(r"^ENTRY (%\S+)", text, re.MULTILINE)
-    return runs(parts[entry])
+    return runs(parts["entry"])
 
 
 def layered_window() -> None:

@@ -36,6 +36,11 @@ from .common import (
 )
 
 
+def is_waiting(model: Branches) -> bool:
+    """True if FSDP2 holds gradients that it has not reduced."""
+    return any(unit.has_unreduced() for unit in units_of(model))
+
+
 def in_static_memory(model: Branches) -> None:
     """A gradient comes in the same memory each time, as from the replay of a CUDA
     graph.
@@ -113,12 +118,12 @@ def freed_wrapper_lets_fsdp_reduce(rank: int) -> None:
     model = sharded(WINDOW)
     opt = wrap(model, WINDOW)
     train(model, opt, rank, 1)
-    assert any(unit.has_unreduced() for unit in units_of(model))
+    assert is_waiting(model)
     opt.discard()
     del opt
     gc.collect()
     model(batches(rank)[0][0]).sum().backward()
-    assert not any(unit.has_unreduced() for unit in units_of(model))
+    assert not is_waiting(model)
 
 
 @check
@@ -139,7 +144,7 @@ def user_s_own_switches(rank: int) -> None:
     ):
         opt.flush()
     opt.discard()
-    assert not any(unit.has_unreduced() for unit in units_of(model))
+    assert not is_waiting(model)
 
 
 @check

@@ -82,10 +82,7 @@ def recomputed_layers_are_reduced_in_step(rank: int) -> None:
     """Each segment of a reentrant checkpoint has a backward pass of its own."""
     with LARGE:
         model, parallel, opt = make_shared(usual(), steps=2, reduction="sum")
-        reference = build()
-        other = gradaccum.wrap(
-            sgd(reference), steps=None, process_group="alone", reduction="sum"
-        )
+        reference, other = alone([], reduction="sum")
         for window in usual_windows():
             for x, _ in window:
                 other.backward(2 * reference(x).sum())
@@ -198,8 +195,7 @@ def frozen_parameters_are_reduced_alike(rank: int) -> None:
         model = usual()
         model.first.weight.requires_grad_(False)
         _, parallel, opt = make_shared(model, steps=1)
-        reference = build()
-        other = gradaccum.wrap(sgd(reference), steps=None, process_group="alone")
+        reference, other = alone([])
         everyone = [usual_batches(worker) for worker in range(WORLD)]
         for index in range(6):
             for each in (model, reference):

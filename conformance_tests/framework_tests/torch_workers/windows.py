@@ -125,8 +125,7 @@ def schedules_and_averages_move_once_per_update(rank: int) -> None:
     """One worker closes its three windows by ``step``; the other closes one so, and two
     in one ``flush``. In whatever call a window closes, its listeners meet.
     """
-    expected = build()
-    one = gradaccum.wrap(sgd(expected), steps=None, process_group="alone")
+    expected, one = alone([])
     average_of_one = averaged(expected)
     schedule = StepLR(one, step_size=1, gamma=0.5)
     for window in all_windows(steps=2):

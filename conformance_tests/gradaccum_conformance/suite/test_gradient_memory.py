@@ -49,23 +49,19 @@ def transposed(memory: Array) -> Arrays:
 
 
 LAYOUTS = (side_by_side, overlapping, expanded, transposed)
-OPTIONS = [
-    {"on_overflow": "ignore"},
-    {"on_overflow": "drop_micro_batch"},
-    {"clip_norm": 1e9},
+CASES = [
+    *((place, {}) for place in range(len(LAYOUTS))),
+    (0, {"on_overflow": "ignore"}),
+    (0, {"on_overflow": "drop_micro_batch"}),
+    (0, {"clip_norm": 1e9}),
 ]
 
 
-@pytest.mark.parametrize("place", range(len(LAYOUTS)))
-def test_memory_of_others(backend: Harness, errors: Errors, place: int) -> None:
-    check(backend, errors, place)
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_memory_of_others_under_options(
-    backend: Harness, errors: Errors, options: dict[str, Option]
+@pytest.mark.parametrize(("place", "options"), CASES, ids=str)
+def test_memory_of_others(
+    backend: Harness, errors: Errors, place: int, options: dict[str, Option]
 ) -> None:
-    check(backend, errors, 0, **options)
+    check(backend, errors, place, **options)
 
 
 def test_memory_of_others_in_every_mode(

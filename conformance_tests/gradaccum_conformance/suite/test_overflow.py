@@ -14,17 +14,16 @@ from gradaccum_conformance.scenarios import (
     outcome_of,
     poisoned,
     random_tree,
+    require_skipped,
     same,
     start,
-    window_gradient,
 )
 from gradaccum_conformance.specs import LINEAR
 
 TREES = [random_tree(LINEAR, seed) for seed in range(6)]
-by_value = pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan], ids=str)
 
 
-@by_value
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan], ids=str)
 def test_overflow_skips_this_window_only(
     backend: Harness, mode: str, value: float
 ) -> None:
@@ -39,14 +38,12 @@ def test_overflow_skips_this_window_only(
         trees = TREES[:3]
         trees[bad] = poisoned(trees[bad], value)
         feed_gradients(session, trees)
-        assert outcome_of(session.result()) == {"skipped", "overflow"}
+        require_skipped(session, before, "overflow")
         assert session.result().grad_norm == math.inf
         state = session.state()
         assert state.optimizer_step == 0
         assert state.skipped_windows == 1
         assert not state.overflow
-        assert session.captured().calls == 0
-        assert same(session.parameters(), before)
         feed_gradients(session, TREES[3:])
         assert same(session.parameters(), clean.parameters())
 
@@ -65,26 +62,8 @@ def test_divisor_outside_float32_overflows(
     )
     before = session.parameters()
     session.gradients(TREES[0], weight=weight)
-    assert outcome_of(session.result()) == {"skipped", "overflow"}
+    require_skipped(session, before, "overflow")
     assert session.result().grad_norm == math.inf
-    assert same(session.parameters(), before)
-
-
-@by_value
-def test_dropped_micro_batch_adds_nothing(
-    backend: Harness, mode: str, errors: Errors, value: float
-) -> None:
-    for bad in range(3):
-        session = start(backend, steps=3, on_overflow="drop_micro_batch", mode=mode)
-        good = TREES[:3]
-        hurt = poisoned(good.pop(bad), value)
-        feed_gradients(session, [*good[:bad], hurt, *good[bad:]])
-        errors.check(
-            "gradient of the good ones",
-            worst(session.captured().gradient, window_gradient(good)),
-            bound_of_sum(good, "float32"),
-        )
-        assert outcome_of(session.result()) == {"applied", "overflow"}
 
 
 @pytest.mark.every_mode
@@ -92,13 +71,14 @@ def test_drop_in_every_mode(backend: Harness, mode: str, errors: Errors) -> None
     """Two micro-batches of three, then all, then none but the next window's first."""
     session = start(backend, steps=3, on_overflow="drop_micro_batch", mode=mode)
     bad = poisoned(TREES[0], math.nan)
-    feed_gradients(session, [bad, TREES[1], poisoned(TREES[2], math.inf)])
+    feed_gradients(session, [bad, TREES[1], poisoned(TREES[2], -math.inf)])
+    assert outcome_of(session.result()) == {"applied", "overflow"}
     errors.check(
         "gradient",
         worst(session.captured().gradient, TREES[1]),
         bound_of_sum([TREES[1]], "float32"),
     )
-    feed_gradients(session, [bad] * 3)
+    feed_gradients(session, [bad, poisoned(TREES[1], math.inf), bad])
     assert outcome_of(session.result()) == {"skipped", "overflow"}
     assert session.captured().calls == 1
     assert session.state().skipped_windows == 1

@@ -51,12 +51,12 @@ def summed(out, weights, x, y) -> Any:
     return ((out[:, 0] - y) ** 2).sum()
 
 
-def token_mean(out, weights, x, mask) -> Any:
-    return (each(out).reshape(-1, 1) * mask).sum() / mask.sum()
-
-
 def token_sum(out, weights, x, mask) -> Any:
     return (each(out).reshape(-1, 1) * mask).sum()
+
+
+def token_mean(out, weights, x, mask) -> Any:
+    return token_sum(out, weights, x, mask) / mask.sum()
 
 
 def ignored_labels(out, weights, x, labels) -> Any:

@@ -12,9 +12,9 @@ from gradaccum_conformance.measuring import Errors
 from gradaccum_conformance.scenarios import (
     REDUCTIONS,
     feed_gradients,
-    outcome_of,
     poisoned,
     random_tree,
+    require_skipped,
     same,
     start,
     terms_of_sum,
@@ -70,12 +70,10 @@ def test_zero_total_weight_makes_no_update(
     session = start(backend, steps=2, mode=mode, **options)
     before = session.parameters()
     feed_gradients(session, [TREES[0], poisoned(TREES[1], math.nan)], [0.0, 0.0])
-    assert outcome_of(session.result()) == {"skipped"}
+    require_skipped(session, before)
     state = session.state()
     assert state.skipped_windows == 1
     assert state.optimizer_step == 0
-    assert session.captured().calls == 0
-    assert same(session.parameters(), before)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum_per_item"])
@@ -89,9 +87,8 @@ def test_total_beyond_float32_spoils_one_window(
     before = session.parameters()
     small = random_tree(LINEAR, 0, 1e-3)
     feed_gradients(session, [small, small], [3e38, 3e38])
-    assert outcome_of(session.result()) == {"skipped", "overflow"}
+    require_skipped(session, before, "overflow")
     assert session.state().weight == 0
-    assert same(session.parameters(), before)
     feed_gradients(session, [small, small], [1.0, 1.0])
     assert session.result().applied
     assert not same(session.parameters(), before)

@@ -5,6 +5,7 @@ backend's `worker_modes`, with two workers; deep, with four.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -46,7 +47,7 @@ def _case(harness: WorkersHarness, mode: str, workers: int, *marks: Any) -> Any:
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Pools]:
     """The workers of this run; none is left when it ends."""
-    with Pools() as pools:
+    with closing(Pools()) as pools:
         yield pools
 
 

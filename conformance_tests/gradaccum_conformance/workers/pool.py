@@ -73,7 +73,7 @@ class Pool:
         self._folder = Path(tempfile.mkdtemp(prefix="workers-"))
         self._processes: list[Process] = []
         meeting = self._folder / "meeting"
-        port = _free_port()
+        port = free_port()
         meeting.mkdir()
         try:
             self._processes += (
@@ -185,7 +185,7 @@ def _name(request: Request) -> str:
     return str(request.arguments[1]) if request.method == "call" else request.method
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -4,7 +4,6 @@ seconds to compile each new set of options.
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import NamedTuple
 
 from gradaccum_conformance.harness import Dtype, Option, Setup, WorkersHarness
@@ -27,15 +26,8 @@ class Pools:
         self._crews: dict[tuple[Pool, str], tuple[Crew, int]] = {}
         self._failures: dict[tuple[str, int], list[WorkerError]] = {}
 
-    def __enter__(self) -> Pools:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """End every process."""
         for pool in self._pools.values():
             pool.close()
 

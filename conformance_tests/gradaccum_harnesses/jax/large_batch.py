@@ -16,6 +16,7 @@ from gradaccum_conformance import (
     TEMPERATURE,
     Arrays,
     Batch,
+    Dtype,
     LargeBatchCall,
     LargeBatchHarness,
     Loss,
@@ -41,16 +42,13 @@ class JaxLargeBatch(JaxWorkers, VerifyingHarness, LargeBatchHarness):
     large_batch_modes = ("jit", "eager")
 
     def value_and_grad(self, call: LargeBatchCall, batch: Batch) -> Outcome:
-        def loss_fn(params: Any, x: Any, y: Any, *_: Any) -> Any:
-            loss = total_loss(call.model, params, x, y, call.loss)
-            if call.returns is not None:
-                return call.returns(loss, forward(call.model, params, x))
-            return loss
-
+        loss_fn = _loss_fn(call.model, call.loss, call.returns)
         with x64(call.dtype == "float64"):
             take = _in_mode(value_and_grad(loss_fn, **call.options), call.mode)
             value, gradient = take(
-                _params(call), *_arrays(batch, call.dtype), *_extra(call)
+                _params(call.weights, call.dtype),
+                *_arrays(batch, call.dtype),
+                *_extra(call),
             )
             loss, aux = value if call.options.get("has_aux") else (value, {})
             return Outcome(float(loss), to_numpy(gradient), to_numpy(aux))
@@ -88,14 +86,13 @@ class JaxLargeBatch(JaxWorkers, VerifyingHarness, LargeBatchHarness):
 
         with x64(call.dtype == "float64"):
             dtype = getattr(jnp, call.dtype)
-            params = {
-                name: jnp.asarray(value, dtype) for name, value in weights.items()
-            }
             batch = tuple(
                 jnp.asarray(each, dtype if each.dtype.kind == "f" else None)
                 for each in call.batch
             )
-            return gradaccum.verify(params, loss_fn, batch, **call.options)
+            return gradaccum.verify(
+                _params(weights, call.dtype), loss_fn, batch, **call.options
+            )
 
     def coupled(self, call: LargeBatchCall, batch: Batch) -> Outcome:
         def outputs_fn(params: Any, left: Any, right: Any, *_: Any) -> Any:
@@ -116,7 +113,9 @@ class JaxLargeBatch(JaxWorkers, VerifyingHarness, LargeBatchHarness):
 
         with x64(call.dtype == "float64"):
             dtype = getattr(jnp, call.dtype)
-            params = {**_params(call), "temperature": jnp.asarray(TEMPERATURE, dtype)}
+            params = _params(
+                {**call.weights, "temperature": np.asarray(TEMPERATURE)}, call.dtype
+            )
             take = _in_mode(
                 coupled_value_and_grad(outputs_fn, loss_fn, **call.options), call.mode
             )
@@ -135,27 +134,27 @@ def _whole_window(
     options: tuple[tuple[str, Option], ...],
     returns: Returns | None,
 ) -> Callable[..., Any]:
-    def loss_fn(params: Any, x: Any, y: Any) -> Any:
-        value = total_loss(program.model, params, x, y, loss)
-        return (
-            value
-            if returns is None
-            else returns(value, forward(program.model, params, x))
-        )
-
+    loss_fn = _loss_fn(program.model, loss, returns)
     return _in_mode(
         value_and_update(loss_fn, program.tx, **dict(options)), program.mode
     )
+
+
+def _loss_fn(model: Model, loss: Loss, returns: Returns | None) -> Callable[..., Any]:
+    def loss_fn(params: Any, x: Any, y: Any, *_: Any) -> Any:
+        value = total_loss(model, params, x, y, loss)
+        return value if returns is None else returns(value, forward(model, params, x))
+
+    return loss_fn
 
 
 def _in_mode(function: Callable[..., Any], mode: str | None) -> Callable[..., Any]:
     return function if mode == "eager" else jax.jit(function)
 
 
-def _params(call: LargeBatchCall) -> dict[str, Any]:
+def _params(weights: Arrays, dtype: Dtype) -> dict[str, Any]:
     return {
-        name: jnp.asarray(call.weights[name], getattr(jnp, call.dtype))
-        for name in call.model.parameter_shapes()
+        name: jnp.asarray(array, getattr(jnp, dtype)) for name, array in weights.items()
     }
 
 

@@ -67,17 +67,6 @@ class Convolution(nn.Cell):  # type: ignore[misc]
         )
 
 
-class Tanh(nn.Cell):  # type: ignore[misc]
-    """Elementwise tanh."""
-
-    def __init__(self) -> None:
-        super().__init__(auto_prefix=False)
-        self.tanh = ops.Tanh()
-
-    def construct(self, x: Any) -> Any:
-        return self.tanh(x)
-
-
 class SquareMean(nn.Cell):  # type: ignore[misc]
     """Mean of each `size` x `size` square."""
 
@@ -97,25 +86,19 @@ class SquareMean(nn.Cell):  # type: ignore[misc]
         return squares.sum((3, 5)) / self.count
 
 
-class Flatten(nn.Cell):  # type: ignore[misc]
-    """(batch, ...) to (batch, product)."""
-
-    def construct(self, x: Any) -> Any:
-        return x.reshape((x.shape[0], -1))
+def cross_entropy(logits: Any, labels: Any) -> Any:
+    """Softmax cross-entropy against one-hot labels, summed over the items."""
+    shifted = logits - ops.stop_gradient(ops.ReduceMax(keep_dims=True)(logits, -1))
+    total = ops.ReduceSum()
+    return total(ops.log(total(ops.exp(shifted), -1))) - total(labels * shifted)
 
 
 class Network(nn.Cell):  # type: ignore[misc]
-    """Layers in turn, and softmax cross-entropy against one-hot labels, summed over the
-    items.
-    """
+    """Layers in turn, and their `cross_entropy`."""
 
     def __init__(self, layers: Sequence[Any]) -> None:
         super().__init__(auto_prefix=False)
         self.layers = nn.CellList(list(layers), auto_prefix=False)
-        self.largest = ops.ReduceMax(keep_dims=True)
-        self.sum = ops.ReduceSum()
-        self.exp = ops.Exp()
-        self.log = ops.Log()
 
     def construct(self, x: Any) -> Any:
         for layer in self.layers:
@@ -123,11 +106,7 @@ class Network(nn.Cell):  # type: ignore[misc]
         return x
 
     def loss(self, x: Any, labels: Any) -> Any:
-        logits = self.construct(x)
-        shifted = logits - ops.stop_gradient(self.largest(logits, -1))
-        return self.sum(self.log(self.sum(self.exp(shifted), -1))) - self.sum(
-            labels * shifted
-        )
+        return cross_entropy(self.construct(x), labels)
 
 
 class Capture(nn.Optimizer):  # type: ignore[misc]

@@ -157,9 +157,9 @@ def build_layer(layer: Layer, parameters: list[Any], dtype: Any) -> Any:
         case AvgPool():
             return layers.SquareMean(layer.size, dtype)
         case Flatten():
-            return layers.Flatten()
+            return nn.Flatten()
         case _:
-            return layers.Tanh()
+            return nn.Tanh()
 
 
 def build_optimizer(spec: Optimizer, parameters: list[Any]) -> Any:

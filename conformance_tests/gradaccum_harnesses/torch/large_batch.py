@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -40,14 +40,11 @@ class TorchLargeBatch(TorchWorkers, VerifyingHarness, LargeBatchHarness):
 
     def value_and_grad(self, call: LargeBatchCall, batch: Batch) -> Outcome:
         module = SpecModel(call.model, call.weights, call.dtype)
-
-        def loss_fn(x: Tensor, y: Tensor, *_: Any) -> Any:
-            logits = module(x)
-            loss = functional.cross_entropy(logits, y, reduction=call.loss)
-            return loss if call.returns is None else call.returns(loss, logits)
-
         returned = backward(
-            loss_fn, *_tensors(batch, module), *_extra(call), **_options(call.options)
+            _loss_fn(module, call.loss, call.returns),
+            *_tensors(batch, module),
+            *_extra(call),
+            **_options(call.options),
         )
         loss, aux = returned if call.options.get("has_aux") else (returned, {})
         return Outcome(float(loss), _gradients(module), _arrays(aux))
@@ -62,18 +59,10 @@ class TorchLargeBatch(TorchWorkers, VerifyingHarness, LargeBatchHarness):
         returns: Returns | None = None,
     ) -> float:
         assert isinstance(session, TorchSession)
-        model = session.model
-
-        def loss_fn(x: Tensor, y: Tensor) -> Tensor:
-            logits = model(x)
-            value = functional.cross_entropy(logits, y, reduction=loss)
-            made = value if returns is None else returns(value, logits)
-            return made
-
         return float(
             backward(
-                loss_fn,
-                *_tensors(batch, model),
+                _loss_fn(session.model, loss, returns),
+                *_tensors(batch, session.model),
                 optimizer=session.optimizer,
                 **_options(options),
             )
@@ -119,6 +108,17 @@ class TorchLargeBatch(TorchWorkers, VerifyingHarness, LargeBatchHarness):
             {**_gradients(module), "temperature": to_numpy(temperature.grad)},
             {},
         )
+
+
+def _loss_fn(
+    model: SpecModel, loss: Loss, returns: Returns | None
+) -> Callable[..., Any]:
+    def loss_fn(x: Tensor, y: Tensor, *_: Any) -> Any:
+        logits = model(x)
+        value = functional.cross_entropy(logits, y, reduction=loss)
+        return value if returns is None else returns(value, logits)
+
+    return loss_fn
 
 
 def _tensors(batch: Batch, module: SpecModel) -> tuple[Tensor, Tensor]:
