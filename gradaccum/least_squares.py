@@ -49,12 +49,8 @@ class WeightedSum(NamedTuple):
     """
 
 
-def dot(a: Vector, b: Vector) -> float:
-    return float(a @ b)
-
-
 def norm_of(vector: Vector) -> float:
-    return math.sqrt(dot(vector, vector))
+    return math.sqrt(vector @ vector)
 
 
 def right_factors(
@@ -108,7 +104,7 @@ class GradientBasis:
         """
         coefficients = [0.0] * len(self.norms)
         for direction, recipe in zip(self.directions, self.recipes, strict=True):
-            component = dot(direction, vector)
+            component = float(direction @ vector)
             vector = vector - direction * component
             for place, share in enumerate(recipe):
                 coefficients[place] += component * share

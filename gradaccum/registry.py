@@ -164,17 +164,13 @@ def backend_of(optimizer: object) -> Backend:
         entry = _entry_of(type(candidate).__mro__)
         if entry is not None:
             return cast(Backend, entry.load())
-    raise _not_an_optimizer(optimizer)
-
-
-def _not_an_optimizer(candidate: object) -> ArgumentTypeError:
-    kind = f"an object of type {type(candidate).__name__}"
+    kind = f"an object of type {type(optimizer).__name__}"
     fix = "Create an optimizer from the parameters, and wrap each optimizer separately."
-    if isinstance(candidate, type) or isroutine(candidate):
-        kind = f"{candidate.__name__}, which was not called"
-        fix = f"Call it: gradaccum.wrap({candidate.__name__}(...), steps=4)."
+    if isinstance(optimizer, type) or isroutine(optimizer):
+        kind = f"{optimizer.__name__}, which was not called"
+        fix = f"Call it: gradaccum.wrap({optimizer.__name__}(...), steps=4)."
     names = ", ".join(map(_describe, registered_backends()))
-    return ArgumentTypeError(
+    raise ArgumentTypeError(
         "optimizer: expected an optimizer for"
         f" {names or 'a backend, but no backend is installed'}; got {kind}. {fix}"
     )

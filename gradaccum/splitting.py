@@ -84,8 +84,7 @@ class AutoMicroBatchSize:
         Raises:
             UsageError: a micro-batch of one item does not fit in memory.
         """
-        first_size = min(self._choices.get(key, items), items)
-        size = first_size
+        size = min(self._choices.get(key, items), items)
         did_not_fit = False
         while True:
             smaller_size = math.ceil(size / 2) if size > 1 else 0

@@ -294,21 +294,19 @@ class Window(Generic[M]):
         Raises:
             UsageError: the next window has begun.
         """
-        return (self._at(index) for index in range(self._length))
+        for index in range(self._length):
+            if self._micro_batches is None:
+                raise UsageError(
+                    f"window {self.number}: expected to be iterated over before the"
+                    " next window begins; got a window whose micro-batches were already"
+                    " released. Use each window only in the body of the loop over the"
+                    " windows."
+                )
+            yield self._micro_batches[index]
 
     def forget(self) -> None:
         """Release the micro-batches. This is called when the next window begins."""
         self._micro_batches = None
-
-    def _at(self, index: int) -> M:
-        if self._micro_batches is None:
-            raise UsageError(
-                f"window {self.number}: expected to be iterated over before the next"
-                " window begins; got a window whose micro-batches were already"
-                " released. Use each window only in the body of the loop over the"
-                " windows."
-            )
-        return self._micro_batches[index]
 
 
 @dataclass

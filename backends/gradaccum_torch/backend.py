@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any, Literal, Unpack, cast
+from typing import Literal, Unpack, cast
 
 import torch
 from torch.amp import GradScaler
@@ -22,7 +21,7 @@ from gradaccum.kit import (
 from gradaccum_torch.checks import require_accumulate_dtype
 from gradaccum_torch.grad_scaler import scaler_rule
 from gradaccum_torch.optimizer import AccumulatingOptimizer
-from gradaccum_torch.recording import LoopRecord, recording
+from gradaccum_torch.recording import recording
 from gradaccum_torch.scheduler import GatedScheduler, is_scheduler
 from gradaccum_torch.verification import TorchSubject
 from gradaccum_torch.workers.deferred import GradientSync
@@ -35,6 +34,8 @@ class TorchBackend:
     name = "torch"
     subject_type = TorchSubject
     scaler_kind = "a torch.amp.GradScaler"
+    is_scheduler = staticmethod(is_scheduler)
+    recording = staticmethod(recording)
 
     def scaler_rule(self, scaler: object) -> ScaleRule | None:
         return scaler_rule(scaler) if isinstance(scaler, GradScaler) else None
@@ -115,12 +116,6 @@ class TorchBackend:
         )
         return AccumulatingOptimizer(optimizer, checked_options, workers)
 
-    def is_scheduler(self, candidate: object) -> bool:
-        """True if `candidate` is a learning-rate scheduler, from torch or another
-        library, whether or not gradaccum has already wrapped it.
-        """
-        return is_scheduler(candidate)
-
     def gate(self, scheduler: object) -> GatedScheduler:
         """Wrap a learning-rate scheduler that was created for a wrapped optimizer, so
         that the scheduler steps once per update.
@@ -135,11 +130,6 @@ class TorchBackend:
 
     def verifies(self, model: object) -> bool:
         return isinstance(model, torch.nn.Module)
-
-    def recording(
-        self, optimizer: torch.optim.Optimizer, model: Any
-    ) -> AbstractContextManager[LoopRecord]:
-        return recording(optimizer, model)
 
 
 backend = TorchBackend()

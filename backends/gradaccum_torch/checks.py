@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from gradaccum import ArgumentTypeError, UsageError
+from gradaccum import UsageError
 from gradaccum.kit import (
     Options,
     UntilWeight,
@@ -75,8 +75,8 @@ def taken_gradients_error() -> UsageError:
     return UsageError(
         "step(): expected a backward pass since another wrapped optimizer, which trains"
         " some of the same parameters, took their gradients in its step(); got no such"
-        " pass. Train each parameter with a single optimizer, or run a backward pass for"
-        " each optimizer."
+        " pass. Train each parameter with a single optimizer, or run a backward pass"
+        " for each optimizer."
     )
 
 
@@ -117,12 +117,11 @@ def not_scaled_error() -> UsageError:
         " got an unscaled loss, from a plain loss.backward() or from the backward(loss)"
         " of another wrapped optimizer. Call opt.discard(), and use opt.backward(loss)"
         " from then on. If several optimizers share a loss, wrap each without a"
-        ' loss_scale and with reduction="sum_per_item", call loss.backward() once on the'
-        " summed loss, and call opt.weigh(n) on each optimizer. To scale a shared loss,"
-        " pass the same torch.amp.GradScaler to each optimizer as loss_scale=. If the"
-        " loss should train only some of"
-        " the parameters, list them: opt.backward(loss,"
-        " inputs=list(generator.parameters()))."
+        ' loss_scale and with reduction="sum_per_item", call loss.backward() once on'
+        " the summed loss, and call opt.weigh(n) on each optimizer. To scale a shared"
+        " loss, pass the same torch.amp.GradScaler to each optimizer as loss_scale=. If"
+        " the loss should train only some of the parameters, list them:"
+        " opt.backward(loss, inputs=list(generator.parameters()))."
     )
 
 
@@ -138,67 +137,10 @@ def not_weighed_error(weight: float) -> UsageError:
     )
 
 
-def scaled_twice_error() -> UsageError:
-    return UsageError(
-        "loss: expected an unscaled loss, because gradaccum itself scales the loss with"
-        " the scaler that was passed as loss_scale=; got scaler.scale(loss). Pass the"
-        " loss itself: opt.backward(loss)."
-    )
-
-
 def other_weight_error(weight: float, earlier: float) -> UsageError:
     return UsageError(
         f"weight: expected {earlier:g}, the weight that this micro-batch already has;"
         f" got {weight!r} ({type(weight).__name__}). Call opt.step() after each"
         " micro-batch. If a micro-batch has several losses, call opt.weigh(n) once for"
         " all of them."
-    )
-
-
-def second_wrapper_error(name: str) -> ArgumentTypeError:
-    return ArgumentTypeError(
-        f"optimizer: expected an optimizer that is not wrapped yet; got {name}, which"
-        " was already wrapped by an earlier call to gradaccum.wrap. Use the optimizer"
-        " returned by that earlier call, or delete it (del opt) before wrapping again."
-    )
-
-
-def bypassed_error(name: str) -> UsageError:
-    return UsageError(
-        "step(): expected a call to the wrapped optimizer's step(), because only the"
-        " wrapped optimizer knows when a window ends; got a call to the inner"
-        f" optimizer's {name}.step(). Write optimizer = gradaccum.wrap({name}(...),"
-        " ...), and call optimizer.step(). For an optimizer with two steps per update,"
-        " such as SAM, see RECIPES.md of gradaccum_torch."
-    )
-
-
-def ignored_masters_error(name: str) -> UsageError:
-    return UsageError(
-        "master_weights: expected an inner optimizer that updates the tensors in its"
-        f" own param_groups; got {name}, which left the master weights in its"
-        " param_groups unchanged. Most likely it updates the parameters through other"
-        " references, such as the param_groups of other optimizers. Wrap it without"
-        " master_weights=True, and keep the model's parameters in float32."
-    )
-
-
-def new_parameters_error() -> UsageError:
-    """Return the error for parameters that are added to a wrapped optimizer while their
-    ``.grad`` contains gradients.
-    """
-    return UsageError(
-        ".grad: expected parameters without gradients when they are added to a wrapped"
-        " optimizer; got gradients from earlier backward passes or from another"
-        " optimizer's window. Set .grad to None on these parameters first."
-    )
-
-
-def model_state_error() -> UsageError:
-    return UsageError(
-        "torch.distributed.checkpoint.state_dict: expected an optimizer with only"
-        " per-parameter state; got a wrapped optimizer, whose window and master weights"
-        " would not be saved. Call get_state_dict(model, opt.optimizer) between two"
-        ' windows, and save opt.state_dict()["gradaccum"] together with the result (see'
-        " DISTRIBUTED.md of gradaccum_torch)."
     )

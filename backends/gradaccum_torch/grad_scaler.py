@@ -78,10 +78,9 @@ class ScalerLink:
             raise UsageError(
                 "scaler: expected the same scale for all micro-batches of a window; got"
                 " a scale that changed within the window, for example through"
-                " scaler.update(new_scale) or another optimizer's overflow. This"
-                " window cannot be recovered, so call opt.discard(). Change the scale"
-                " only between two windows, and use a separate scaler for each"
-                " optimizer."
+                " scaler.update(new_scale) or another optimizer's overflow. This window"
+                " cannot be recovered, so call opt.discard(). Change the scale only"
+                " between two windows, and use a separate scaler for each optimizer."
             )
 
     def write(self, state: State) -> None:
@@ -154,15 +153,11 @@ def groups_for_a_scaler(link: ScalerLink | None) -> list[dict[str, Any]] | None:
         or caller.get("self") is not link.scaler
         or not caller.get("allow_fp16")  # The user has called scaler.unscale_.
     ):
-        raise foreign_scaler_error()
+        raise UsageError(
+            "scaler.step, scaler.unscale_: expected the scaler that was passed to"
+            " gradaccum.wrap, because its scale changes only between windows; got a"
+            " torch.amp.GradScaler that would unscale at every micro-batch. Write"
+            " gradaccum.wrap(optimizer, ..., loss_scale=scaler), and use clip_norm="
+            " instead of scaler.unscale_(opt) and clip_grad_norm_."
+        )
     return [{"params": [link.probe]}]
-
-
-def foreign_scaler_error() -> UsageError:
-    return UsageError(
-        "scaler.step, scaler.unscale_: expected the scaler that was passed to"
-        " gradaccum.wrap, because its scale changes only between windows; got a"
-        " torch.amp.GradScaler that would unscale at every micro-batch. Write"
-        " gradaccum.wrap(optimizer, ..., loss_scale=scaler), and use clip_norm="
-        " instead of scaler.unscale_(opt) and clip_grad_norm_."
-    )

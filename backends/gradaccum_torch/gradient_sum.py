@@ -16,11 +16,7 @@ from torch import Tensor
 
 from gradaccum.kit import Options
 from gradaccum_torch.arithmetic import add, all_finite, gradient_dtype, sum_dtype
-from gradaccum_torch.gradient_watch import (
-    GradientWatch,
-    WatchedGradient,
-    note_taken,
-)
+from gradaccum_torch.gradient_watch import GradientWatch, WatchedGradient, note_taken
 from gradaccum_torch.torch_private.names import keep_own, untraced
 
 Gradients = dict[Tensor, Tensor]

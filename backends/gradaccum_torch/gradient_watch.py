@@ -136,7 +136,7 @@ class GradientWatch:
     optimizer's parameters.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, owner: object) -> None:
         self.factors: set[float] = set()
         """The factors by which the losses were multiplied in the backward passes since
         the last ``step``.
@@ -188,13 +188,10 @@ class GradientWatch:
         itself, because ``id(parameter)`` is ten times faster than ``hash(parameter)``.
         """
         self._handles: dict[int, RemovableHandle] = {}
-        WATCHES.add(self)
-
-    def end_with(self, owner: object) -> None:
-        """Remove the hooks when `owner` is freed. Otherwise, the parameters would keep
-        the hooks alive, and with them every object to which the hooks refer.
-        """
+        # Remove the hooks when the owner is freed. Otherwise, the parameters would keep
+        # the hooks alive, and with them every object to which the hooks refer.
         weakref.finalize(owner, remove, self._handles).atexit = False
+        WATCHES.add(self)
 
     def __contains__(self, parameter: Tensor) -> bool:
         return id(parameter) in self._handles

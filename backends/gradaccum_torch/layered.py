@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import count
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from gradaccum import ArgumentTypeError, UsageError, kit
 from gradaccum_torch.large_batch.backward import run_micro_batches
-from gradaccum_torch.large_batch.batch import MergeAux, Weight, tensors_of
+from gradaccum_torch.large_batch.batch import MergeAux, Weight, map_tensors, tensors_of
 from gradaccum_torch.large_batch.gradients import (
     GradientsInGrad,
     collecting,
@@ -186,20 +187,20 @@ class Border:
         pass of the next layer has computed. An entry is None before this backward pass,
         and also if the next layer did not use the activation.
         """
-        self._devices = [tensor.device for tensor in tensors]
-        self._requires_grad = [tensor.requires_grad for tensor in tensors]
+        self._origins = [(tensor.device, tensor.requires_grad) for tensor in tensors]
+        """For each activation, the device on which it was computed, and whether it
+        requires a gradient.
+        """
         self.nest: Any = None
         self._versions: list[int] = []
-        self._keep(kit.mapped(without_graph, nest))
+        self._keep(map_tensors(Tensor.detach, nest))
 
     def _keep(self, nest: Any) -> None:
         self.nest = nest
         self._versions = [version(tensor) for tensor in tensors_of(nest)]
 
     def move_to_host(self) -> None:
-        self._keep(
-            kit.mapped(lambda v: v.cpu() if isinstance(v, Tensor) else v, self.nest)
-        )
+        self._keep(map_tensors(Tensor.cpu, self.nest))
 
     def free(self) -> None:
         self.nest = None
@@ -210,20 +211,17 @@ class Border:
         """Return the activations as the inputs of a new graph. The graph's backward
         pass stores the gradients of the activations in `gradients`.
         """
-        tensors = []
-        number = 0
-        for tensor, device, requires_grad in zip(
-            tensors_of(self.nest), self._devices, self._requires_grad, strict=True
-        ):
+        origins = iter(self._origins)
+        numbers = count()
+
+        def enter_tensor(tensor: Tensor) -> Any:
+            device, requires_grad = next(origins)
             tensor = tensor.to(device)
             if requires_grad:
-                tensor = Enter.apply(anchor, self.gradients, number, tensor)  # type: ignore[no-untyped-call]
-                number += 1
-            tensors.append(tensor)
-        new_tensors = iter(tensors)
-        return kit.mapped(
-            lambda v: next(new_tensors) if isinstance(v, Tensor) else v, self.nest
-        )
+                return Enter.apply(anchor, self.gradients, next(numbers), tensor)  # type: ignore[no-untyped-call]
+            return tensor
+
+        return map_tensors(enter_tensor, self.nest)
 
     def require_unwritten(self, index: int) -> None:
         versions = [version(tensor) for tensor in tensors_of(self.nest)]
@@ -236,10 +234,6 @@ class Border:
                 " returns a buffer that another layer or loss_fn later modifies, make"
                 " the layer return buffer.clone()."
             )
-
-
-def without_graph(leaf: object) -> object:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 class Enter(torch.autograd.Function):

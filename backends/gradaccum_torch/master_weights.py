@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradaccum_torch import checks
+from gradaccum import UsageError
 from gradaccum_torch.arithmetic import HALF, is_zero
 from gradaccum_torch.torch_private.names import Versions, local, parameters_of
 
@@ -87,13 +87,10 @@ class MasterWeights:
                 self.masters[parameter] = torch.nn.Parameter(
                     master, requires_grad=parameter.requires_grad
                 )
-                self._widen_state(parameter)
-
-    def _widen_state(self, parameter: Tensor) -> None:
-        state = self.inner.state.get(parameter, {})
-        for name, value in state.items():
-            if isinstance(value, Tensor) and value.dtype in HALF:
-                state[name] = value.float()
+                state = self.inner.state.get(parameter, {})
+                for name, value in state.items():
+                    if isinstance(value, Tensor) and value.dtype in HALF:
+                        state[name] = value.float()
 
     @torch.no_grad()
     def load(self, masters: Mapping[int, Tensor]) -> None:
@@ -182,7 +179,14 @@ class MasterWeights:
         if self.are_known_to_move or is_zero(sums[masters[smallest]]):
             return
         if any(group.get("lr") != 0 for group in self.inner.param_groups):
-            raise checks.ignored_masters_error(type(self.inner).__name__)
+            raise UsageError(
+                "master_weights: expected an inner optimizer that updates the tensors"
+                f" in its own param_groups; got {type(self.inner).__name__}, which left"
+                " the master weights in its param_groups unchanged. Most likely it"
+                " updates the parameters through other references, such as the"
+                " param_groups of other optimizers. Wrap it without"
+                " master_weights=True, and keep the model's parameters in float32."
+            )
 
     @contextmanager
     def only(self, parameters: Iterable[Tensor]) -> Iterator[None]:

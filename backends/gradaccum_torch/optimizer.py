@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 import torch
 from torch import Tensor
 
-from gradaccum import StepResult, updates_in
+from gradaccum import StepResult, UsageError, updates_in
 from gradaccum.kit import (
     Epoch,
     Handle,
@@ -26,7 +26,7 @@ from gradaccum.kit import (
     epoch,
     require_weight,
 )
-from gradaccum_torch import checks, saving
+from gradaccum_torch import saving
 from gradaccum_torch.arithmetic import is_zero
 from gradaccum_torch.grad_scaler import groups_for_a_scaler, link_scaler
 from gradaccum_torch.master_weights import Group, MasterWeights
@@ -396,7 +396,14 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
                 would not save the open window.
         """
         if is_called_by_model_state():
-            raise checks.model_state_error()
+            raise UsageError(
+                "torch.distributed.checkpoint.state_dict: expected an optimizer with"
+                " only per-parameter state; got a wrapped optimizer, whose window and"
+                " master weights would not be saved. Call get_state_dict(model,"
+                " opt.optimizer) between two windows, and save"
+                ' opt.state_dict()["gradaccum"] together with the result (see'
+                " DISTRIBUTED.md of gradaccum_torch)."
+            )
         return self._inner.state
 
     @state.setter
@@ -551,4 +558,9 @@ def require_no_gradients(parameters: Iterable[Tensor]) -> None:
     """
     for parameter in parameters:
         if parameter.grad is not None and not is_zero(parameter.grad):
-            raise checks.new_parameters_error()
+            raise UsageError(
+                ".grad: expected parameters without gradients when they are added to a"
+                " wrapped optimizer; got gradients from earlier backward passes or from"
+                " another optimizer's window. Set .grad to None on these parameters"
+                " first."
+            )

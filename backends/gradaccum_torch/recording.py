@@ -60,25 +60,24 @@ class Restoration:
         self._optimizer = optimizer
         self._before: list[tuple[Tensor, Tensor]] = []
         """Each parameter, and its value before the current step."""
-        self._steps_under_way = 0
+        self.steps_under_way = 0
         """The number of nested ``step`` calls. It exceeds one if an optimizer's
         ``step`` calls the ``step`` of its base class.
         """
 
-    def step_begins(self) -> bool:
-        """Copy the parameters. Return False if this is a nested step."""
-        self._steps_under_way += 1
-        if self._steps_under_way > 1:
-            return False
+    def step_begins(self) -> None:
+        """Copy the parameters, unless this is a nested step."""
+        self.steps_under_way += 1
+        if self.steps_under_way > 1:
+            return
         # During a step of a wrapped optimizer, the groups contain the master weights.
         parameters = parameters_of(self._optimizer)
         self._before = [(each, each.detach().clone()) for each in parameters]
-        return True
 
     @torch.no_grad()
     def step_ended(self) -> None:
-        self._steps_under_way -= 1
-        if not self._steps_under_way:
+        self.steps_under_way -= 1
+        if not self.steps_under_way:
             for parameter, before in self._before:
                 # A write to a parameter that autograd has saved would be an error.
                 if not torch.equal(local(parameter), local(before)):
@@ -99,16 +98,12 @@ class LoopRecord:
         self._parameters = parameters_of(optimizer)
         elements = sum(parameter.numel() for parameter in self._parameters)
         self._stride = max(1, elements // ELEMENTS)
-        self._restoration = Restoration(optimizer)
-        self.others = {
-            each: Restoration(each)
-            for each in instances_of(torch.optim.Optimizer)
-            if each is not optimizer
-        }
-        """All optimizers except the recorded one, each with the `Restoration` that
-        undoes its steps. Their steps are undone too, because these optimizers may train
-        the same model. The steps of an optimizer that is created later, for example by
-        an adversarial attack in the loss, are not undone.
+        optimizers = {optimizer, *instances_of(torch.optim.Optimizer)}
+        self.restorations = {each: Restoration(each) for each in optimizers}
+        """All optimizers, each with the `Restoration` that undoes its steps. The steps
+        of the other optimizers are undone too, because these optimizers may train the
+        same model. The steps of an optimizer that is created later, for example by an
+        adversarial attack in the loss, are not undone.
         """
         self._are_trained = [True] * len(self._parameters)
         """For each parameter, whether the recorded updates train it."""
@@ -126,7 +121,7 @@ class LoopRecord:
         closure, record the gradients after its first run, because Lightning runs the
         last micro-batch in the closure.
         """
-        if not self._restoration.step_begins():
+        if self.restorations[self._optimizer].steps_under_way > 1:
             return None
         parameters = parameters_of(self._optimizer)
         updates_before = len(self._updates)
@@ -178,16 +173,14 @@ class LoopRecord:
         norms = [float(torch.linalg.vector_norm(each.double())) for each in gradients]
         self._norms.append(math.hypot(*norms) / scale)
 
-    def after_step(self, *_: Any) -> None:
-        self._restoration.step_ended()
+    @untraced_within
+    def before_any_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if optimizer in self.restorations:
+            self.restorations[optimizer].step_begins()
 
-    def before_other_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if optimizer in self.others:
-            self.others[optimizer].step_begins()
-
-    def after_other_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if optimizer in self.others:
-            self.others[optimizer].step_ended()
+    def after_any_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if optimizer in self.restorations:
+            self.restorations[optimizer].step_ended()
 
     def note_call(
         self, _: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any
@@ -504,9 +497,8 @@ def recording(optimizer: Any, model: Any) -> Iterator[LoopRecord]:
     record = LoopRecord(optimizer, model, is_alone)
     handles = [
         optimizer.register_step_pre_hook(record.before_step),
-        optimizer.register_step_post_hook(record.after_step),
-        register_optimizer_step_pre_hook(record.before_other_step),
-        register_optimizer_step_post_hook(record.after_other_step),
+        register_optimizer_step_pre_hook(record.before_any_step),
+        register_optimizer_step_post_hook(record.after_any_step),
     ]
     if model is not None:
         handles.append(model.register_forward_hook(record.note_call, with_kwargs=True))
@@ -514,5 +506,5 @@ def recording(optimizer: Any, model: Any) -> Iterator[LoopRecord]:
         for handle in handles:
             ending.enter_context(handle)
         # Do not keep the other optimizers alive.
-        ending.callback(record.others.clear)
+        ending.callback(record.restorations.clear)
         yield record

@@ -68,12 +68,14 @@ def entry_of(window: Window) -> Entry:
     # because this function may not be defined beyond the run's last update.
     size = window.size if state.micro_step else None
     terms = kit.terms_of(window.options._replace(steps=size), state.optimizer_step)
+    # A total weight gets a negative sign.
+    steps = None if terms.steps is None else int(kit.code_of(terms.steps))
     masters = window.masters.by_index()
     entry: Entry = {
         "format": kit.FORMAT,
         **state._asdict(),
-        "grad_norm": window.last_event[3],
-        "terms": {**terms._asdict(), "steps": encode_size(terms.steps)},
+        "grad_norm": window.grad_norm,
+        "terms": {**terms._asdict(), "steps": steps},
         "worker": list(window.workers.place),
         "parameters": describe(window.masters),
         "sums": window.saved_sums(),
@@ -143,14 +145,6 @@ def resumed_state(entry: Entry, window: Window) -> State:
             " states that all ranks saved.",
         )
     return kit.resumed(state, decode_terms(entry["terms"]), window.options)
-
-
-def encode_size(steps: Any) -> int | None:
-    """Return a window's size as an int for a checkpoint. A total weight (`UntilWeight`)
-    is returned with a negative sign. A number of micro-batches is returned unchanged,
-    and so is None.
-    """
-    return None if steps is None else int(kit.code_of(steps))
 
 
 def decode_terms(saved_terms: Mapping[str, Any]) -> Terms:
@@ -244,9 +238,16 @@ def redistributed(state_dicts: Sequence[StateDict], workers: int) -> list[StateD
     # window, because the size of an empty window is not saved.
     open_entries = [entry for entry in entries if entry["micro_step"]]
     terms = (open_entries or entries)[0]["terms"]
-    if open_entries:
-        places = [list(entry.get("worker") or (0, 1)) for entry in entries]
-        require_all_ranks(places)
+    places = [list(entry.get("worker") or (0, 1)) for entry in entries]
+    all_places = [[rank, len(places)] for rank in range(len(places))]
+    if open_entries and sorted(places) != all_places:
+        raise checkpoint_error(
+            "state_dicts",
+            f"one state from each of the {places[0][1]} ranks",
+            f"states from the ranks {[rank for rank, _ in places]}",
+            "Wrap with module=, and save opt.state_dict() on every worker, in a"
+            " separate file for each worker.",
+        )
     common_entry = {**entries[0], "terms": terms, "sums": {}, "loss": 0.0}
     new_entries = [
         {**common_entry, **state._asdict(), "worker": [rank, workers]}
@@ -255,17 +256,6 @@ def redistributed(state_dicts: Sequence[StateDict], workers: int) -> list[StateD
     new_entries[0]["sums"] = add_up([entry["sums"] for entry in entries])
     new_entries[0]["loss"] = sum(entry["loss"] for entry in entries)
     return [{**state_dicts[0], KEY: entry} for entry in new_entries]
-
-
-def require_all_ranks(places: Sequence[list[int]]) -> None:
-    if sorted(places) != [[rank, len(places)] for rank in range(len(places))]:
-        raise checkpoint_error(
-            "state_dicts",
-            f"one state from each of the {places[0][1]} ranks",
-            f"states from the ranks {[rank for rank, _ in places]}",
-            "Wrap with module=, and save opt.state_dict() on every worker, in a"
-            " separate file for each worker.",
-        )
 
 
 @torch.no_grad()

@@ -28,16 +28,6 @@ Scheduler = Any
 ``step_update``, and with an ``optimizer`` attribute.
 """
 
-_GATE_NAMES = frozenset(
-    {
-        "_scheduler",
-        "_updates",
-        "_has_loaded",
-        "_called_at",
-        "_calls_are_consecutive",
-        "_last_arguments",
-    }
-)
 _ANY = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
 _STEPPED_AT = "gradaccum_optimizer_step"
 _REPLAYED = (
@@ -76,6 +66,8 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         ArgumentTypeError: the scheduler's optimizer is not wrapped.
     """
 
+    # These attributes are the gate's own. All others are read from and written to the
+    # scheduler.
     _scheduler: Scheduler
     _updates: int
     """The number of updates that the optimizer had applied when the scheduler last
@@ -103,9 +95,8 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
             raise ArgumentTypeError(
                 "scheduler: expected a scheduler that was created for a wrapped"
                 " optimizer; got a scheduler that was created for"
-                f" {type(optimizer).__name__}. Wrap the optimizer first:"
-                " opt = gradaccum.wrap(optimizer, steps=4); scheduler = StepLR(opt,"
-                " 10)."
+                f" {type(optimizer).__name__}. Wrap the optimizer first: opt ="
+                " gradaccum.wrap(optimizer, steps=4); scheduler = StepLR(opt, 10)."
             )
         self._scheduler = scheduler
         self._updates = optimizer._window.updates
@@ -120,8 +111,8 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         an update since the last call of this method. A timm scheduler's ``step`` is
         always called, because its argument is an epoch.
         """
-        updates = self._optimizer_updates()
-        window = self._scheduler.optimizer._window
+        window = self._window
+        updates = window.updates
         if not hasattr(self._scheduler, "step_update"):
             self._note_call()
         if hasattr(self._scheduler, "step_update") or updates > self._updates:
@@ -179,7 +170,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         """
         self._called_at = self._position()
         if not self._has_loaded:
-            self._updates = self._optimizer_updates()
+            self._updates = self._window.updates
 
     def _step_update(
         self, num_updates: int | None = None, *args: Any, **kwargs: Any
@@ -187,9 +178,9 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         """If the optimizer has applied any update, call the scheduler's ``step_update``
         with the number of updates.
         """
-        updates = self._optimizer_updates()
+        updates = self._window.updates
         self._note_call()
-        self._scheduler.optimizer._window.changed_rate_warning.allow_change()
+        self._window.changed_rate_warning.allow_change()
         if updates:
             return self._scheduler.step_update(updates, *args, **kwargs)
         return None
@@ -213,19 +204,19 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         the wrapped optimizer has applied so far.
         """
         state_dict = dict(state_dict)
-        self._updates = state_dict.pop(_STEPPED_AT, self._optimizer_updates())
+        self._updates = state_dict.pop(_STEPPED_AT, self._window.updates)
         self._has_loaded = True
         self._scheduler.load_state_dict(state_dict)
 
     def __getattr__(self, name: str) -> Any:
-        if name in _GATE_NAMES:
+        if name in GatedScheduler.__annotations__:
             raise AttributeError(name)
         if name == "step_update" and hasattr(self._scheduler, name):
             return self._step_update
         return getattr(self._scheduler, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _GATE_NAMES:
+        if name in GatedScheduler.__annotations__:
             object.__setattr__(self, name, value)
         else:
             setattr(self._scheduler, name, value)
@@ -248,8 +239,9 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         self._called_at = position
 
     def _position(self) -> tuple[int, int]:
-        state = self._scheduler.optimizer._window.state
+        state = self._window.state
         return int(state.optimizer_step), int(state.micro_step)
 
-    def _optimizer_updates(self) -> int:
-        return int(self._scheduler.optimizer._window.updates)
+    @property
+    def _window(self) -> Any:
+        return self._scheduler.optimizer._window

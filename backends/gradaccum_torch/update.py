@@ -12,8 +12,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from gradaccum import ArgumentTypeError, UsageError
 from gradaccum.kit import half_made_error
-from gradaccum_torch import checks
 from gradaccum_torch.arithmetic import divide, gradient_dtype, narrowed
 from gradaccum_torch.gradient_sum import Gradients
 from gradaccum_torch.master_weights import MasterWeights, through
@@ -140,8 +140,15 @@ def refuse_bypass(inner: torch.optim.Optimizer, *_: object) -> None:
     update = None if reference is None else reference()
     if update is None or update.is_running:
         return
+    name = type(inner).__name__
     if any(group.get("lr") != 0 for group in inner.param_groups):
-        raise checks.bypassed_error(type(inner).__name__)
+        raise UsageError(
+            "step(): expected a call to the wrapped optimizer's step(), because only"
+            " the wrapped optimizer knows when a window ends; got a call to the inner"
+            f" optimizer's {name}.step(). Write optimizer = gradaccum.wrap({name}(...),"
+            " ...), and call optimizer.step(). For an optimizer with two steps per"
+            " update, such as SAM, see RECIPES.md of gradaccum_torch."
+        )
 
 
 def guard(update: Update, inner: torch.optim.Optimizer) -> None:
@@ -163,4 +170,9 @@ def require_unwrapped(inner: torch.optim.Optimizer) -> None:
         return
     gc.collect()  # A caught error may keep the wrapper alive in a reference cycle.
     if reference() is not None:
-        raise checks.second_wrapper_error(type(inner).__name__)
+        raise ArgumentTypeError(
+            "optimizer: expected an optimizer that is not wrapped yet; got"
+            f" {type(inner).__name__}, which was already wrapped by an earlier call to"
+            " gradaccum.wrap. Use the optimizer returned by that earlier call, or"
+            " delete it (del opt) before wrapping again."
+        )

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor
 
-from gradaccum import StepResult, kit
+from gradaccum import StepResult, UsageError, kit
 from gradaccum.kit import Decision, Options, ScaleRule, State, select
 from gradaccum_torch import checks
 from gradaccum_torch.arithmetic import (
@@ -46,11 +46,7 @@ from gradaccum_torch.extensions import (
     as_number,
 )
 from gradaccum_torch.grad_scaler import ScalerLink, scaler_rule
-from gradaccum_torch.gradient_sum import (
-    Gradients,
-    GradientSum,
-    make_gradient_sum,
-)
+from gradaccum_torch.gradient_sum import Gradients, GradientSum, make_gradient_sum
 from gradaccum_torch.gradient_watch import FACTORS, PASSES, GradientWatch
 from gradaccum_torch.master_weights import MasterWeights
 from gradaccum_torch.torch_private.names import is_scaled_by
@@ -61,6 +57,10 @@ LOSS_OWNERS: WeakKeyDictionary[Tensor, GradientWatch] = WeakKeyDictionary()
 """For each loss that was passed to ``opt.backward`` and still exists, the watch of the
 first wrapped optimizer to which it was passed.
 """
+
+
+NO_EVENT = (False, False, False)
+"""The `applied`, `skipped` and `overflow` flags of a call that has closed no window."""
 
 
 class Scheduler(Protocol):
@@ -105,8 +105,7 @@ class Window:
         self.update = update
         self.scaler = scaler
         self.workers = workers
-        self.watch = GradientWatch()
-        self.watch.end_with(self)
+        self.watch = GradientWatch(self)
         self.listeners = kit.Listeners()
         self.schedulers: WeakSet[Scheduler] = WeakSet()
         """The learning-rate schedulers that step once per update."""
@@ -143,10 +142,12 @@ class Window:
         """Whether the next micro-batch is expected to have a single backward pass,
         because the last micro-batch with a backward pass had only one.
         """
-        self.last_event = (False, False, False, 0.0)
+        self.last_event = NO_EVENT
         """The `applied`, `skipped` and `overflow` flags of the last ``step``, ``flush``
-        or ``discard``, and the gradient norm of the last window.
+        or ``discard``.
         """
+        self.grad_norm = 0.0
+        """The gradient norm of the last window."""
         self.is_reduced = False
         """Whether the workers have already reduced the open window's gradients, so that
         the update only has to be applied or skipped.
@@ -165,6 +166,7 @@ class Window:
         state = self.state
         return StepResult(
             *self.last_event,
+            self.grad_norm,
             state.loss_scale,
             state.micro_step,
             state.optimizer_step,
@@ -317,7 +319,11 @@ class Window:
     def _loss_given(self, loss: Tensor) -> None:
         """Check a loss that the user has passed, before its backward pass."""
         if self.scaler is not None and is_scaled_by(self.scaler.scaler, loss):
-            raise checks.scaled_twice_error()
+            raise UsageError(
+                "loss: expected an unscaled loss, because gradaccum itself scales the"
+                " loss with the scaler that was passed as loss_scale=; got"
+                " scaler.scale(loss). Pass the loss itself: opt.backward(loss)."
+            )
         self.divided_loss_warning.loss_given(loss, self.micro_batch)
 
     def _last_pass(self) -> AbstractContextManager[object]:
@@ -351,15 +357,6 @@ class Window:
             raise
         finally:
             FACTORS.pop()
-
-    def _clear_gradients(self) -> None:
-        """Clear the current micro-batch's gradients, but keep the window's sum."""
-        if self.state.micro_step:
-            for parameter in self.masters.parameters():
-                parameter.grad = None
-            self.watch.reset()
-        else:
-            self.gradient_sum.clear()
 
     def scale(self, loss: Tensor) -> Tensor:
         micro_batch = self.micro_batch
@@ -434,7 +431,7 @@ class Window:
         self.update.is_broken = True
         added_weight = weight if kit.usable(state, weight, is_finite) else 0.0
         self.state = self.at_rest(kit.accumulate(state, weight, is_finite, select))
-        self.last_event = (False, False, not is_finite, self.last_event[3])
+        self.last_event = (False, False, not is_finite)
         self.sizes.weighed = micro_batch.is_weighed
         self.sizes.weight = micro_batch.weight
         self.has_just_loaded = False
@@ -548,7 +545,12 @@ class Window:
             parameter for parameter, gradient in gradients if not gradient.is_sparse
         ]
         if gradients or self.watch.has_seen_anything:
-            self._clear_gradients()
+            if self.state.micro_step:  # Keep the window's sum.
+                for parameter in parameters:
+                    parameter.grad = None
+                self.watch.reset()
+            else:
+                self.gradient_sum.clear()
         self.micro_batch = MicroBatch()
         weight = micro_batch.weight
         if weight is not None and micro_batch.is_weighed and not micro_batch.has_loss:
@@ -666,13 +668,8 @@ class Window:
             ended_state, decision.apply, decision.overflow, options, select
         )
         self.state = self.at_rest(closed_state)
-        is_applied = decision.apply
-        self.last_event = (
-            is_applied,
-            not is_applied,
-            decision.overflow,
-            decision.grad_norm,
-        )
+        self.last_event = (decision.apply, not decision.apply, decision.overflow)
+        self.grad_norm = decision.grad_norm
         self._forget_sum()
         self.is_reduced = False
         self.workers.window_ended()
@@ -707,7 +704,7 @@ class Window:
             raise checks.unfinished_error("flush()")
         if micro_step and not self.options.separate_sums:
             self._require_counted("flush()")
-        self.last_event = (False, False, False, self.last_event[3])
+        self.last_event = NO_EVENT
         self.workers.flush(
             partial(self.close, denominator),
             partial(self._between_windows, schedulers),
@@ -742,7 +739,7 @@ class Window:
         self.workers.abandon([*chain(*self._numbers())])
         self._forget_sum()
         self.state = self.at_rest(kit.discard(self.state))
-        self.last_event = (False, False, False, self.last_event[3])
+        self.last_event = NO_EVENT
         self._start_anew()
         for extension in self.extensions:
             extension.window_discarded()
@@ -818,7 +815,8 @@ class Window:
         }
         self.gradient_sum.replace(copies)
         self.state = self.at_rest(state)
-        self.last_event = (False, False, False, float(entries.get("grad_norm", 0.0)))
+        self.last_event = NO_EVENT
+        self.grad_norm = float(entries.get("grad_norm", 0.0))
         self.has_just_loaded = True
         if state.micro_step:
             self.size = window_size(self.options, state.optimizer_step)

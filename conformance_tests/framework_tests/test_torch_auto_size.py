@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import gradaccum
 from gradaccum import AutoMicroBatchSize, UsageError
 from gradaccum.kit import SmallerSizeError
-from gradaccum_torch.large_batch import backward, coupled_backward
+from gradaccum_torch import backward, coupled_backward
 from gradaccum_torch.large_batch.auto import is_out_of_memory, key_of
 
 X = torch.linspace(-1, 2, 64, dtype=torch.float64).reshape(8, 8).sin()

@@ -16,7 +16,7 @@ from torch.optim import SGD
 
 import gradaccum
 from gradaccum import ArgumentValueError
-from gradaccum_torch.large_batch import coupled_backward
+from gradaccum_torch import coupled_backward
 
 from .torch_large_batch import ITEMS, X, assert_close, gradients, truth
 

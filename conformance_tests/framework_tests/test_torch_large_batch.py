@@ -14,7 +14,7 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 import gradaccum
-from gradaccum_torch.large_batch import backward, coupled_backward
+from gradaccum_torch import backward, coupled_backward
 
 from .torch_large_batch import (
     ITEMS,

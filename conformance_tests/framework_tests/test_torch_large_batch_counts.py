@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import gradaccum
-from gradaccum_torch.large_batch import backward, coupled_backward
+from gradaccum_torch import backward, coupled_backward
 
 from .torch_large_batch import gradients
 from .torch_operations import Operations, Peak

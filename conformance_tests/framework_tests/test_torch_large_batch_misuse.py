@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import gradaccum
 from gradaccum import GradAccumError, UsageError
-from gradaccum_torch.large_batch import backward, coupled_backward
+from gradaccum_torch import backward, coupled_backward
 
 from .torch_large_batch import Drifting, X, Y, cross_entropy, gradients, make_model
 

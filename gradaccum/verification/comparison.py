@@ -28,12 +28,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
-from gradaccum.least_squares import (
-    GradientBasis,
-    Vector,
-    norm_of,
-    right_factors,
-)
+from gradaccum.least_squares import GradientBasis, Vector, norm_of, right_factors
 from gradaccum.options import Reduction
 from gradaccum.verification.batch import Items
 from gradaccum.verification.subject import Conditions, Subject

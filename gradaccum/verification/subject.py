@@ -67,6 +67,8 @@ class HostRandom:
     """
 
     def __init__(self) -> None:
+        # Do not look for numpy.random in sys.modules, because NumPy 2 imports it only
+        # when it is first used, possibly inside the user's function.
         self._numpy: Any = sys.modules["numpy"].random
         self._python_state = random.getstate()
         self._numpy_state = self._numpy.get_state()

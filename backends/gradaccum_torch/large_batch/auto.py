@@ -103,23 +103,19 @@ def run_divided(
 
     def before_retry() -> None:
         if versions.moved():
-            raise written_error()
+            raise UsageError(
+                "micro_batch_size: expected a function that does not modify its batch,"
+                " because the call starts over when memory runs out; got a function"
+                " that modified its batch in place. Write x = x * 2 instead of"
+                " x.mul_(2), or set micro_batch_size to a number of items. Create the"
+                " batch again before the next call, because its values have changed."
+            )
         gc.collect()
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
 
     key = key_of(function, tensors)
     return sizes.search(key, large.items or FITS, attempt_size, before_retry)
-
-
-def written_error() -> UsageError:
-    return UsageError(
-        "micro_batch_size: expected a function that does not modify its batch, because"
-        " the call starts over when memory runs out; got a function that modified its"
-        " batch in place. Write x = x * 2 instead of x.mul_(2), or set micro_batch_size"
-        " to a number of items. Create the batch again before the next call, because"
-        " its values have changed."
-    )
 
 
 def key_of(function: Callable[..., Any], batch: Iterable[Tensor]) -> Hashable:

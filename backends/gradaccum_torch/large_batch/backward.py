@@ -20,6 +20,7 @@ from gradaccum_torch.large_batch.batch import (
     MergeAux,
     Weight,
     copy_without_graph,
+    map_tensors,
     require_scalar,
 )
 from gradaccum_torch.large_batch.gradients import GradientsInGrad, options_of_call
@@ -186,7 +187,7 @@ def differentiate(
         if isinstance(loss, Tensor):
             raise kit.missing_aux_error(loss)
         loss, aux = loss
-        aux = kit.mapped(copy_without_graph, aux)
+        aux = map_tensors(copy_without_graph, aux)
     loss = require_scalar(loss)
     destination.add_loss(loss, micro_batch.weight, micro_batch.factor)
     return loss.detach(), aux

@@ -34,9 +34,15 @@ def require_scalar(loss: Any) -> Tensor:
     return loss
 
 
-def copy_without_graph(leaf: object) -> object:
-    """Return a detached copy of a tensor; return any other value as it is. The copy is
-    needed because a model that was captured as a CUDA graph writes its output to the
-    same memory in each micro-batch.
+def map_tensors(change: Callable[[Tensor], object], nest: kit.Nest) -> Any:
+    """Return a copy of `nest` in which ``change(tensor)`` replaces each tensor."""
+    return kit.mapped(
+        lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, nest
+    )
+
+
+def copy_without_graph(tensor: Tensor) -> Tensor:
+    """Return a detached copy. The copy is needed because a model that was captured as a
+    CUDA graph writes its output to the same memory in each micro-batch.
     """
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+    return tensor.detach().clone()

@@ -25,22 +25,17 @@ from gradaccum.kit import (
     concatenated,
     make_division,
     make_options,
-    mapped,
     require_rows,
 )
 from gradaccum_torch.large_batch.auto import run_divided
 from gradaccum_torch.large_batch.batch import (
     copy_without_graph,
+    map_tensors,
     require_scalar,
     tensors_of,
 )
-from gradaccum_torch.large_batch.gradients import (
-    GradientsInGrad,
-    options_of_call,
-)
-from gradaccum_torch.large_batch.replay import (
-    Buffers,
-)
+from gradaccum_torch.large_batch.gradients import GradientsInGrad, options_of_call
+from gradaccum_torch.large_batch.replay import Buffers
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.torch_private.names import untraced_within
 
@@ -147,7 +142,8 @@ def run_twice(
     with torch.no_grad():
         for micro_batch in micro_batches:
             random_states.append(before.random_state())
-            outputs = mapped(copy_without_graph, outputs_fn(*micro_batch.arguments))
+            outputs = outputs_fn(*micro_batch.arguments)
+            outputs = map_tensors(copy_without_graph, outputs)
             for tensor in tensors_of(outputs):
                 if not tensor.ndim:
                     require_rows("outputs_fn", (), micro_batch.items)

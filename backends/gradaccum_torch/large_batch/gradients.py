@@ -5,8 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -123,7 +122,15 @@ class GradientsInGrad:
             if id(leaf) in self._known_ids:
                 continue
             if is_watched(leaf):
-                raise watched_error(leaf)
+                raise UsageError(
+                    "optimizer: expected parameters that belong to no other wrapped"
+                    f" optimizer; got a parameter of shape {tuple(leaf.shape)} whose"
+                    " gradients another wrapped optimizer is already accumulating. Pass"
+                    " optimizer=opt, the optimizer that was wrapped with steps=None. If"
+                    " the parameter belongs to another optimizer, call"
+                    " requires_grad_(False) on the parameter for the duration of this"
+                    " call."
+                )
             self._known_ids.add(id(leaf))
             self._earlier_gradients[leaf] = leaf.grad
             leaf.grad = None
@@ -245,13 +252,6 @@ class GradientsInWindow(GradientsInGrad):
         super().__init__(before, largest_factor, divisor)
         self.ignore(self.window.parameter_ids)
 
-    def __enter__(self) -> None:
-        self.window.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self.window.__exit__(*error)
-
     def reach(self, tensors: Sequence[Tensor], leaf_nodes: set[Node]) -> list[Tensor]:
         self.ignore(self.window.gathered_ids())
         return super().reach(tensors, leaf_nodes)
@@ -306,7 +306,7 @@ def collecting(
         destination = GradientsInGrad(before, largest_factor, divisor)
     else:
         destination = GradientsInWindow(optimizer, before, largest_factor, divisor)
-    with before, destination:
+    with before, destination.window or nullcontext(), destination:
         yield destination
         destination.deliver()
     if optimizer is not None:
@@ -359,16 +359,6 @@ def result_and_dtypes(
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         return function(), dtypes
-
-
-def watched_error(leaf: Tensor) -> UsageError:
-    return UsageError(
-        "optimizer: expected parameters that belong to no other wrapped optimizer; got"
-        f" a parameter of shape {tuple(leaf.shape)} whose gradients another wrapped"
-        " optimizer is already accumulating. Pass optimizer=opt, the optimizer that was"
-        " wrapped with steps=None. If the parameter belongs to another optimizer, call"
-        " requires_grad_(False) on the parameter for the duration of this call."
-    )
 
 
 def touched_error() -> UsageError:

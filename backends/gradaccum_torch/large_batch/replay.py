@@ -4,8 +4,6 @@ after an error or for a second forward pass.
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -14,26 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from gradaccum.kit import HostRandom
 from gradaccum_torch.torch_private.names import buffers_of, untraced, version
 
 
 class RandomState:
     """A copy of torch's random states on the CPU and on `devices`. If `with_host` is
-    True, it also contains Python's random state, and NumPy's if NumPy has been
-    imported.
+    True, it also contains the random states of Python and NumPy.
     """
 
     def __init__(
         self, devices: Iterable[torch.device], *, with_host: bool = True
     ) -> None:
-        self._python: Any = None
-        self._numpy: Any = None
-        if with_host:
-            self._python = random.getstate()
-        # Do not look for numpy.random in sys.modules, because NumPy 2 imports it only
-        # when it is first used, possibly inside the user's function.
-        if with_host and "numpy" in sys.modules:
-            self._numpy = sys.modules["numpy"].random.get_state()
+        self._host = HostRandom() if with_host else None
         self._cpu = torch.get_rng_state()
         self._of_devices = {
             device: torch.get_device_module(device).get_rng_state(device)
@@ -42,10 +33,8 @@ class RandomState:
         }
 
     def put_back(self) -> None:
-        if self._python is not None:
-            random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
+        if self._host is not None:
+            self._host.restore()
         torch.set_rng_state(self._cpu)
         for device, state in self._of_devices.items():
             torch.get_device_module(device).set_rng_state(state, device)

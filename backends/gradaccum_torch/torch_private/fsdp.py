@@ -78,7 +78,10 @@ class Unit:
         if hasattr(self.group, "_partial_reduce_output"):
             self.group._partial_reduce_output = None
         for parameter in self.group.fsdp_params:
-            drop(parameter)
+            if has_separate_sum(parameter):
+                parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
 
     def fill(self, parameter: Private) -> None:
         """Set the unreduced gradient of `parameter` to zeros. This is needed if another
@@ -111,13 +114,6 @@ def has_gradient(parameter: Private) -> bool:
     )
 
 
-def drop(parameter: Private) -> None:
-    if has_separate_sum(parameter):
-        parameter.unsharded_accumulated_grad = None
-    if hasattr(parameter, "_unsharded_param"):
-        parameter._unsharded_param.grad = None
-
-
 def has_separate_sum(parameter: Private) -> bool:
     """True if FSDP2 stores unreduced gradients in a separate attribute. Since torch
     2.15 it stores them in the ``.grad`` of the unsharded parameter instead.
@@ -130,21 +126,14 @@ def units_of(module: nn.Module) -> list[Unit]:
 
 
 def units_holding(parameters: Sequence[Tensor]) -> list[Unit]:
+    from torch.distributed._composable_state import _module_state_mapping
+
     ids = set(map(id, parameters))
     return [
         unit
-        for unit in units_among(fsdp_modules())
+        for unit in units_among(list(_module_state_mapping))
         if not ids.isdisjoint(map(id, unit.parameters))
     ]
-
-
-def fsdp_modules() -> list[nn.Module]:
-    if "torch.distributed.fsdp" not in sys.modules:
-        return []
-    from torch.distributed._composable_state import _module_state_mapping
-
-    modules = [reference() for reference in _module_state_mapping.keyrefs()]
-    return [module for module in modules if module is not None]
 
 
 def units_among(modules: Iterable[nn.Module]) -> list[Unit]:
@@ -186,18 +175,14 @@ def reduce(units: Sequence[Unit]) -> None:
         for root in states[:1]:
             roots[id(root)] = root
     for root in roots.values():
-        end_pass(root)
-
-
-def end_pass(root: Private) -> None:
-    context = root._state_ctx
-    was_last_backward = context.is_last_backward
-    context.is_last_backward = True
-    # Since torch 2.15, this attribute is None unless a backward pass must still be
-    # finalized.
-    if hasattr(context, "manual_backward_finalization_active"):
-        context.manual_backward_finalization_active = False
-    try:
-        root._root_post_backward_final_callback()
-    finally:
-        context.is_last_backward = was_last_backward
+        context = root._state_ctx
+        was_last_backward = context.is_last_backward
+        context.is_last_backward = True
+        # Since torch 2.15, this attribute is None unless a backward pass must still be
+        # finalized.
+        if hasattr(context, "manual_backward_finalization_active"):
+            context.manual_backward_finalization_active = False
+        try:
+            root._root_post_backward_final_callback()
+        finally:
+            context.is_last_backward = was_last_backward

@@ -299,12 +299,3 @@ def require_deferrable(units: Sequence[Unit], options: kit.Options) -> None:
             ' reduce_dtype=torch.float32). Or write gradient_sync="micro_batch", so'
             " that FSDP2 reduces the gradients of each micro-batch."
         )
-
-
-def discarded_error() -> UsageError:
-    return UsageError(
-        "the end of a window: expected every worker to close the window, because the"
-        " window's gradients are already being reduced; got a worker that called"
-        " discard() instead. Call opt.discard() on every worker. To leave out a"
-        " micro-batch on one worker, pass its loss with weight=0."
-    )

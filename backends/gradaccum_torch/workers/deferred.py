@@ -9,7 +9,7 @@ lacks a gradient contributes zeros.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Literal, cast
@@ -28,12 +28,7 @@ from gradaccum_torch.gradient_sum import (
     UpdateGuard,
 )
 from gradaccum_torch.gradient_watch import GradientWatch
-from gradaccum_torch.torch_private.fsdp import (
-    Private,
-    Unit,
-    has_gradient,
-    reduce,
-)
+from gradaccum_torch.torch_private.fsdp import Private, Unit, has_gradient, reduce
 from gradaccum_torch.torch_private.names import keep_own, untraced
 
 GradientSync = Literal["micro_batch", "window"]
@@ -55,10 +50,9 @@ class DeferredReduction:
         forward_handles = self.look_after_forward()
         for unit in units:
             unit.set_reduces(False)
-        self.ending = weakref.finalize(
+        weakref.finalize(
             self, reduce_again, units, forward_handles, self.handles
-        )
-        self.ending.atexit = False
+        ).atexit = False
 
     @contextmanager
     def last_pass(self) -> Iterator[None]:
@@ -122,8 +116,8 @@ class DeferredReduction:
         MAX) or on all workers (if `operation` is MIN).
         """
         numbers = torch.tensor(flags, dtype=torch.int32, device=self.mesh.device_type)
-        for dimension in range(self.mesh.ndim):
-            dist.all_reduce(numbers, operation, group=self.mesh.get_group(dimension))
+        for group in self.mesh.get_all_groups():
+            dist.all_reduce(numbers, operation, group=group)
         return [bool(number) for number in numbers.tolist()]
 
     def look_after_forward(self) -> list[RemovableHandle]:
@@ -133,6 +127,7 @@ class DeferredReduction:
         # Use a weak reference, because a hook that refers to this object would keep it
         # alive.
         reference = weakref.ref(self)
+        gradient_handles = self.handles
 
         def gradient_arrived(parameter: Tensor) -> None:
             watch = getattr(reference(), "watch", None)
@@ -141,9 +136,12 @@ class DeferredReduction:
             keep_own(parameter)
 
         def look(unit: Unit, *_: object) -> None:
-            deferred_reduction = reference()
-            if deferred_reduction is not None:
-                deferred_reduction.add_hooks(unit, gradient_arrived)
+            for parameter in unit.gathered_parameters():
+                if id(parameter) not in gradient_handles:
+                    hook = parameter.register_post_accumulate_grad_hook(
+                        gradient_arrived
+                    )  # type: ignore[no-untyped-call]
+                    gradient_handles[id(parameter)] = cast(RemovableHandle, hook)
 
         untraced(gradient_arrived)
         untraced(look)
@@ -152,12 +150,6 @@ class DeferredReduction:
             for module in unit.modules:
                 handles.append(module.register_forward_hook(partial(look, unit)))
         return handles
-
-    def add_hooks(self, unit: Unit, gradient_arrived: Callable[[Tensor], None]) -> None:
-        for parameter in unit.gathered_parameters():
-            if id(parameter) not in self.handles:
-                hook = parameter.register_post_accumulate_grad_hook(gradient_arrived)  # type: ignore[no-untyped-call]
-                self.handles[id(parameter)] = cast(RemovableHandle, hook)
 
 
 def reduce_again(

@@ -30,11 +30,7 @@ from gradaccum_torch.torch_private.names import (
 )
 from gradaccum_torch.workers import checks
 from gradaccum_torch.workers.deferred import DeferredReduction, SumInFSDP
-from gradaccum_torch.workers.interface import (
-    ReducedWindow,
-    Workers,
-    add_numbers,
-)
+from gradaccum_torch.workers.interface import ReducedWindow, Workers, add_numbers
 
 
 @final
@@ -52,7 +48,7 @@ class ShardGroup(Workers):
     ) -> None:
         self.optimizer = optimizer
         self.mesh = mesh
-        self.groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+        self.groups = mesh.get_all_groups()
         self.device = mesh.device_type
         self.is_undivided = is_undivided
         """True if ``reduction="sum"``. In that case the sum over all workers is not
@@ -65,12 +61,11 @@ class ShardGroup(Workers):
             )
         rank = mesh.mesh.flatten().tolist().index(dist.get_rank())
         self.place = (rank, mesh.size())
-        self.units = units_holding(parameters_of(optimizer))
+        self.add_parameters(())
         self.divisor = max((unit.workers for unit in self.units), default=1)
         """The number of workers over which FSDP2 averages gradients. It is 1 if there
         is only tensor parallelism.
         """
-        checks.require_all_sharded(parameters_of(optimizer), self.units)
 
     def all_reduce(
         self,
@@ -115,7 +110,7 @@ class ShardGroup(Workers):
         )
         worker_numbers = [state.weight, state.overflow, has_smaller_mesh, *bits]
         weight, overflows, smaller_meshes, *sums = add_numbers(
-            [*worker_numbers, *numbers], self.groups, self.mesh.device_type, state
+            [*worker_numbers, *numbers], self.groups, self.device, state
         )
         self.norm_groups = self.groups if smaller_meshes else ()
         require_same_rates(rates, sums[: len(bits)], size, dist.get_rank())
@@ -142,7 +137,7 @@ class ShardGroup(Workers):
             unit.drop()
 
     def add_parameters(self, parameters: Sequence[Tensor]) -> None:
-        every_parameter = [*parameters_of(self.optimizer), *parameters]
+        every_parameter = parameters_of(self.optimizer)
         units = units_holding(every_parameter)
         checks.require_all_sharded(every_parameter, units)
         self.units = units

@@ -22,16 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from gradaccum import kit
+from gradaccum import UsageError, kit
 from gradaccum.kit import Options, State
 from gradaccum_torch.gradient_sum import GradientSum, UpdateGuard
 from gradaccum_torch.torch_private import names
 from gradaccum_torch.workers import checks
-from gradaccum_torch.workers.interface import (
-    ReducedWindow,
-    Workers,
-    add_numbers,
-)
+from gradaccum_torch.workers.interface import ReducedWindow, Workers, add_numbers
 from gradaccum_torch.workers.overlap import BucketReduction
 
 OPTIMIZERS: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
@@ -191,7 +187,13 @@ class WorkerGroup(Workers):
         )
         reduction.wait()
         if discards:
-            raise checks.discarded_error()
+            raise UsageError(
+                "the end of a window: expected every worker to close the window,"
+                " because the window's gradients are already being reduced; got a"
+                " worker that called discard() instead. Call opt.discard() on every"
+                " worker. To leave out a micro-batch on one worker, pass its loss with"
+                " weight=0."
+            )
         if opens:
             kit.require_same_rates(rates, sums[: len(bits)], self.size, self.rank)
         counts = sums[len(bits) : len(bits) + len(parameters)]

@@ -71,7 +71,8 @@ def workers_of(
         workers.is_alone = is_alone
     else:
         group = cast(dist.ProcessGroup, process_group)
-        workers = workers_of_group(group, optimizer, options)
+        workers = make_worker_group(group, optimizer, options)
+        checks.warn_of_unequal_parameters(optimizer, group)
     if norm_group is not None:
         workers.stages = cast(dist.ProcessGroup, norm_group)
         workers.device = parameters[0].device
@@ -89,8 +90,7 @@ def workers_of(
 def workers_of_module(
     optimizer: torch.optim.Optimizer, module: object, options: Options, sync: str
 ) -> Workers:
-    parameters = parameters_of(optimizer)
-    candidates = parameters
+    candidates = parameters_of(optimizer)
     if isinstance(module, torch.nn.Module):
         candidates = list(module.parameters())
     is_parallel = isinstance(module, DistributedDataParallel)
@@ -99,23 +99,20 @@ def workers_of_module(
     if module is None:
         return Workers()
     parallel = checks.parallel_module(cast(torch.nn.Module, module))
-    workers = WorkerGroup(parallel.process_group, optimizer, options, parallel)
-    workers.add_parameters(parameters)
-    lines = checks.describe_options(options)
-    lines += checks.describe_parameters(optimizer, parallel)
-    checks.require_same_lines(lines, parallel.process_group)
-    return workers
+    return make_worker_group(parallel.process_group, optimizer, options, parallel)
 
 
-def workers_of_group(
-    group: dist.ProcessGroup, optimizer: torch.optim.Optimizer, options: Options
+def make_worker_group(
+    group: dist.ProcessGroup,
+    optimizer: torch.optim.Optimizer,
+    options: Options,
+    module: DistributedDataParallel | None = None,
 ) -> WorkerGroup:
-    workers = WorkerGroup(group, optimizer, options)
+    workers = WorkerGroup(group, optimizer, options, module)
     workers.add_parameters(workers.parameters())
     lines = checks.describe_options(options)
-    lines += checks.describe_parameters(optimizer, None)
+    lines += checks.describe_parameters(optimizer, module)
     checks.require_same_lines(lines, group)
-    checks.warn_of_unequal_parameters(optimizer, group)
     return workers
 
 
@@ -133,8 +130,8 @@ def make_shard_group(
     if measures(options):
         checks.require_meshes_within(parameters, mesh.mesh.flatten().tolist())
     if module is not None:
-        groups = [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
-        checks.require_same_lines(checks.describe_options(options, sync), *groups)
+        lines = checks.describe_options(options, sync)
+        checks.require_same_lines(lines, *mesh.get_all_groups())
     units = units_holding(parameters)
     deferred_reduction = None
     if sync == "window":

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import gradaccum
 from gradaccum import AutoMicroBatchSize, UsageError
-from gradaccum_torch.large_batch import backward
+from gradaccum_torch import backward
 
 from ..refusing import refused
 from .common import build, ddp, require_same_everywhere, sgd

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import gradaccum
 from gradaccum import UsageError
-from gradaccum_torch.large_batch import backward, coupled_backward
+from gradaccum_torch import backward, coupled_backward
 from gradaccum_torch.workers.overlap import BucketReduction
 
 from ..refusing import refused

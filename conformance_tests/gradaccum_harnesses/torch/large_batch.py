@@ -30,7 +30,7 @@ from gradaccum_conformance import (
 )
 from gradaccum_harnesses.torch.session import SpecModel, TorchSession, to_numpy
 from gradaccum_harnesses.torch.workers import TorchWorkers
-from gradaccum_torch.large_batch import backward, coupled_backward
+from gradaccum_torch import backward, coupled_backward
 
 
 class TorchLargeBatch(TorchWorkers, VerifyingHarness, LargeBatchHarness):

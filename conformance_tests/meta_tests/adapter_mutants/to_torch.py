@@ -131,8 +131,8 @@ MUTANTS = (
     ),
     Mutant(
         "hide_a_dropped_micro_batch",
-        "        self.last_event = (False, False, not is_finite, self.last_event[3])\n",
-        "        self.last_event = (False, False, False, self.last_event[3])\n",
+        "        self.last_event = (False, False, not is_finite)\n",
+        "        self.last_event = NO_EVENT\n",
         "test_lockstep.py::test_every_event_in_every_state",
     ),
     Mutant(
@@ -292,8 +292,8 @@ MUTANTS = (
     ),
     Mutant(
         "wrap_over_gradients",
-        "            raise checks.new_parameters_error()\n",
-        "            pass\n",
+        "        if parameter.grad is not None and not is_zero(parameter.grad):\n",
+        "        if False:\n",
         "test_torch_tampering.py::test_gradients_before_wrapping_are_refused",
     ),
     Mutant(
@@ -376,8 +376,8 @@ MUTANTS = (
     ),
     Mutant(
         "write_over_a_micro_batchs_aux",
-        "    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf\n",
-        "    return leaf.detach() if isinstance(leaf, Tensor) else leaf\n",
+        "    return tensor.detach().clone()\n",
+        "    return tensor.detach()\n",
         "test_torch_static_memory.py::test_aux_is_copied",
     ),
     Mutant(
