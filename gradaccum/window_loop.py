@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import islice
-from typing import Generic, SupportsFloat, TypeVar, cast
+from typing import Any, Generic, SupportsFloat, TypeVar, cast
 
 from gradaccum.errors import (
     ArgumentValueError,
@@ -112,9 +112,11 @@ class Sizes:
         if the user has passed a weight for the micro-batch, or if `see` has already
         checked it.
         """
-        self.weight: float | None = None
+        self.weight: Any = None
         """The weight that the user has passed for the last micro-batch, or None."""
         self._looks = reduction == "mean"
+        self._weighs_by_keys = True
+        """Whether every weight so far was the number of a dictionary's keys."""
         self._first = 0
         self._fix = fix
 
@@ -123,10 +125,12 @@ class Sizes:
         first micro-batch, and warn if they differ.
         """
         reason = "they have no weight"
-        if isinstance(micro_batch, Mapping) and self.weight == len(micro_batch) > 1:
+        if self.weighed:
+            keys = len(micro_batch) if isinstance(micro_batch, Mapping) else 0
+            self._weighs_by_keys = self._weighs_by_keys and self.weight == keys > 1
+            if not self._weighs_by_keys:
+                return
             reason = _NUMBER_OF_KEYS
-        elif self.weighed:
-            return
         if not self._looks:
             return
         self.weighed = True
@@ -206,25 +210,29 @@ class Epoch(Iterator[M]):
         self._loader = loader
         self._micro_batches = micro_batches
         self._is_over = False
+        self._is_read_again = False
 
     def __iter__(self) -> Epoch[M]:
         """Return this object itself, as iterators do.
 
         Raises:
-            UsageError: the pass is over.
+            UsageError: the pass is over, and this is the second time that it is
+                iterated over since then. The first time is allowed, because a loop that
+                reads a few micro-batches at a time ends in this way.
         """
-        if self._is_over:
+        if self._is_read_again:
             raise UsageError(
                 "epoch: expected a new call for each pass over the loader; got an"
                 " object whose pass is over. Write for micro_batch in"
                 " opt.epoch(loader): inside the loop over the epochs."
             )
+        self._is_read_again = self._is_over
         return self
 
     def __next__(self) -> M:
         try:
             return next(self._micro_batches)
-        except StopIteration:
+        except BaseException:
             self._is_over = True
             raise
 

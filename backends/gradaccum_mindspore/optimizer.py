@@ -296,6 +296,7 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
         if positional_loss is not None:
             loss = positional_loss
         self.storage.sizes.weighed = weight is not None
+        self.storage.sizes.weight = weight
         is_full: bool | Tensor = self.storage.listener_calls.around(
             1, partial(self._add, gradients, weight, loss)
         )

@@ -71,15 +71,6 @@ def changed_gradients_error() -> UsageError:
     )
 
 
-def taken_gradients_error() -> UsageError:
-    return UsageError(
-        "step(): expected a backward pass since another wrapped optimizer, which trains"
-        " some of the same parameters, took their gradients in its step(); got no such"
-        " pass. Train each parameter with a single optimizer, or run a backward pass"
-        " for each optimizer."
-    )
-
-
 def no_backward_error() -> UsageError:
     return UsageError(
         "step(): expected a backward pass since the last step(); got no backward pass"

@@ -35,12 +35,6 @@ NON_FINITE_LOSS = (
     "gradaccum: a loss was not finite on rank {} of {}. Check the data and the loss on"
     " that rank. opt.result.overflow shows whether all workers skipped the window."
 )
-SHARED_LOSS = (
-    "gradaccum: two wrapped optimizers called backward() with the same loss, so its"
-    " gradient was added twice. Call backward() of one optimizer, and weigh(n) of the"
-    " others. If each backward() should train other parameters, list them:"
-    " opt.backward(loss, inputs=list(generator.parameters()))."
-)
 WEIGHED_TWICE = (
     "gradaccum: a second loss with a weight was passed before step(), so both losses"
     " count as one micro-batch with that weight. Each micro-batch needs its own step()."

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradaccum.kit import Options
 from gradaccum_torch.arithmetic import add, all_finite, gradient_dtype, sum_dtype
-from gradaccum_torch.gradient_watch import GradientWatch, WatchedGradient, note_taken
+from gradaccum_torch.gradient_watch import GradientWatch, WatchedGradient
 from gradaccum_torch.torch_private.names import keep_own, untraced
 
 Gradients = dict[Tensor, Tensor]
@@ -178,7 +178,6 @@ class SumInBuffers(GradientSum):
             self.buffers.update(new_buffers)
         for parameter in gradients:
             parameter.grad = None
-        note_taken(gradients, self.watch)
         self.watch.reset()
         return is_finite
 

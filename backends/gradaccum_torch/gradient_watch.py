@@ -27,7 +27,6 @@ from gradaccum_torch.torch_private.names import (
     local,
     owns_memory,
     untraced,
-    untraced_within,
 )
 
 FACTORS = [1.0]
@@ -104,7 +103,7 @@ class WatchedGradient:
         - ``.grad`` is None.
         - ``.grad`` is still `noted_gradient`, an instance of a subclass of `Tensor`,
           such as `DTensor`. The version of a `DTensor` is not recorded.
-        - ``.grad`` is a new tensor that requires a gradient. With
+        - ``.grad`` is a new tensor, and gradients are enabled. With
           ``create_graph=True``, autograd puts the sum into a new tensor.
         - ``.grad`` is a new dense tensor, and `noted_gradient` is sparse. Autograd
           creates a new tensor when it adds a dense gradient to a sparse gradient.
@@ -112,7 +111,7 @@ class WatchedGradient:
         gradient = self.parameter.grad
         if gradient is noted_gradient:
             return type(gradient) is not Tensor
-        if gradient is None or gradient.requires_grad:
+        if gradient is None or torch.is_grad_enabled():
             return True
         return noted_gradient.is_sparse and not gradient.is_sparse
 
@@ -172,11 +171,6 @@ class GradientWatch:
         """Whether changes to sharded gradients are detected by comparing norms. This is
         True only in the first window, because a loop that changes gradients does so in
         every window.
-        """
-        self.taken_at = -1
-        """The number of backward passes (`PASSES`) when another wrapped optimizer last
-        moved a gradient of these parameters out of ``.grad``; -1 if this never
-        happened.
         """
         self._first_parameter = 0
         """The id of the parameter whose gradient was the first to arrive in the current
@@ -326,16 +320,6 @@ class GradientWatch:
 
 WATCHES: weakref.WeakSet[GradientWatch] = weakref.WeakSet()
 """The `GradientWatch` of each wrapped optimizer that is still alive."""
-
-
-@untraced_within
-def note_taken(parameters: Iterable[Tensor], taker: GradientWatch) -> None:
-    """Called when the optimizer of `taker` has moved the gradients of `parameters` out
-    of ``.grad``. Notify the other optimizers that train any of these parameters.
-    """
-    for watch in list(WATCHES):
-        if watch is not taker and any(each in watch for each in parameters):
-            watch.taken_at = PASSES[0]
 
 
 def is_watched(parameter: Tensor) -> bool:

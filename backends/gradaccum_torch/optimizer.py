@@ -253,11 +253,12 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
                 or several workers share the window.
         """
         window = self._window
-        # The scheduler steps here, because a loop over `epoch` cannot call it after the
-        # flush, and the next micro-batch may close a window too.
-        schedulers = [each for each in window.schedulers if each.is_called_at_updates()]
+        # The next micro-batch may close a window too. The scheduler would then step
+        # only once for two updates.
+        schedulers = [each for each in window.schedulers if each.is_called_each_time()]
+        followers = [each for each in window.schedulers if each.is_called_at_updates()]
         with window.listeners.settled():
-            window.flush(schedulers, denominator)
+            window.flush(followers, denominator)
         for scheduler in schedulers:
             scheduler.follow()
 
@@ -422,7 +423,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     if not TYPE_CHECKING:  # Let type checkers report misspelt names.
 
         def __setattr__(self, name: str, value: Any) -> None:
-            if name in Options._fields:
+            options = ("steps", "clip_norm", "loss_scale")
+            if name in options and not hasattr(self._inner, name):
                 raise AttributeError(
                     f"{name}: expected an option to stay as it was passed to"
                     f" gradaccum.wrap; got a new value, {value!r}. To change the number"

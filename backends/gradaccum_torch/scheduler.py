@@ -131,22 +131,22 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         )
         self._last_arguments = ((), {}) if has_tensor else (args, kwargs)
 
-    def is_called_at_updates(self) -> bool:
-        """True if the scheduler steps for the update of a ``flush``. This is the case
-        in two kinds of loops:
+    def is_called_each_time(self) -> bool:
+        """True if the scheduler was called after the last micro-batch and after the
+        micro-batch before it.
 
-        - The scheduler was called after the last micro-batch of the open window.
-        - The scheduler is called after each update, and gets no arguments. A call after
-          the ``flush`` then has no effect, because the scheduler has already stepped.
-
-        A scheduler that is called once per epoch does not step in a ``flush``.
+        This is false for a scheduler that is called once per epoch, so such a scheduler
+        does not step at the end of a ``flush``.
         """
-        updates, micro_step = position = self._position()
-        if micro_step and self._called_at == position:
-            return True
-        if self._last_arguments != ((), {}):
-            return False
-        return self._calls_are_consecutive and self._called_at == (updates, 0)
+        return self._calls_are_consecutive and self._called_at == self._position()
+
+    def is_called_at_updates(self) -> bool:
+        """True if the scheduler was called after each micro-batch or after each update.
+        Such a scheduler steps between two windows that a single ``flush`` closes.
+        """
+        updates, _ = self._position()
+        places = (self._position(), (updates, 0))
+        return self._calls_are_consecutive and self._called_at in places
 
     def follow(self) -> None:
         """Step the scheduler with the arguments of its last call. Do nothing if its

@@ -39,7 +39,7 @@ class Update:
         a hook raised an error after the update.
         """
         self.updated_parameters: list[Tensor] = []
-        """The parameters that had a dense gradient in the last update."""
+        """The parameters that had a gradient in the last update."""
         guard(self, masters.inner)
 
     def require_usable(self) -> None:
@@ -52,9 +52,7 @@ class Update:
         inner: Any = self.masters.inner
         args: tuple[Any, ...] = (wrapper,)
         kwargs: dict[str, Any] = {}
-        self.updated_parameters = [
-            parameter for parameter, total in sums.items() if not total.is_sparse
-        ]
+        self.updated_parameters = list(sums)
         self.masters.copy_model_into_masters()
         with self.masters.in_place():
             self._hand_over(sums, divisor)
@@ -152,12 +150,17 @@ def refuse_bypass(inner: torch.optim.Optimizer, *_: object) -> None:
 
 
 def guard(update: Update, inner: torch.optim.Optimizer) -> None:
-    """Let only `update` run the step of `inner`, and of the optimizers to which the
-    attributes of `inner` refer, such as the base optimizer of SAM.
+    """Let only `update` run the step of `inner`, and of its base optimizer if it has
+    one, as SAM has. A base optimizer has the same list of groups as `inner`.
     """
-    for each in [inner, *vars(inner).values()]:
-        if isinstance(each, torch.optim.Optimizer):
-            UPDATES[each] = weakref.ref(update)
+    base_optimizers = [
+        each
+        for each in vars(inner).values()
+        if isinstance(each, torch.optim.Optimizer)
+        and each.param_groups is inner.param_groups
+    ]
+    for each in [inner, *base_optimizers]:
+        UPDATES[each] = weakref.ref(update)
         if hasattr(each, "_optimizer_step_pre_hooks"):
             handle = each.register_step_pre_hook(refuse_bypass)
             weakref.finalize(update, handle.remove).atexit = False

@@ -234,7 +234,10 @@ class TorchState(ModelState):
             # Write through .data, because such a write does not change the parameters'
             # versions, which other code may watch. The first forward pass may have
             # resized an empty buffer, as torch's observers for quantization do.
-            tensor.data.resize_(value.shape).copy_(value)
+            if tensor.numel() == value.numel():
+                tensor.data.copy_(value)
+            else:
+                tensor.data = value.clone()
 
     def changed_names(self) -> tuple[str, ...]:
         """Return the names of all buffers, parameters and plain attributes that have

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -33,7 +33,6 @@ from gradaccum_torch.arithmetic import (
 )
 from gradaccum_torch.checks import Size, known_window_size, window_size
 from gradaccum_torch.extensions import (
-    SHARED_LOSS,
     WEIGHED_TWICE,
     ChangedRateWarning,
     DividedLossWarning,
@@ -53,12 +52,6 @@ from gradaccum_torch.torch_private.names import is_scaled_by
 from gradaccum_torch.update import Update
 from gradaccum_torch.workers.interface import Workers
 
-LOSS_OWNERS: WeakKeyDictionary[Tensor, GradientWatch] = WeakKeyDictionary()
-"""For each loss that was passed to ``opt.backward`` and still exists, the watch of the
-first wrapped optimizer to which it was passed.
-"""
-
-
 NO_EVENT = (False, False, False)
 """The `applied`, `skipped` and `overflow` flags of a call that has closed no window."""
 
@@ -66,9 +59,14 @@ NO_EVENT = (False, False, False)
 class Scheduler(Protocol):
     """A learning-rate scheduler that steps once per update."""
 
+    def is_called_each_time(self) -> bool:
+        """True if the scheduler was called after the last micro-batch and after the
+        micro-batch before it.
+        """
+
     def is_called_at_updates(self) -> bool:
-        """True if the scheduler steps for the update of a ``flush``, because it is
-        called after micro-batches or updates, and not once per epoch.
+        """True if the scheduler was called after each micro-batch or after each
+        update.
         """
 
     def follow(self) -> None:
@@ -295,10 +293,6 @@ class Window:
         if is_weighed and micro_batch.is_weighed and micro_batch.has_loss:
             self.warn(WEIGHED_TWICE)
         self._loss_given(loss)
-        if "inputs" not in arguments and not torch.compiler.is_compiling():
-            owner = LOSS_OWNERS.setdefault(loss, self.watch)
-            if owner is not self.watch:
-                self.warn(SHARED_LOSS)
         if weight:
             self.current_state()
             factor = self.factor(weight)
@@ -460,8 +454,6 @@ class Window:
             factors = factors & {1.0}
         if not (factors or self._has_begun()):
             raise checks.no_backward_error()
-        if watch.taken_at == PASSES[0] and weight:
-            raise checks.taken_gradients_error()
         if not self.micro_batch.is_scaled_by_hand:
             self._require_right_factors(factors, weight)
         if not (self.options.separate_sums or watch.is_intact()):
@@ -536,15 +528,10 @@ class Window:
             return
         micro_batch = self.micro_batch
         parameters = self.masters.parameters()
-        gradients = [
-            (parameter, parameter.grad)
-            for parameter in parameters
-            if parameter.grad is not None
+        had_gradient = [
+            parameter for parameter in parameters if parameter.grad is not None
         ]
-        had_dense_gradient = [
-            parameter for parameter, gradient in gradients if not gradient.is_sparse
-        ]
-        if gradients or self.watch.has_seen_anything:
+        if had_gradient or self.watch.has_seen_anything:
             if self.state.micro_step:  # Keep the window's sum.
                 for parameter in parameters:
                     parameter.grad = None
@@ -557,9 +544,8 @@ class Window:
             self.weigh(weight)
         if not set_to_none:
             # Leave zeros in ``.grad``, so that the next update still applies momentum
-            # and weight decay. A parameter with sparse gradients gets no zeros, because
-            # SparseAdam accepts no dense gradient.
-            ids = set(map(id, [*had_dense_gradient, *self.update.updated_parameters]))
+            # and weight decay.
+            ids = set(map(id, [*had_gradient, *self.update.updated_parameters]))
             for parameter in parameters:
                 if id(parameter) in ids:
                     dtype = gradient_dtype(parameter)

@@ -13,8 +13,6 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-import gradaccum
-
 from .torch_model import MAKERS, large_batch_step, loss_of, make, rows_of, values
 
 MOMENTUM = MAKERS["sgd_momentum"]
@@ -108,21 +106,3 @@ def test_checkpoint_in_mid_window(places: tuple[str, str]) -> None:
         no_clear(fresh, other, index)
     assert_large(fresh, 2)
     assert all(torch.equal(sums[key], before[key]) for key in before)
-
-
-@pytest.mark.parametrize("has_own_pass", [True, False])
-def test_gradient_is_taken_by_one_optimizer(has_own_pass: bool) -> None:
-    """The second optimizer that trains a parameter needs a backward pass of its own."""
-    model, first = wrapped()
-    second = gradaccum.wrap(
-        MOMENTUM(model[0].parameters()), steps=4, separate_sums=True
-    )
-    for index in range(2):
-        no_clear(model, first, index)
-        if has_own_pass:
-            no_clear(model, second, index)
-            model.zero_grad()
-            continue
-        with pytest.raises(gradaccum.UsageError, match="with a single optimizer"):
-            second.step()
-    assert second.result.micro_step == (2 if has_own_pass else 0)

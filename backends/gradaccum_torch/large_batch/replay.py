@@ -128,7 +128,10 @@ class Buffers:
                 # Write through .data, which does not increase the tensor's version.
                 # Otherwise autograd would report a change of a tensor that it saved.
                 # The first forward pass may have resized an empty buffer.
-                buffer.data.resize_(values.shape).copy_(values)
+                if buffer.numel() == values.numel():
+                    buffer.data.copy_(values)
+                else:
+                    buffer.data = values.clone()
 
 
 class Before:
