@@ -422,17 +422,6 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
     if not TYPE_CHECKING:  # Let type checkers report misspelt names.
 
-        def __setattr__(self, name: str, value: Any) -> None:
-            options = ("steps", "clip_norm", "loss_scale")
-            if name in options and not hasattr(self._inner, name):
-                raise AttributeError(
-                    f"{name}: expected an option to stay as it was passed to"
-                    f" gradaccum.wrap; got a new value, {value!r}. To change the number"
-                    " of micro-batches during training, pass steps= as a function of"
-                    " the number of updates."
-                )
-            super().__setattr__(name, value)
-
         def __getattr__(self, name: str) -> Any:
             # Do not return the inner optimizer's attributes whose names begin with an
             # underscore. Their values describe the inner optimizer, and would be wrong

@@ -45,16 +45,11 @@ def test_sparse_gradients_equal_the_large_batch(
     assert_close(model.weight.detach(), large.weight.detach())
 
 
-@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_sparse_gradients_may_not_be_cleared_in_a_window(set_to_none: bool) -> None:
     table = nn.Embedding(5, 2, sparse=True)
     inner = torch.optim.SparseAdam(table.parameters())
-    opt = gradaccum.wrap(inner, steps=3)
-    for _ in range(3):
-        opt.backward(table(torch.tensor([1, 2])).sum(), create_graph=True)
-        opt.step()
-    assert opt.result.applied
+    opt = gradaccum.wrap(inner, steps=2)
     table(torch.tensor([1, 2])).sum().backward()
     opt.step()
     table.zero_grad(set_to_none)
