@@ -54,7 +54,7 @@ _UNEQUAL = (
     " is a mean over the items, {}. If the micro-batches should count equally, pass"
     " weight=1."
 )
-_NUMBER_OF_KEYS = "len(batch) of a dictionary is its number of keys"
+_NUMBER_OF_KEYS = "their weight is the number of keys of a dictionary, as len(batch) is"
 
 
 def updates_in(
@@ -127,7 +127,7 @@ class Sizes:
         reason = "they have no weight"
         if self.weighed:
             keys = len(micro_batch) if isinstance(micro_batch, Mapping) else 0
-            self._weighs_by_keys = self._weighs_by_keys and self.weight == keys > 1
+            self._weighs_by_keys &= keys > 1 and self.weight == keys
             if not self._weighs_by_keys:
                 return
             reason = _NUMBER_OF_KEYS
@@ -209,6 +209,7 @@ class Epoch(Iterator[M]):
     def __init__(self, loader: object, micro_batches: Iterator[M]) -> None:
         self._loader = loader
         self._micro_batches = micro_batches
+        self._loops = 0
         self._is_over = False
         self._is_read_again = False
 
@@ -216,10 +217,11 @@ class Epoch(Iterator[M]):
         """Return this object itself, as iterators do.
 
         Raises:
-            UsageError: the pass is over, and this is the second time that it is
-                iterated over since then. The first time is allowed, because a loop that
-                reads a few micro-batches at a time ends in this way.
+            UsageError: one loop has read the whole pass, and this is the second loop
+                since then. The first is allowed, because a program that reads a few
+                micro-batches at a time ends in this way.
         """
+        self._loops += 1
         if self._is_read_again:
             raise UsageError(
                 "epoch: expected a new call for each pass over the loader; got an"
@@ -233,7 +235,7 @@ class Epoch(Iterator[M]):
         try:
             return next(self._micro_batches)
         except BaseException:
-            self._is_over = True
+            self._is_over = self._loops == 1
             raise
 
     def __len__(self) -> int:

@@ -296,7 +296,6 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
         if positional_loss is not None:
             loss = positional_loss
         self.storage.sizes.weighed = weight is not None
-        self.storage.sizes.weight = weight
         is_full: bool | Tensor = self.storage.listener_calls.around(
             1, partial(self._add, gradients, weight, loss)
         )
@@ -308,6 +307,7 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
         weight_number = checks.weight_as_number(
             kit.given_weight(weight, use_of_weights)
         )
+        self.storage.sizes.weight = weight_number
         loss_number = None if loss is None else checks.loss_as_number(loss)
         if is_graph_mode():
             self.storage.pull()
@@ -511,6 +511,6 @@ class AccumulatingExperimentalOptimizer(AccumulatingOptimizer, optim.Optimizer):
     def add_param_group(self, param_group: object) -> None:
         raise UsageError(
             "param_group: expected no new parameters after wrapping, because they have"
-            " no gradient sum; got another group. Add it before wrapping:"
-            " inner.add_param_group(group); gradaccum.wrap(inner, steps=4)."
+            " no gradient sum; got another group. Pass all groups to the constructor of"
+            " the optimizer, and then wrap the optimizer."
         )

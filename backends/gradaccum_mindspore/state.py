@@ -174,7 +174,9 @@ class Storage(nn.Cell):  # type: ignore[misc]
         self.schedulers: WeakSet[Any] = WeakSet()
         """The wrapped learning-rate schedulers of the inner optimizer."""
         for field in FIELD_DTYPES:
-            call_after(getattr(self, field), "set_data", self.note_loaded)
+            # The user may set the loss scale, which is not a load.
+            if field != "loss_scale":
+                call_after(getattr(self, field), "set_data", self.note_loaded)
 
     def add_sums(
         self, parameters: Sequence[Parameter], sharded_places: tuple[int, ...]

@@ -49,7 +49,7 @@ def refuse_losses(shape: tuple[int, ...]) -> None:
 def refuse_tuple(length: int) -> None:
     raise ArgumentTypeError(
         "network: expected a Cell that returns only the loss; got a Cell that returns a"
-        f" tuple of {length} values. Write a Cell that calls this network and returns"
+        f" sequence of {length} values. Write a Cell that calls this network and returns"
         " its loss."
     )
 
@@ -101,8 +101,9 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
         elif not callable(weight):
             raise ArgumentTypeError(
                 "weight: expected a function of the network's inputs; got"
-                f" {weight!r} ({type(weight).__name__}). Pass a loss scale to wrap"
-                " instead: gradaccum.wrap(optimizer, steps=4, loss_scale=1024.0)."
+                f" {weight!r} ({type(weight).__name__}). Write weight=lambda x, y:"
+                " x.shape[0]. Pass a loss scale to wrap instead:"
+                " gradaccum.wrap(optimizer, steps=4, loss_scale=1024.0)."
             )
         # The attribute is not called `weight`, because a Cell that contains a tuple of
         # Parameters gets one attribute for each Parameter, with the Parameter's name,
@@ -114,21 +115,23 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
         )
 
     def set_grad(self, requires_grad: bool = True) -> TrainOneStepCell:
-        """Raise `UsageError` if `requires_grad` is true, because then this cell is the
-        network of another training cell, which would train each micro-batch again.
+        """Raise `UsageError` if `requires_grad` is true. Another training cell makes
+        this call for its network, and would train each micro-batch again.
         """
         if requires_grad:
             raise UsageError(
-                "network: expected a Cell that only returns a loss; got a training"
-                " cell, so each micro-batch would be used in two updates. Pass no"
-                " optimizer to Model: Model(TrainOneStepCell(network, optimizer))."
+                "set_grad(): expected a training cell that is used by itself; got a"
+                " call that another training cell makes for its network, so each"
+                " micro-batch would be used in two updates. Pass no optimizer to Model:"
+                " Model(TrainOneStepCell(network, optimizer)). If you call set_grad()"
+                " yourself, delete the call."
             )
         return self
 
     def forward(self, *inputs: object) -> tuple[Tensor, Tensor]:
         """Return the scaled loss, which is differentiated, and the unscaled loss."""
         loss = self.network(*inputs)
-        if isinstance(loss, tuple):
+        if isinstance(loss, (tuple, list)):
             refuse_tuple(len(loss))
         return self.optimizer.scale(loss), loss
 

@@ -96,7 +96,8 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
                 "scheduler: expected a scheduler that was created for a wrapped"
                 " optimizer; got a scheduler that was created for"
                 f" {type(optimizer).__name__}. Wrap the optimizer first: opt ="
-                " gradaccum.wrap(optimizer, steps=4); scheduler = StepLR(opt, 10)."
+                " gradaccum.wrap(optimizer, steps=4); scheduler ="
+                " gradaccum.wrap(StepLR(opt, 10))."
             )
         self._scheduler = scheduler
         self._updates = optimizer._window.updates

@@ -79,7 +79,7 @@ REFUSED = {
     "a group after wrapping": (
         lambda: gradaccum.wrap(experimental(), steps=2).add_param_group({}),
         UsageError,
-        "param_group: .*before wrapping",
+        "param_group: .*the constructor",
     ),
     "a scale as the weight": (
         lambda: TrainOneStepCell(nn.Dense(2, 2), wrapped(), 1024.0),
@@ -98,7 +98,7 @@ REFUSED = {
             TrainOneStepCell(nn.Dense(2, 2), wrapped()), wrapped()
         ),
         UsageError,
-        "network: ",
+        r"set_grad\(\): ",
     ),
     "a name that stands twice": (of_two_equal_names, CheckpointError, "cell: .*a"),
 }

@@ -49,7 +49,7 @@ class LossAndOutputs(nn.Cell):
 def test_loss_with_outputs_is_refused(mode):
     set_mode(mode)
     cell = cell_of(line(), LossAndOutputs(), loss_scale=8.0)
-    with pytest.raises(gradaccum.ArgumentTypeError, match="tuple of 2 values"):
+    with pytest.raises(gradaccum.ArgumentTypeError, match="sequence of 2 values"):
         cell(ops.ones((4, 3)), ops.zeros((4, 1)))
 
 
