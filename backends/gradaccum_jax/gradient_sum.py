@@ -58,15 +58,14 @@ def zeros(params: Params, accumulate_dtype: DType) -> Tree:
         if is_key(leaf):
             return None
         dtype = sum_dtype(leaf, accumulate_dtype)
-        total = vary(jnp.zeros_like(leaf, dtype=dtype), axes_of(leaf))
-        return total if has_sum(total) else without_sum(total)
+        return vary(jnp.zeros_like(leaf, dtype=dtype), axes_of(leaf))
 
     return jax.tree.map(empty_sum, params)
 
 
 # The gradients of a frozen parameter are not added up. Instead of their sum, the
-# accumulator contains an empty array of shape (0, 0, *parameter.shape). A parameter
-# whose own shape begins with (0, 0) has no elements, so it gets such an array too.
+# accumulator contains an empty array of shape (0, 0, *parameter.shape). No parameter of
+# an ordinary model has such a shape.
 
 
 def without_sum(total: Array) -> Array:
@@ -79,12 +78,9 @@ def has_sum(total: Array) -> bool:
 
 def as_gradient(total: Array) -> Array:
     """Return `total`, or zeros of the parameter's shape if `total` is the placeholder
-    for a frozen parameter. The zeros are computed from the placeholder, so a traced
-    program shows whether the inner optimizer reads them.
+    for a frozen parameter.
     """
-    if has_sum(total):
-        return total
-    return jnp.broadcast_to(jnp.sum(total), total.shape[2:])
+    return total if has_sum(total) else jnp.zeros(total.shape[2:], total.dtype)
 
 
 def weight_dtype(tree: Tree) -> DType:
@@ -161,6 +157,10 @@ def emptied(accumulator: Tree, where: Scalar) -> Tree:
     return jax.tree.map(
         lambda leaf: select(where, lax.full_like(leaf, 0), leaf), accumulator
     )
+
+
+def clear(tree: Tree) -> Tree:
+    return jax.tree.map(jnp.zeros_like, tree)
 
 
 def select(predicate: Scalar, a: Array, b: Array) -> Array:

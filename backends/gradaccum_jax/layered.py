@@ -50,7 +50,6 @@ from gradaccum_jax.master_weights import apply_updates
 from gradaccum_jax.optimizer import Accumulation, require_open
 from gradaccum_jax.sharding import vary
 from gradaccum_jax.state import AccumulationState
-from gradaccum_jax.update import second_results
 from gradaccum_jax.workers import group
 
 
@@ -429,10 +428,14 @@ def require_separable(
     update is needed because a layer may affect another layer through the optimizer's
     state.
     """
+
+    def second_updates(params: Tree, first: Tree, second: Tree) -> Tree:
+        state = inner.init(params)
+        _, state = inner.update(first, state, params, value=jnp.ones(()))
+        return inner.update(second, state, params, value=jnp.ones(()))[0]
+
     parts = jax.eval_shape(lambda: (outer, entry_at(layers, 0), entry_at(layers, 0)))
-    program = jax.make_jaxpr(
-        lambda *trees: second_results(inner, *trees, value=jnp.ones(()))[0]
-    )(parts, parts, parts).jaxpr
+    program = jax.make_jaxpr(second_updates)(parts, parts, parts).jaxpr
     if "random_bits[" in str(program):
         raise inseparable_error(
             "an inner optimizer that draws random numbers, which would be the same for"

@@ -16,18 +16,19 @@ from itertools import compress
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
 from jax.interpreters import partial_eval
 
-from gradaccum import UsageError
 from gradaccum.kit import Scalar
 from gradaccum_jax.arrays import (
     Array,
     Extra,
     GradientTypes,
     InnerState,
+    Leaves,
     Params,
     Tree,
     Updates,
@@ -69,11 +70,7 @@ class Update(NamedTuple):
             the unchanged accumulator, and the old state.
         """
         update_types = self._update_types(accumulator, inner_state, divisor)
-        buffer = jax.tree.map(
-            lambda total, update: total.astype(wider(total.dtype, update.dtype)),
-            accumulator,
-            update_types,
-        )
+        buffer = jax.tree.map(_wide_enough, accumulator, update_types)
 
         def optimize(operand: tuple[Tree, InnerState]) -> tuple[Updates, InnerState]:
             gradients = self._gradients(
@@ -96,28 +93,15 @@ class Update(NamedTuple):
     def _update_types(
         self, accumulator: Tree, inner_state: InnerState, divisor: Scalar
     ) -> Updates:
-        """Return the shapes and dtypes of the updates. Nothing is added to the compiled
-        program. Raise if the optimizer reads the gradient of a parameter that was
-        frozen when the state was made.
+        """Return the shapes and dtypes of the updates. `jax.eval_shape` computes them
+        without adding anything to the compiled program.
         """
 
-        def results_of(accumulator: Tree, inner_state: InnerState) -> tuple[Any, Any]:
+        def updates_of(accumulator: Tree, inner_state: InnerState) -> Updates:
             gradients = self._gradients(accumulator, divisor, self.types.update_dtypes)
-            return self._optimize(gradients, inner_state)
+            return self._optimize(gradients, inner_state)[0]
 
-        program, (updates, _) = jax.make_jaxpr(results_of, return_shape=True)(
-            accumulator, inner_state
-        )
-        totals = jax.tree_util.tree_leaves_with_path(accumulator)
-        for path, total in compress(totals, arguments_read(program.jaxpr)):
-            if not has_sum(total) and as_gradient(total).size:
-                raise UsageError(
-                    f"state.accumulator{jax.tree_util.keystr(path)}: expected the sum"
-                    " of the parameter's gradients; got the state of an optimizer that"
-                    " froze the parameter. To train it, write state = tx.init(params)"
-                    "._replace(inner_state=state.inner_state,"
-                    " optimizer_step=state.optimizer_step) between two windows."
-                )
+        updates = jax.eval_shape(updates_of, accumulator, inner_state)
         return _updates_that_move(updates, accumulator)
 
     def _gradients(self, accumulator: Tree, divisor: Scalar, dtypes: list[Any]) -> Tree:
@@ -140,6 +124,10 @@ class Update(NamedTuple):
             extra = {name: extra[name] for name in extra if name != "value"}
             results = self.optimizer(gradients, inner_state, self.params, **extra)
         return same("result of the inner optimizer", results, self.axes)
+
+
+def _wide_enough(total: Array, update: Array) -> Array:
+    return total.astype(wider(total.dtype, update.dtype))
 
 
 def _updates_that_move(updates: Updates, accumulator: Tree) -> Updates:
@@ -168,19 +156,22 @@ def without_frozen(
     changes it, for example because of `optax.set_to_zero`.
     """
     totals, structure = jax.tree.flatten(accumulator)
+
+    def second_results(totals: Leaves, params: Params) -> tuple[Leaves, InnerState]:
+        """The first update could be 0 only because the state is still 0."""
+        gradients = jax.tree.unflatten(structure, totals)
+        _, state = optimizer.update(gradients, optimizer.init(params), params)
+        updates, state = optimizer.update(gradients, state, params)
+        return jax.tree.leaves(updates), state
+
     try:
-        # The first update may be 0 only because the optimizer's state is still 0.
-        program = jax.make_jaxpr(
-            lambda gradients, params: second_results(
-                optimizer, params, gradients, gradients
-            )
-        )(accumulator, params).jaxpr
+        program = jax.make_jaxpr(second_results)(totals, params).jaxpr
     except Exception:
         # The optimizer needs arguments that it gets only when a micro-batch is added.
         # So it is not yet known which parameters are frozen.
         return accumulator
-    is_read = arguments_read(program)
-    is_zero = zero_results(program, [])
+    is_read = partial_eval.dce_jaxpr(program, [True] * len(program.outvars))[1]
+    is_zero = zero_results(program, [False] * len(program.invars))
     is_frozen = list(map(operator.gt, is_zero[: len(totals)], is_read))
     if all(is_frozen):
         return accumulator
@@ -188,25 +179,6 @@ def without_frozen(
         if takes_part(total) and is_frozen[place]:
             totals[place] = without_sum(total)
     return jax.tree.unflatten(structure, totals)
-
-
-def second_results(
-    optimizer: optax.GradientTransformation,
-    params: Params,
-    first: Tree,
-    second: Tree,
-    **extra: Any,
-) -> Any:
-    """Return the results of the second of two successive updates, whose gradients are
-    `first` and `second`.
-    """
-    _, state = optimizer.update(first, optimizer.init(params), params, **extra)
-    return optimizer.update(second, state, params, **extra)
-
-
-def arguments_read(program: Any) -> list[bool]:
-    """Return which arguments of a traced `program` its results depend on."""
-    return partial_eval.dce_jaxpr(program, [True] * len(program.outvars))[1]
 
 
 KEEP_ZERO = (
@@ -219,7 +191,7 @@ KEEP_ZERO = (
 
 def zero_results(program: Any, is_zero: list[bool]) -> list[bool]:
     """Return which results of a traced `program` are certainly 0. `is_zero` says which
-    of its arguments are 0; if it is empty, nothing is known about them.
+    of its arguments are 0.
     """
     zeros = set(map(id, compress(program.invars, is_zero)))
 
@@ -246,5 +218,9 @@ def no_update(leaf: Array) -> Array:
     -0.0, because adding -0.0 leaves every parameter unchanged, bit for bit. Adding 0.0
     would change -0.0 to 0.0.
     """
-    zeros = lax.full_like(leaf, 0)
-    return -zeros if takes_part(leaf) else zeros
+    zero: complex = 0
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        zero = complex(-0.0, -0.0)
+    elif jnp.issubdtype(leaf.dtype, jnp.floating):
+        zero = -0.0
+    return lax.full_like(leaf, zero)

@@ -17,7 +17,6 @@ STILL = {
     "key": jax.random.PRNGKey(123456789),
     "flag": jnp.asarray([True, False]),
     "byte": jnp.asarray(200, jnp.uint8),
-    "empty": jnp.ones((0, 0)),
 }
 
 
