@@ -118,7 +118,7 @@ class Accumulation:
         accumulator = gradient_sum.zeros(params, self.options.accumulate_dtype)
         inner_state, masters = strong(self.inner.init(params))
         accumulator = without_frozen(
-            accumulator, self.transformation, in_place_of(params, masters)
+            accumulator, self.transformation, inner_state, in_place_of(params, masters)
         )
         if self.shard_axes:
             inner_state, masters = group.like_params(

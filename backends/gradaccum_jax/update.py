@@ -10,14 +10,11 @@ micro-batch in the middle of a window then costs only an addition and a select.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
-from itertools import compress
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 from jax.interpreters import partial_eval
@@ -149,68 +146,43 @@ def _updates_that_move(updates: Updates, accumulator: Tree) -> Updates:
 
 
 def without_frozen(
-    accumulator: Tree, optimizer: optax.GradientTransformation, params: Params
+    accumulator: Tree,
+    optimizer: optax.GradientTransformation,
+    inner_state: InnerState,
+    params: Params,
 ) -> Tree:
     """Return `accumulator`, with an empty array instead of the sum of each frozen
-    parameter. A parameter is frozen if `optimizer` does not read its gradient and never
-    changes it, for example because of `optax.set_to_zero`.
+    parameter. A parameter is frozen if `optimizer` does not read its gradient, for
+    example because of `optax.set_to_zero`.
+
+    All sums are kept if an update could still change a frozen parameter, for example
+    through weight decay.
     """
     totals, structure = jax.tree.flatten(accumulator)
+    count = len(totals)
 
-    def second_results(totals: Leaves, params: Params) -> tuple[Leaves, InnerState]:
-        """The first update could be 0 only because the state is still 0."""
+    def results(totals: Leaves, params: Params) -> tuple[Leaves, InnerState]:
         gradients = jax.tree.unflatten(structure, totals)
-        _, state = optimizer.update(gradients, optimizer.init(params), params)
-        updates, state = optimizer.update(gradients, state, params)
+        updates, state = optimizer.update(gradients, inner_state, params)
         return jax.tree.leaves(updates), state
 
     try:
-        program = jax.make_jaxpr(second_results)(totals, params).jaxpr
+        program = jax.make_jaxpr(results)(totals, params).jaxpr
     except Exception:
         # The optimizer needs arguments that it gets only when a micro-batch is added.
         # So it is not yet known which parameters are frozen.
         return accumulator
-    is_read = partial_eval.dce_jaxpr(program, [True] * len(program.outvars))[1]
-    is_zero = zero_results(program, [False] * len(program.invars))
-    is_frozen = list(map(operator.gt, is_zero[: len(totals)], is_read))
-    if all(is_frozen):
+    uses_state = [True] * len(program.outvars[count:])
+    is_read = partial_eval.dce_jaxpr(program, [True] * count + uses_state)[1]
+    is_frozen = [not read for read in is_read[:count]]
+    ignores_state = [False] * len(uses_state)
+    needed = partial_eval.dce_jaxpr(program, is_frozen + ignores_state)[1]
+    if all(is_frozen) or any(needed[count:]):
         return accumulator
     for place, total in enumerate(totals):
         if takes_part(total) and is_frozen[place]:
             totals[place] = without_sum(total)
     return jax.tree.unflatten(structure, totals)
-
-
-KEEP_ZERO = (
-    " abs add add_any broadcast_in_dim conj convert_element_type copy imag integer_pow"
-    " max min neg pcast pvary real reduce_max reduce_sum reshape select_n sign slice"
-    " sqrt square squeeze sub tanh transpose "
-)
-"""JAX's primitives whose result is 0 if their last two operands are 0."""
-
-
-def zero_results(program: Any, is_zero: list[bool]) -> list[bool]:
-    """Return which results of a traced `program` are certainly 0. `is_zero` says which
-    of its arguments are 0.
-    """
-    zeros = set(map(id, compress(program.invars, is_zero)))
-
-    def are_zero(operands: list[Any]) -> list[bool]:
-        return [
-            id(operand) in zeros or not np.any(getattr(operand, "val", 1))
-            for operand in operands
-        ]
-
-    for equation in program.eqns:
-        name = equation.primitive.name
-        operands = are_zero(equation.invars)
-        results = [name in ("mul", "div") and any(operands)]
-        if f" {name} " in KEEP_ZERO:
-            results = [all(operands[-2:])]
-        elif name in ("jit", "pjit"):
-            results = zero_results(equation.params["jaxpr"].jaxpr, operands)
-        zeros.update(map(id, compress(equation.outvars, results)))
-    return are_zero(program.outvars)
 
 
 def no_update(leaf: Array) -> Array:
