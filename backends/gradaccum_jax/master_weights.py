@@ -3,7 +3,8 @@
 
 The inner optimizer updates the masters. The update of a half-precision parameter is the
 float32 difference between the rounded master and the parameter's current value. If
-other code changes the parameter, the new value is copied to the master first.
+other code changes the parameter by more than its rounding error, the new value is
+copied to the master first.
 """
 
 from __future__ import annotations
@@ -47,30 +48,37 @@ def masters_of(params: Params) -> Tree:
 
 
 def in_place_of(params: Params, masters: Tree) -> Params:
-    """Return `params` with each half-precision leaf replaced by its float32 master.
-
-    Other code has changed an element of the leaf if the element differs from its
-    rounded master. The element then keeps its own value, in float32.
-    """
+    """Return `params` with each half-precision leaf replaced by its float32 master."""
     if masters is None:
         return params
     remaining = iter(jax.tree.leaves(masters))
+    return jax.tree.map(lambda leaf: next(remaining) if is_half(leaf) else leaf, params)
 
-    def master_of(parameter: Array) -> Array:
-        if not is_half(parameter):
-            return parameter
-        parameter = jnp.asarray(parameter)
-        master = next(remaining)
-        # The bits are compared, because XLA may remove casts (see `round_master`), but
-        # not if the bits of the result are read. XLA rounds to float8 in two ways,
-        # whose results are at most one number apart.
-        bits = parameter.view(f"uint{8 * parameter.dtype.itemsize}")
-        steps = bits - master.astype(parameter.dtype).view(bits.dtype)
-        limit = 2 - bits.dtype.itemsize
-        is_changed = steps + limit > 2 * limit  # the steps of a uint are never negative
-        return jnp.where(is_changed, parameter.astype(jnp.float32), master)
 
-    return jax.tree.map(master_of, params)
+def current_master(parameter: Array, master: Array) -> Array:
+    """Return `master`, in which each element that other code has changed in `parameter`
+    is replaced by the element of `parameter`, in float32. A leaf without a master is
+    returned as it is.
+
+    An element counts as changed if it differs from the rounded master by more than one
+    number of its dtype. A difference of one number may be a rounding error, for example
+    if the parameter was averaged over devices. Copying it would lose the small bits of
+    the master.
+    """
+    if parameter is None or not is_half(parameter):
+        return master
+    parameter = jnp.asarray(parameter)
+    size = jnp.finfo(parameter.dtype).bits
+
+    def places(numbers: Array) -> Array:
+        """Return the place of each number in the order of all numbers of the dtype."""
+        # XLA may remove casts (see `round_master`), but not if the bits are read.
+        bits = numbers.view(f"uint{size}").astype(jnp.int32)
+        sign = 1 << (size - 1)
+        return jnp.where(bits < sign, bits, sign - bits)
+
+    steps = places(parameter) - places(master.astype(parameter.dtype))
+    return jnp.where(jnp.abs(steps) > 1, parameter.astype(jnp.float32), master)
 
 
 def on_masters(
@@ -91,6 +99,10 @@ def on_masters(
     ) -> tuple[Updates, InnerState]:
         inner_state, masters = state
         master_params = in_place_of(params, masters)
+        if masters is not None:
+            master_params = jax.tree.map(
+                current_master, params, master_params, is_leaf=is_none
+            )
         updates, inner_state = inner.update(
             gradients, inner_state, master_params, **extra
         )
@@ -136,7 +148,7 @@ def distance(p: Array, master: Array) -> Array:
 
     In all other cases, the parameter shrinks by a factor of more than 4092 in one
     update, but not to 0. The result is then off by at most 2^-23 |p|. The next update
-    copies this result to the master, which changes the master by no more than its own
+    may copy this result to the master, which changes the master by no more than its own
     float32 rounding error did.
 
     All this holds if p is finite, and q - p does not overflow float32 and, in bfloat16,

@@ -39,12 +39,6 @@ def loss(params: Any, *batch: Any) -> Any:
     return jnp.mean(params * jax.tree.leaves(batch)[0])
 
 
-def freezing(part: str) -> Any:
-    return wrap(
-        optax.masked(optax.set_to_zero(), {name: name == part for name in "ab"})
-    )
-
-
 def layered(tx: Any) -> Any:
     return gradaccum_jax.layered_value_and_update(loss, loss, loss, tx)
 
@@ -72,11 +66,6 @@ CASES: dict[str, Any] = {
         lambda: gradaccum_jax.flush(HALF, HALF.init(jnp.ones(1, jnp.float16))),
         TYPE,
         "params: expected the parameters, because master_weights=True",
-    ),
-    "frozen by an earlier optimizer": (
-        lambda: freezing("b").update(GRADS, freezing("a").init(PARAMS), PARAMS),
-        USAGE,
-        r"state\.accumulator\['a'\]: .*tx\.init\(params\)\._replace\(inner_state=",
     ),
     "traced weight of two": (
         lambda: update(wrap(), jitted=True, weight=jnp.ones(2)),
