@@ -231,7 +231,7 @@ def close(
 def discard(state: AccumulationState) -> AccumulationState:
     state = with_fields(state, discard_fields(fields_of(state)))
     state = discard_loss(state)
-    state = state._replace(accumulator=gradient_sum.emptied(state.accumulator, True))
+    state = state._replace(accumulator=gradient_sum.clear(state.accumulator))
     return with_event(state, False, False, False)
 
 

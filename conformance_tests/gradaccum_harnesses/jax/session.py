@@ -18,7 +18,7 @@ from gradaccum_conformance.specs import Array, Arrays, Batch
 from gradaccum_harnesses.jax.files import read, write
 from gradaccum_harnesses.jax.models import total_loss
 from gradaccum_harnesses.jax.program import Program, needs_x64, program, x64
-from gradaccum_jax.gradient_sum import emptied
+from gradaccum_jax.gradient_sum import clear
 from gradaccum_jax.saving import check_state, rebuild
 from gradaccum_jax.state import result
 
@@ -126,7 +126,7 @@ class JaxSession(Session):
         unused.
         """
         state = self.local(self.opt_state)
-        sums = emptied(state.accumulator, int(state.micro_step) == 0)
+        sums = state.accumulator if int(state.micro_step) else clear(state.accumulator)
         return to_numpy(sums)
 
     def parameters(self) -> Arrays:

@@ -67,7 +67,7 @@ MUTANTS = (
     ),
     Mutant(
         "leave_the_sum_at_discard",
-        "    state = state._replace(accumulator=gradient_sum.emptied(state.accumulator, True))\n",
+        "    state = state._replace(accumulator=gradient_sum.clear(state.accumulator))\n",
         "",
         "test_jax_everyday.py::test_discard_leaves_the_state_of_the_start",
     ),
