@@ -127,7 +127,7 @@ def test_loss_that_is_still_divided_by_the_steps_has_a_note(
 ) -> None:
     has_aux = isinstance(loss_fn(PARAMS, X, Y), tuple)
     report = verify(PARAMS, loss_fn, (X, Y), steps=4, has_aux=has_aux)
-    divided = [note for note in report.notes if "Delete the division" in note]
+    divided = [note for note in report.notes if "delete the division" in note]
     assert len(divided) == notes
 
 
