@@ -62,6 +62,7 @@ from gradaccum.refusals import (
     rate_bits,
     require_same_rates,
     shared_until_weight_error,
+    unwrapped_optimizer_error,
     update_due_error,
     wrapped_twice_error,
 )
@@ -243,6 +244,7 @@ __all__ = [
     "status",
     "steps_at",
     "terms_of",
+    "unwrapped_optimizer_error",
     "update_due_error",
     "usable",
     "use_of_weights",

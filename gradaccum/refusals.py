@@ -94,6 +94,16 @@ def shared_until_weight_error(steps: object) -> UsageError:
     )
 
 
+def unwrapped_optimizer_error(optimizer: object) -> ArgumentTypeError:
+    """Return the error for a scheduler that was created for a bare `optimizer`."""
+    return ArgumentTypeError(
+        "scheduler: expected a scheduler that was created for a wrapped optimizer; got"
+        f" a scheduler that was created for {type(optimizer).__name__}. Wrap the"
+        " optimizer first: opt = gradaccum.wrap(optimizer, steps=4); scheduler ="
+        " gradaccum.wrap(StepLR(opt, 10))."
+    )
+
+
 DIVIDED_LOSS = (
     "the loss is divided by {steps}, but gradaccum already divides by the window's"
     " {steps} micro-batches. If `loss / {steps}` is left over from the old loop, each"

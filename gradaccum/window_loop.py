@@ -54,7 +54,10 @@ _UNEQUAL = (
     " is a mean over the items, {}. If the micro-batches should count equally, pass"
     " weight=1."
 )
-_NUMBER_OF_KEYS = "their weight is the number of keys of a dictionary, as len(batch) is"
+_NUMBER_OF_KEYS = (
+    "their weight is the number of keys in a dictionary, which is what len(batch)"
+    " returns"
+)
 
 
 def updates_in(
@@ -113,7 +116,7 @@ class Sizes:
         checked it.
         """
         self.weight: Any = None
-        """The weight that the user has passed for the last micro-batch, or None."""
+        """The weight that the user has last passed, or None."""
         self._looks = reduction == "mean"
         self._weighs_by_keys = True
         """Whether every weight so far was the number of a dictionary's keys."""
@@ -134,7 +137,6 @@ class Sizes:
         if not self._looks:
             return
         self.weighed = True
-        self.weight = None
         items = number_of_items(micro_batch)
         if items is None:
             self._looks = False
@@ -210,32 +212,32 @@ class Epoch(Iterator[M]):
         self._loader = loader
         self._micro_batches = micro_batches
         self._loops = 0
-        self._is_over = False
-        self._is_read_again = False
+        """The number of loops over this object that have begun."""
+        self._loops_at_end = 0
+        """The number of loops that had begun when the pass ended; 0 before that."""
 
     def __iter__(self) -> Epoch[M]:
         """Return this object itself, as iterators do.
 
         Raises:
-            UsageError: one loop has read the whole pass, and this is the second loop
-                since then. The first is allowed, because a program that reads a few
-                micro-batches at a time ends in this way.
+            UsageError: the first loop has read the whole pass, and this is the third
+                loop. The second loop is allowed, because a program that reads a few
+                micro-batches at a time ends with an empty loop.
         """
         self._loops += 1
-        if self._is_read_again:
+        if self._loops_at_end == 1 and self._loops > 2:
             raise UsageError(
                 "epoch: expected a new call for each pass over the loader; got an"
                 " object whose pass is over. Write for micro_batch in"
                 " opt.epoch(loader): inside the loop over the epochs."
             )
-        self._is_read_again = self._is_over
         return self
 
     def __next__(self) -> M:
         try:
             return next(self._micro_batches)
         except BaseException:
-            self._is_over = self._loops == 1
+            self._loops_at_end = self._loops_at_end or self._loops
             raise
 
     def __len__(self) -> int:

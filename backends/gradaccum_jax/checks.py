@@ -153,11 +153,12 @@ def align(gradients: Tree, accumulator: Tree) -> Gradients:
     named_gradients, gradient_structure = _named_leaves(gradients)
     if structure != gradient_structure:
         names = {name for name, _ in totals} ^ {name for name, _ in named_gradients}
-        raise gradient_error(
-            "",
-            f"the structure of the parameters{'' if names else f', {structure}'}",
-            f"a structure that differs at {sorted(names)[:3] or gradient_structure}",
-        )
+        expected = "the structure of the parameters"
+        got = f"a structure that differs at {sorted(names)[:3]}"
+        if not names:  # Only the containers differ.
+            expected = f"{expected}, {structure}"
+            got = str(gradient_structure)
+        raise gradient_error("", expected, got)
     aligned_gradients: Gradients = []
     for (name, total), (_, gradient) in zip(totals, named_gradients, strict=True):
         if total is None:

@@ -67,7 +67,8 @@ class MasterWeights(nn.Cell):  # type: ignore[misc]
         weight that is NaN is copied too.
         """
         for half, master in zip(self.halves, self.masters, strict=True):
-            if not (half.device == "CPU" and _are_equal(half, master)):
+            is_unchanged = half.device == "CPU" and _are_equal(half, master)
+            if not is_unchanged:
                 _copy_changed(half, master)
 
 

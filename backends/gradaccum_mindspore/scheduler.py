@@ -16,7 +16,7 @@ from mindspore.experimental.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from gradaccum import ArgumentTypeError
+from gradaccum.kit import unwrapped_optimizer_error
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer
 
 SCHEDULERS = (LRScheduler, ReduceLROnPlateau, SequentialLR)
@@ -37,13 +37,7 @@ class GatedScheduler:
     def __init__(self, scheduler: Any) -> None:
         optimizer = scheduler.optimizer
         if not isinstance(optimizer, AccumulatingOptimizer):
-            raise ArgumentTypeError(
-                "scheduler: expected a scheduler that was created for a wrapped"
-                " optimizer; got a scheduler that was created for"
-                f" {type(optimizer).__name__}. Wrap the optimizer first: opt ="
-                " gradaccum.wrap(optimizer, steps=4); scheduler ="
-                " gradaccum.wrap(StepLR(opt, 10))."
-            )
+            raise unwrapped_optimizer_error(optimizer)
         self._scheduler = scheduler
         self._storage = optimizer.storage
         self._stepped_at: int = self._storage.optimizer_step.item()

@@ -46,7 +46,7 @@ def refuse_losses(shape: tuple[int, ...]) -> None:
 
 
 @constexpr  # type: ignore[untyped-decorator]
-def refuse_tuple(length: int) -> None:
+def refuse_sequence(length: int) -> None:
     raise ArgumentTypeError(
         "network: expected a Cell that returns only the loss; got a Cell that returns a"
         f" sequence of {length} values. Write a Cell that calls this network and returns"
@@ -132,7 +132,7 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
         """Return the scaled loss, which is differentiated, and the unscaled loss."""
         loss = self.network(*inputs)
         if isinstance(loss, (tuple, list)):
-            refuse_tuple(len(loss))
+            refuse_sequence(len(loss))
         return self.optimizer.scale(loss), loss
 
     def __call__(self, *inputs: object, **keywords: object) -> Any:

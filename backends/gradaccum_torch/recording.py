@@ -121,6 +121,8 @@ class LoopRecord:
         closure, record the gradients after its first run, because Lightning runs the
         last micro-batch in the closure.
         """
+        # torch calls the hooks for all optimizers first, so `before_any_step` has
+        # already counted this step.
         if self.restorations[self._optimizer].steps_under_way > 1:
             return None
         parameters = parameters_of(self._optimizer)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from gradaccum import ArgumentTypeError
+from gradaccum.kit import unwrapped_optimizer_error
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.torch_private.names import note_step_called
 
@@ -92,13 +92,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
     def __init__(self, scheduler: Scheduler) -> None:
         optimizer = getattr(scheduler, "optimizer", None)
         if not isinstance(optimizer, AccumulatingOptimizer):
-            raise ArgumentTypeError(
-                "scheduler: expected a scheduler that was created for a wrapped"
-                " optimizer; got a scheduler that was created for"
-                f" {type(optimizer).__name__}. Wrap the optimizer first: opt ="
-                " gradaccum.wrap(optimizer, steps=4); scheduler ="
-                " gradaccum.wrap(StepLR(opt, 10))."
-            )
+            raise unwrapped_optimizer_error(optimizer)
         self._scheduler = scheduler
         self._updates = optimizer._window.updates
         self._has_loaded = False

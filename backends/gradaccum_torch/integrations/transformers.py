@@ -66,7 +66,9 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         update, but reads the tensor's value only after the update.
         """
 
-    def on_train_begin(self, args: Argument, *_: Argument, **__: Argument) -> None:
+    def on_train_begin(
+        self, args: Argument, state: Argument, control: Argument, **kwargs: Argument
+    ) -> None:
         trainer = self._trainer
         accelerator = trainer.accelerator
         self._replacements.close()  # An earlier run may have ended with an exception.
@@ -94,10 +96,14 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         prepare_inputs = partial(self._prepare_inputs, trainer._prepare_inputs)
         self._replace(trainer, "_prepare_inputs", prepare_inputs)
 
-    def on_substep_end(self, *_: Argument, **__: Argument) -> None:
+    def on_substep_end(
+        self, args: Argument, state: Argument, control: Argument, **kwargs: Argument
+    ) -> None:
         self.optimizer.step()
 
-    def on_optimizer_step(self, *_: Argument, **__: Argument) -> None:
+    def on_optimizer_step(
+        self, args: Argument, state: Argument, control: Argument, **kwargs: Argument
+    ) -> None:
         """Close the window, after ``step`` was called for the window's last
         micro-batch.
         """
@@ -110,7 +116,9 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         if math.isfinite(result.loss):
             self._trainer._tr_loss += result.loss
 
-    def on_train_end(self, *_: Argument, **__: Argument) -> None:
+    def on_train_end(
+        self, args: Argument, state: Argument, control: Argument, **kwargs: Argument
+    ) -> None:
         self._replacements.close()
 
     def _training_step(

@@ -126,6 +126,8 @@ def units_of(module: nn.Module) -> list[Unit]:
 
 
 def units_holding(parameters: Sequence[Tensor]) -> list[Unit]:
+    if "torch.distributed.fsdp" not in sys.modules:
+        return []
     from torch.distributed._composable_state import _module_state_mapping
 
     ids = set(map(id, parameters))

@@ -137,6 +137,7 @@ class ShardGroup(Workers):
             unit.drop()
 
     def add_parameters(self, parameters: Sequence[Tensor]) -> None:
+        # The optimizer already contains the new parameters.
         every_parameter = parameters_of(self.optimizer)
         units = units_holding(every_parameter)
         checks.require_all_sharded(every_parameter, units)
