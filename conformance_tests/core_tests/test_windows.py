@@ -186,8 +186,8 @@ def test_epoch_flushes_when_the_loader_ends() -> None:
 def test_epoch_is_one_pass() -> None:
     """A loop over epochs that uses one object would otherwise train a single epoch."""
     batches = epoch([1, 2, 3], lambda: None)
-    chunks = [list(islice(batches, 2)) for _ in range(4)]
-    assert chunks == [[1, 2], [3], [], []]
+    chunks = [list(islice(batches, 2)) for _ in range(3)]
+    assert chunks == [[1, 2], [3], []]
     batches = epoch([1, 2, 3], lambda: None)
     assert [*batches, *batches] == [1, 2, 3]
     with pytest.raises(UsageError, match="got an object whose pass is over"):
@@ -286,18 +286,12 @@ def test_unequal_micro_batches_without_a_weight_are_said_once(name: str) -> None
     ] == numbers
 
 
-def test_number_of_keys_is_not_a_weight() -> None:
-    """Unless another weight shows that the user means it."""
-    batches = [{"x": np.zeros((items, 7)), "y": np.zeros(items)} for items in (4, 3)]
+@pytest.mark.parametrize(("keys", "weights"), [("xy", [2, 7, 2]), ("x", [1, 1, 1])])
+def test_number_of_keys_may_be_a_weight(keys: str, weights: list[int]) -> None:
+    """If another weight shows that the user means it, or all micro-batches count 1."""
     sizes = Sizes("mean")
-    for batch, sizes.weight in zip(batches, (7, 2), strict=True):
-        sizes.see(batch)
-    sizes = Sizes("mean")
-    sizes.weight = 2
-    sizes.see(batches[0])
-    sizes.weight = 2
-    with pytest.warns(GradAccumWarning, match="number of keys"):
-        sizes.see(batches[1])
+    for items, sizes.weight in zip((4, 4, 3), weights, strict=True):
+        sizes.see(dict.fromkeys(keys, np.zeros((items, 7))))
 
 
 # Several workers' loaders: their windows end together, and each knows the totals of

@@ -24,7 +24,6 @@ from .torch_model import (
     by_place,
     loss_of,
     make,
-    make_model,
     rows_of,
     same,
     train,
@@ -73,9 +72,9 @@ def test_base_optimizer_may_not_step() -> None:
     """As in SAM, whose own steps would bypass the window. An optimizer with groups of
     its own may.
     """
-    inner: Any = torch.optim.SGD(make_model().parameters(), lr=0.1)
+    inner: Any = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
     inner.base = copy.copy(inner)
-    inner.partner = torch.optim.SGD(make_model().parameters())
+    inner.partner = torch.optim.SGD(nn.Linear(2, 1).parameters())
     opt = gradaccum.wrap(inner, steps=2)
     opt.partner.step()
     with pytest.raises(UsageError, match=r"inner optimizer's SGD.* such as SAM"):
@@ -392,19 +391,24 @@ def test_scheduler_that_is_replayed_by_hand_is_said_once(
     assert resumed.get_last_lr() == [0.5**3]
 
 
-def test_unequal_sizes_without_weights_are_said_once(said: Said) -> None:
+@pytest.mark.parametrize("weight", [None, 2])
+def test_unequal_sizes_without_weights_are_said_once(
+    weight: int | None, said: Said
+) -> None:
     """Each counts the same: not the large batch, and nothing else would tell. A second
     pass says nothing, nor do sums or weights.
     """
-    for options, weight in (({}, 1), ({"reduction": "sum"}, None), ({}, None)):
+    batches = [{"x": torch.ones(size, 3), "id": size} for size in (3, 3, 2)]
+    for options, passed in (({}, 1), ({"reduction": "sum"}, weight), ({}, weight)):
         assert not said()
         model, opt = make(**options)
         for _ in range(2):
-            for batch in opt.epoch([{"x": torch.ones(size, 3)} for size in (3, 3, 2)]):
-                opt.backward(model(batch["x"]).square().mean(), weight=weight)
+            for batch in opt.epoch(batches):
+                opt.backward(model(batch["x"]).square().mean(), weight=passed)
                 opt.step()
     (text,) = said()
     assert "3 and 2 items" in text
+    assert ("number of keys" in text) == (weight == 2)
 
 
 def test_updates_are_counted_from_here() -> None:

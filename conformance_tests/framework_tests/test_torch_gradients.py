@@ -45,6 +45,15 @@ def test_sparse_gradients_equal_the_large_batch(
     assert_close(model.weight.detach(), large.weight.detach())
 
 
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+def test_gradient_of_a_linear_loss_may_have_a_graph() -> None:
+    table = nn.Embedding(5, 2, sparse=True)
+    opt = gradaccum.wrap(SGD(table.parameters()), steps=2)
+    for _ in range(2):
+        opt.backward(table(torch.tensor([1])).sum(), create_graph=True)
+        opt.step()
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_sparse_gradients_may_not_be_cleared_in_a_window(set_to_none: bool) -> None:
     table = nn.Embedding(5, 2, sparse=True)

@@ -142,7 +142,7 @@ def test_half_made_backward_can_be_repeated(place: str, micro_batch: int) -> Non
         calls.append(opt.zero_grad)
     number = {"separate": 1, "kept apart": 2}.get(place, 4)
     for call in calls[:number]:
-        with pytest.raises(UsageError, match=r"opt\.discard\(\)"):
+        with pytest.raises(UsageError, match=r"raised an error.*opt\.discard\(\)"):
             call()
     if micro_batch == 0 or place in ("kept apart", "separate"):
         opt.zero_grad()

@@ -146,7 +146,7 @@ def test_replaced_buffer() -> None:
     with pytest.raises(ZeroDivisionError):
         couple(model, fail)
     assert model[1].calls is held
-    assert float(held) == 0
+    assert float(held) == model[1].inputs.numel() == 0
     loss = (inner(X) * factors).std()
     expected = torch.autograd.grad(loss, list(inner.parameters()))
     coupled_backward(model, Tensor.std, X, steps=5)

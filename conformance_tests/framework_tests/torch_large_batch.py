@@ -34,8 +34,7 @@ class Drifting(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls = self.calls + 1
-        if not self.inputs.numel():
-            self.inputs.resize_(x.shape).copy_(x.detach())
+        self.inputs.resize_(x.shape).copy_(x.detach())
         return x * self.calls
 
 
