@@ -93,6 +93,10 @@ QUESTIONS = {
         ("torch",),
         "parameters",
     ),
+    "torch_promises": Entry(
+        "torch: one window of 8 micro-batches, AdamW, with fewer and fewer promises",
+        ("torch",),
+    ),
     "torch_layered": Entry(
         "torch: one window layer by layer, float32, AdamW, micro-batches of 4 items",
         ("torch",),
