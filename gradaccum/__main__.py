@@ -1,5 +1,5 @@
-"""The ``gradaccum`` command. ``versions`` and ``check`` need only this package. The
-other commands need the conformance package as well.
+"""The ``gradaccum`` command. ``versions`` and ``check`` need only this package.
+``demo`` and ``conformance`` also need ``gradaccum[conformance]``.
 """
 
 from __future__ import annotations

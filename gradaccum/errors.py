@@ -82,9 +82,9 @@ def require_number(
     """Return `value` as a float. Raise unless it is finite and > 0 (or >= 0 if `or_equal`
     is true).
     """
-    # float() raises one of these errors if the value is an array with several elements,
-    # or a traced value. ``contextlib.suppress`` is not used, because it would take
-    # longer than the rest of this function, which runs once per micro-batch.
+    # For an array with several elements, or a traced value, float() raises one of the
+    # errors that are caught below. ``contextlib.suppress`` would take longer than the
+    # rest of this function, which runs once per micro-batch.
     try:
         is_text = isinstance(value, (bool, str))
         number = None if is_text else float(cast(SupportsFloat, value))

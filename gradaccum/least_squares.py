@@ -119,7 +119,8 @@ class GradientBasis:
         residual = norm_of(remainder)
         sizes = [abs(coefficient) for coefficient in coefficients]
         total = sum(size * norm for size, norm in zip(sizes, self.norms, strict=True))
-        # The standard error of the coefficients for a residual of 1 in every element.
+        # The standard errors of the coefficients if the residual's elements have a
+        # standard deviation of 1.
         spreads = [math.hypot(*shares) for shares in zip(*self.recipes, strict=True)]
         spread = max(spreads)
         error = 4 * residual / math.sqrt(self.freedom) * spread

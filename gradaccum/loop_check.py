@@ -35,9 +35,8 @@ mistake in a loop causes a much larger difference.
 """
 LEAST = 1e-3
 """A coefficient counts as zero if it is at most this fraction of the largest
-coefficient. This limit is lower for a micro-batch of very small weight: half of the
-micro-batch's expected coefficient. Otherwise, even the right coefficient could count as
-zero.
+coefficient. For a micro-batch of very small weight, the limit is half of the expected
+coefficient, because even the right coefficient could otherwise count as zero.
 """
 MOST_ROUNDING = 0.02
 """The largest relative change of a gradient that rounding can cause, even in bfloat16.
@@ -63,7 +62,7 @@ class LoopProblem(NamedTuple):
     """The kind of mistake:
 
     - ``"lost"``: micro-batches contributed to no update.
-    - ``"only_last"``: micro-batches were lost, because each update contains only one.
+    - ``"only_last"``: each update contains only one micro-batch; the others were lost.
     - ``"leaked"``: micro-batches of the previous update contributed again.
     - ``"not_reduced"``: the workers contributed different numbers of micro-batches.
     - ``"not_divided"``: the update is a plain sum instead of a mean.
@@ -73,7 +72,7 @@ class LoopProblem(NamedTuple):
     - ``"scaled_inside"``: the gradient sum was multiplied inside the window.
     - ``"clipped_each"``: each micro-batch's gradient was clipped separately.
     - ``"not_clipped"``: the window's gradient was not clipped.
-    - ``"counted_again"``: each micro-batch counts again with every later micro-batch.
+    - ``"counted_again"``: each backward pass added all earlier gradients again.
     - ``"boundary"``: the update was applied after the wrong micro-batch.
     - ``"weights"``: the coefficients follow no known rule, or a micro-batch of weight 0
       contributed.
@@ -147,9 +146,9 @@ class LoopReader:
         ]
         """For each update, the coefficients that a correct loop would give: one
         coefficient per micro-batch. The coefficient is 0 if the micro-batch did not
-        contribute to the update, or if it already contributed to the previous update.
-        If all micro-batches of the update already contributed to the previous update,
-        they count as new, because the update would otherwise contain no micro-batch.
+        contribute to the update, or also contributed to the previous update. There is
+        one exception: if this rule would make all coefficients of the update 0, the
+        previous update is ignored.
         """
         self.problems: list[LoopProblem] = []
         self.notes: list[str] = []
@@ -166,9 +165,9 @@ class LoopReader:
             self._find_problems()
 
     def _noise_of(self, update: WeightedSum) -> float:
-        """Return the error of the update's coefficients, relative to the largest. It is
-        0 if the update is not a weighted sum of the micro-batches' gradients, because
-        the coefficients are then not used.
+        """Return the error of the update's coefficients, relative to the largest
+        coefficient. Return 0 if the update is not a weighted sum of the micro-batches'
+        gradients, because its coefficients are not used.
         """
         if update.unexplained > self.limit:
             return 0.0
@@ -476,8 +475,8 @@ class LoopReader:
             self.notes.append(text)
 
     def _names(self, members: Iterable[int]) -> str:
-        """Name some of the micro-batches. With several workers, say whose they are,
-        unless they are the same micro-batches of every worker.
+        """Return the micro-batches `members` in words, such as "micro-batches 1 to 3".
+        The workers are mentioned only if their micro-batches differ.
         """
         places: list[list[int]] = [[] for _ in range(self.workers)]
         for member in sorted(members):
@@ -605,8 +604,8 @@ def check_loop(
             arrays if it is a dictionary.
         reduction: how `loss_fn` combines the losses of its items, as in
             `gradaccum.wrap`.
-        steps: micro-batches per window. By default, each update's window is taken to be
-            the micro-batches that contributed to the update.
+        steps: micro-batches per window. By default, the window of an update is assumed
+            to consist of the micro-batches that contributed to the update.
         clip_norm: the global 2-norm to which the loop clips each window's gradient.
     """
     with recording(optimizer) as record:
@@ -715,20 +714,19 @@ def rounding_of(
 ) -> float:
     """Return the relative rounding error of the micro-batches' gradients. To measure
     the error, each gradient is computed again from the loss multiplied by 3, and then
-    divided by 3. Without rounding, no gradient would change, so the result is the
+    divided by 3. Without rounding, the gradient would stay the same. The result is the
     largest relative change of a gradient.
 
     Return 0 if something other than rounding changes a gradient, because the loss is
-    random or its backward pass is not linear. To detect this, each gradient is also
-    computed with the factor 4. This factor causes hardly any rounding error, because 4
-    is a power of two. So something other than rounding is the reason if the factor 4
-    causes more than a tenth of the change that the factor 3 causes.
+    random or its backward pass is not linear. To detect such a loss, each gradient is
+    also computed with the factor 4, which causes hardly any rounding error, because 4
+    is a power of two. If the factor 4 causes more than a tenth of the change that the
+    factor 3 causes, the change is not due to rounding.
 
-    There is one exception: the smallest elements of a float16 gradient become 0 if the
-    loss is not scaled (Micikevicius et al., "Mixed Precision Training", 2018). So if
-    `is_float16` is true, and the factors in `SCALES`, which prevent this, give the same
-    gradient, the difference between this gradient and the original gradient counts as
-    rounding.
+    float16 is an exception: the smallest elements of a gradient become 0 if the loss is
+    not scaled (Micikevicius et al., "Mixed Precision Training", 2018). The factors in
+    `SCALES` prevent this. If both factors give the same gradient, the difference
+    between this gradient and the original gradient counts as rounding.
 
     Args:
         gradients: the gradient of each micro-batch.
@@ -808,10 +806,10 @@ def in_words(places: Sequence[int]) -> str:
 
 
 def are_equal(numbers: Sequence[float], rooms: Iterable[float]) -> bool:
-    """True if all numbers count as equal, because a single value lies within the
-    tolerance of every number. The relative tolerance of a number is half of its entry
-    in `rooms`, so that two numbers with the entry r count as equal if their relative
-    difference is at most about r.
+    """True if all numbers count as equal: some value lies within the tolerance of every
+    number. The relative tolerance of a number is half of its entry in `rooms`. Two
+    numbers with the entry r therefore count as equal if their relative difference is at
+    most about r.
     """
     least = -math.inf
     most = math.inf
@@ -825,8 +823,8 @@ def are_equal(numbers: Sequence[float], rooms: Iterable[float]) -> bool:
 def are_clipped(sizes: Sequence[float], norms: Sequence[float], room: float) -> bool:
     """True if the loop seems to have clipped each micro-batch's gradient separately,
     because the clipped gradients have the same norm. If there are more than two
-    micro-batches, those with the largest entry in `sizes` are left out, because their
-    gradients may have been too small to be clipped.
+    micro-batches, the micro-batches with the largest factor in `sizes` are left out,
+    because their gradients may have been too small to clip.
 
     - `sizes`: for each micro-batch, the factor by which the loop multiplied its
       gradient. The caller passes the micro-batches' coefficients, or the coefficients

@@ -4,10 +4,10 @@ batch. The JAX backend uses JAX's pytrees instead.
 A nest is a leaf, or a tuple, list, mapping or dataclass of nests. A list or tuple of
 plain values (strings, numbers) is one leaf with one value per item.
 
-Any other list or tuple is a container, and each of its elements holds data for all
-items. A list with one element per item, such as one dict per image, looks like a
-container too. `require_one_size` rejects such an ambiguous list unless the user's
-``axes`` have an entry for each of its elements.
+Any other list or tuple is a container, each of whose elements should hold data for all
+items. Users may instead pass one element per item, such as one dict per image. So
+`require_one_size` rejects a list that could be meant in this way, unless the user's
+``axes`` define how the list is split.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def lists_of_one_kind(
 
     The elements may be the items if they all have the same type, dtype and rank.
     Elements that are None are ignored in this comparison. A list or tuple is left out
-    if `axes` says how the list is split. This is the case if `axes` contains None for
-    the whole list, or a separate entry for each element.
+    if `axes` contains None for the whole list, or a separate entry for each element,
+    because it is then known how the list is split.
 
     Args:
         batch: a tuple of arguments, or another nest.
@@ -172,9 +172,9 @@ def _elements(nest: list[Nest] | tuple[Nest, ...]) -> list[tuple[str, Nest]]:
 
 def _inside(prefix: Nest) -> list[tuple[str, Nest]] | None:
     """Return the children of one node of a prefix, or None if the node is a leaf. A
-    prefix is a nest that has only the outer levels of another nest. In a prefix, a list
-    of plain values, such as ``[0, None]``, is a container with one value per element.
-    `children_of` treats such a list as a leaf instead.
+    prefix is a nest that has only the outer levels of another nest. A list of plain
+    values, such as ``[0, None]``, is a container in a prefix, but a leaf in other
+    nests.
     """
     return _elements(prefix) if _is_list(prefix) else children_of(prefix)  # type: ignore[arg-type]
 
@@ -184,8 +184,8 @@ def _is_dataclass(nest: Nest) -> bool:
 
 
 def _rebuilt(nest: Nest, children: list[Nest]) -> Nest:
-    """Return a copy of a container with new children. The constructor is avoided where
-    possible, because it may check lengths or derive values.
+    """Return a copy of a container with new children. A dataclass or mapping is copied
+    and then changed, because its constructor could check lengths or compute fields.
     """
     if _is_dataclass(nest):
         made = copy.copy(nest)

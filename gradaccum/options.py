@@ -394,8 +394,8 @@ def require_denominator(
     """Return `denominator` as a float. Raise unless ``flush(denominator=...)`` is
     allowed and the number is finite and > 0.
 
-    `several`: True if several workers share the window. A denominator is then not
-    allowed, because each worker could pass a different number.
+    `several`: True if several workers share the window. They may not pass a
+    denominator, because each of them could pass a different number.
     """
     require_denominator_allowed(options, several=several)
     return require_number("denominator", denominator)

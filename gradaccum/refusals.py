@@ -18,7 +18,8 @@ from gradaccum.state import State
 
 def optimizer_error(expected: str, got: object, fix: str) -> GradAccumError:
     """Return the error for an object that is not an optimizer of the framework.
-    `expected` and `fix` name the framework's optimizers.
+    `expected` and `fix` are the parts of the message that name the framework's
+    optimizers.
     """
     return ArgumentTypeError(
         f"optimizer: expected {expected}; got an object of type {type(got).__name__}."
@@ -58,7 +59,7 @@ def half_made_error() -> UsageError:
 
 
 def missing_worker_error(state: State, rank: int) -> UsageError:
-    """Return the error for a reduction that failed at a window's end."""
+    """Return the error for a collective operation that failed at a window's end."""
     return UsageError(
         f"the end of a window on rank {rank}: expected every worker to end its window"
         " at the same point, either with its last micro-batch or by calling flush();"
@@ -70,9 +71,9 @@ def missing_worker_error(state: State, rank: int) -> UsageError:
 
 
 def update_due_error(call: str) -> UsageError:
-    """Return the error for a `call` that needs this worker's own gradient sum. This sum
-    no longer exists if the update failed after the sums of all workers had been added
-    up.
+    """Return the error for a `call` that needs this worker's own gradient sum. That sum
+    no longer exists, because the sums of all workers were added up before the update
+    failed.
     """
     return UsageError(
         f"{call}: expected a window that is not reduced yet; got a window that was"
@@ -95,7 +96,7 @@ def shared_until_weight_error(steps: object) -> UsageError:
 
 
 def unwrapped_optimizer_error(optimizer: object) -> ArgumentTypeError:
-    """Return the error for a scheduler that was created for a bare `optimizer`."""
+    """Return the error for a scheduler whose `optimizer` is not wrapped."""
     return ArgumentTypeError(
         "scheduler: expected a scheduler that was created for a wrapped optimizer; got"
         f" a scheduler that was created for {type(optimizer).__name__}. Wrap the"
@@ -123,8 +124,9 @@ RATE_MOVED = (
 
 @lru_cache(maxsize=8)
 def rate_bits(*rates: float) -> bytes:
-    """Return a fingerprint of an optimizer's learning rates: 32 numbers, each of which
-    is 0 or 1, so that their sums over the workers are exact.
+    """Return a fingerprint of an optimizer's learning rates. It consists of 32 bits,
+    stored as separate numbers, because sums of zeros and ones over the workers are
+    exact.
     """
     # Adding 0.0 turns -0.0 into 0.0. The rates 0.0 and -0.0 must give the same bits,
     # because the cache treats them as the same key.
@@ -139,7 +141,8 @@ def require_same_rates(
     learning rates.
 
     `rates` are the learning rates of this worker's parameter groups, `rank` is this
-    worker's rank, and `added` is the sum of all workers' `rate_bits`.
+    worker's rank, and `added` contains the sum of each of the `rate_bits` over all
+    workers.
 
     Raises:
         UsageError: two workers have different rates, have their parameters in different

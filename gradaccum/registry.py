@@ -1,12 +1,12 @@
-"""Finds the backend for `gradaccum.wrap` through entry points, without importing any
-framework. Also defines the options that every backend has.
+"""Find the backend for `gradaccum.wrap` through entry points, without importing any
+framework. The options that every backend has are defined here too.
 
 There are two groups of entry points. Within each group, a name belongs to only one
 backend:
 
 - ``gradaccum.backends`` maps the backend's name to its `Backend` object;
-- ``gradaccum.types`` maps the top-level package whose optimizers the backend wraps,
-  such as ``optax``, to the same object.
+- ``gradaccum.types`` maps the name of a package with optimizers, such as ``optax``, to
+  the `Backend` object that wraps them.
 
 Entry points are part of a package's metadata. This project's three adapters are found
 even without their metadata, for example in a copy of the packages, as long as they can
@@ -152,10 +152,10 @@ def available_backends() -> tuple[str, ...]:
 
 
 def backend_of(optimizer: object) -> Backend:
-    """Return the backend of the framework to which `optimizer` belongs. This is the
-    framework whose package defines the optimizer's class, or a base class of this
-    class. If there is no such framework, the object ``optimizer.optimizer`` is tried
-    instead, because a timm scheduler stores its optimizer there.
+    """Return the backend for an optimizer, a scheduler or a model. It is the backend of
+    the framework whose package defines the object's class or one of its base classes.
+    If there is no such framework, as for a timm scheduler, the object's attribute
+    ``optimizer`` is examined instead.
 
     Raises:
         ArgumentTypeError: no backend was found.

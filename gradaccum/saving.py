@@ -165,8 +165,8 @@ def redistributed(states: Sequence[State], workers: int) -> list[State]:
     nothing = states[0]._replace(
         micro_step=max(state.micro_step for state in states), weight=0.0, overflow=False
     )
-    # Do not use `sum`: since Python 3.12 it rounds differently from NumPy, with which
-    # MindSpore adds up the weights of the micro-batches that have a loss.
+    # Do not use `sum`: since Python 3.12 it rounds differently from NumPy. The
+    # MindSpore backend compares the result with a sum that NumPy has computed.
     everything = nothing._replace(
         weight=reduce(add, [state.weight for state in states]),
         overflow=any(state.overflow for state in states),

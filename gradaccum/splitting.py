@@ -75,9 +75,9 @@ class AutoMicroBatchSize:
             items: the number of items in the batch. If no size is known for `key`, the
                 whole batch is tried first.
             attempt: ``attempt(size, smaller_size)`` runs the batch with micro-batches
-                of `size` items. If the micro-batches do not fit in memory, `attempt`
-                catches the framework's own error, and raises a `SmallerSizeError` from
-                it, normally with `smaller_size`.
+                of `size` items. If they do not fit in memory, `attempt` catches the
+                framework's own error, and raises a `SmallerSizeError` with the next
+                size to try, normally `smaller_size`.
             before_retry: a function that is called before each attempt except the
                 first.
 
@@ -323,7 +323,7 @@ def batch_axis(leaf: Leaf, shape: tuple[int, ...], axis: int) -> int:
 def slices_of(value: Any, axis: int | None, cuts: list[Cut]) -> Iterator[Any]:
     """For each cut, yield the slice of `value` along `axis`, or all of `value` if
     `axis` is None. A slice is created only when its micro-batch is needed, because
-    `value` may not be in memory, or its slices may be copies.
+    slicing may read data from disk or copy it.
     """
     for start, stop in cuts:
         if axis is None:
@@ -371,8 +371,8 @@ def concatenated(
 
 
 def require_rows(name: str, shape: tuple[int, ...], items: int) -> None:
-    """Raise `ArgumentValueError` unless an output of a micro-batch has the same number
-    of rows for each item.
+    """Raise `ArgumentValueError` unless the number of rows in a micro-batch's output is
+    a multiple of the number of items.
 
     Args:
         name: the name of the output in the error: "outputs_fn" or "aux".
@@ -474,9 +474,9 @@ def scalar_loss_error(found: str) -> GradAccumError:
 
 
 def missing_aux_error(got: object) -> GradAccumError:
-    """Return the error for a loss function that returns only `got`, although
-    ``has_aux`` is set. Without this error, an array of two losses would be unpacked as
-    ``(loss, aux)``.
+    """Return the error for a loss function that returns `got` instead of a pair
+    ``(loss, aux)``. Without this error, an array of two losses would be unpacked as a
+    pair.
     """
     return ArgumentTypeError(
         "loss_fn: expected a function that returns (loss, aux), because has_aux=True;"

@@ -6,10 +6,10 @@ MindSpore. Therefore the code uses only arithmetic, comparisons, ``&``, ``|`` an
 backend's `Where`, and no Python ``if`` depends on a value of the state.
 
 In code that MindSpore compiles, every field must stay a Tensor, because a Python number
-would be a constant of the program. So the code contains ``x == False`` instead of
-``not x``, and constants are derived from a field, as in ``0 * micro_step``. A state is
-a plain tuple, because MindSpore cannot compile a named tuple. An ``if`` may depend on
-the checked ``options``, because they are constants of the program.
+would become a constant of the compiled program. So the code contains ``x == False``
+instead of ``not x``, and constants are derived from a field, as in ``0 * micro_step``.
+A state is a plain tuple, because MindSpore cannot compile a named tuple. An ``if`` may
+depend on the checked ``options``, because they are constants of the program.
 
 For each micro-batch, a backend calls ``usable``, ``contribution``, ``accumulate`` and
 ``ends``, in this order. At the window's end it calls ``joined`` (if several workers
@@ -149,7 +149,8 @@ def ends(state: Fields, steps: Schedule | Scalar, where: Where) -> Scalar:
     closes the window, the result is always False.
 
     - `state`: the state after the micro-batch.
-    - `steps`: the size of this window, or the schedule for `steps_at`.
+    - `steps`: the size of this window, or a schedule from which `steps_at` gets the
+      size.
     """
     size = steps_at(steps, state[1], where)
     if isinstance(size, UntilWeight):
@@ -187,10 +188,10 @@ def denominator(weight: Scalar, options: Options, where: Where) -> Scalar:
 def with_denominator(
     state: Fields, denominator: Scalar, options: Options, where: Where
 ) -> tuple[Fields, Options]:
-    """Return a changed state and changed options, which make `divisor`, `decide` and
-    `gradaccum.kit.window_loss` divide the window's gradient sum by `denominator`
-    instead of the window's weight. If the window's weight is 0, the weight in the
-    returned state is 0 too, so that `decide` still skips the window.
+    """Return a state and options with which `divisor`, `decide` and
+    `gradaccum.kit.window_loss` divide by `denominator` instead of the window's weight.
+    To achieve this, the denominator replaces the weight in the state. A weight of 0 is
+    not replaced, so that `decide` still skips the window.
 
     - `state`: the state of all workers after the window's last micro-batch.
     - `denominator`: a finite scalar > 0. With any other value, `decide` skips the
@@ -222,9 +223,9 @@ def decide(
     - `state`: the state after the window's last micro-batch.
     - `norm`: the global 2-norm of the undivided gradient sum, which includes the loss
       scale; NaN if the norm was not measured.
-    - `finite`: bool, True if every element of the gradient sum is finite, or if this
-      was not checked. It cannot be derived from `norm`, because the squares of large
-      finite gradients may overflow.
+    - `finite`: bool, True if every element of the gradient sum is finite, or if the
+      elements were not checked. It cannot be derived from `norm`, because the squares
+      of large finite gradients may overflow.
     - `largest`: the largest number of the dtype in which gradient sums are divided.
       This dtype is float64 if the weight in `state` is float64.
     """

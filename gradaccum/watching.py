@@ -161,8 +161,8 @@ class Listeners:
     def settled(self) -> Iterator[None]:
         """Return a context manager for the code that closes windows. When its ``with``
         block ends, the listeners are called with the windows that closed inside the
-        block. Then the first error that a listener raised is raised. If the block
-        itself raises an error, the block's error is raised instead.
+        block. If the block raised an error, this error is raised. Otherwise, the
+        listeners' first error is raised.
         """
         try:
             yield
@@ -185,8 +185,8 @@ class Listeners:
         listener raises an error, the remaining listeners are still called, and
         `settled` raises the error later.
 
-        A call that closes several windows reports each window before the next window
-        closes, because a listener may step a learning-rate schedule.
+        If one call closes several windows, the backend calls `tell` after each window,
+        because a listener may step a learning-rate schedule.
         """
         windows = self._untold
         self._untold = []

@@ -1,5 +1,5 @@
-"""Passes over a loader. `updates_in` counts the updates in a pass, `epoch` flushes at
-the end of a pass, and `windows` reads a pass window by window. `windows` reads all
+"""Functions for passes over a loader: `updates_in` counts the updates, `epoch` flushes
+at the end of a pass, and `windows` reads a pass window by window. `windows` reads all
 micro-batches of a window before the first forward pass of the window, so that the
 window's totals, such as its number of tokens, are known in advance.
 
@@ -103,17 +103,17 @@ def updates_in(
 
 
 class Sizes:
-    """Issues a `GradAccumWarning`, once, if micro-batches have different numbers of
-    items, but have no weight, or are dictionaries whose weight is the number of keys.
+    """Issues one `GradAccumWarning` if micro-batches have different numbers of items,
+    but count equally. This happens if they have no weights, or if the weight of each
+    micro-batch is the number of keys in a dictionary.
     """
 
     def __init__(
         self, reduction: str, fix: str = "pass the number of items as weight="
     ) -> None:
         self.weighed = True
-        """bool: Whether the method `see` ignores the last micro-batch. This is the case
-        if the user has passed a weight for the micro-batch, or if `see` has already
-        checked it.
+        """bool: True if the user has passed a weight for the last micro-batch, or if
+        the method `see` has already checked the micro-batch.
         """
         self.weight: Any = None
         """The weight that the user has last passed, or None."""
@@ -214,7 +214,9 @@ class Epoch(Iterator[M]):
         self._loops = 0
         """The number of loops over this object that have begun."""
         self._loops_at_end = 0
-        """The number of loops that had begun when the pass ended; 0 before that."""
+        """The number of loops that had begun when the pass ended; 0 until the pass
+        ends.
+        """
 
     def __iter__(self) -> Epoch[M]:
         """Return this object itself, as iterators do.
@@ -222,7 +224,7 @@ class Epoch(Iterator[M]):
         Raises:
             UsageError: the first loop has read the whole pass, and this is the third
                 loop. The second loop is allowed, because a program that reads a few
-                micro-batches at a time ends with an empty loop.
+                micro-batches per loop stops after an empty loop.
         """
         self._loops += 1
         if self._loops_at_end == 1 and self._loops > 2:
@@ -427,9 +429,9 @@ def windows(
     before the first forward pass.
 
     In ``for window in windows(loader, 4, count={"tokens": f})`` each `window` can be
-    iterated over, supports ``len()``, and stores its total in
-    ``window.totals["tokens"]``. Wrap the optimizer with ``steps=None``, and call
-    ``flush`` after each window. Only one window at a time is in memory.
+    iterated over and supports ``len()``, and ``window.totals["tokens"]`` is the sum of
+    the results of ``f``. Wrap the optimizer with ``steps=None``, and call ``flush``
+    after each window. Only one window at a time is in memory.
 
     Args:
         loader: yields the micro-batches, of any type. All micro-batches of a window are

@@ -73,8 +73,8 @@ def plain(tree: Tree) -> Tree:
 
 is_none = functools.partial(operator.is_, None)
 """True if the argument is None. With ``is_leaf=is_none``, `jax.tree.map` treats each
-None as a leaf. For speed, this function is composed of functions written in C, because
-JAX calls it for every node of a tree.
+None as a leaf. JAX calls this function for every node of a tree, so it is built from
+fast functions written in C.
 """
 
 
@@ -99,14 +99,13 @@ class GradientTypes(NamedTuple):
     them.
     """
     update_dtypes: list[DType]
-    """The gradient dtypes, one per leaf, from which the dtypes of the updates are
-    determined: the inner optimizer is traced with gradients of these dtypes, and the
-    updates get the dtypes that it returns.
+    """The inner optimizer is traced with gradients of these dtypes, one per leaf, to
+    find the dtypes of the updates.
 
-    An entry differs from the entry in `dtypes` only if the caller passed the parameters
-    but no gradient for the leaf, as in a flush. The entry is then the dtype of the
-    parameter (or of its master weight). The entry in `dtypes` may be wider in this
-    case, because the gradient sum is passed to the inner optimizer without rounding.
+    If the caller passed the parameters but no gradient for a leaf, as in a flush, the
+    entry is the dtype of the parameter (or of its master weight). The entry in `dtypes`
+    may then be wider, because the gradient sum is passed to the inner optimizer without
+    rounding. In all other cases, the two entries are equal.
     """
 
 

@@ -1,6 +1,6 @@
 """Define `wrap` and `backend`. The gradaccum core uses JAX only through the object
-`backend`, which it imports by name. `gradaccum.wrap` uses this object to wrap optax
-optimizers.
+`backend`, which it finds through an entry point. `gradaccum.wrap` uses this object to
+wrap optax optimizers.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 combinators.
 
 `optax.chain`, `optax.partition` and `optax.masked` hide their transformations in
-closures, but pass extra arguments on to them. So a `Question` is passed to ``update``
-as an extra argument, and the wrapped optimizer answers the question instead of adding a
-micro-batch.
+closures, but pass extra arguments on to them. So a `Question`, which contains a
+function, is passed to ``update`` as an extra argument. The wrapped optimizer calls this
+function instead of adding a micro-batch.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class Question:
     state that `answer` returns. `accumulation` is the wrapped optimizer's own
     `Accumulation` (its inner optimizer and its options), and `state` is its own state.
 
-    The call goes through the method `ask`, which also stores the `Accumulation` and the
-    updates in this object, because the caller cannot read them from the results of a
-    combined transformation.
+    The method `ask` makes this call. It also stores the `Accumulation` and the updates
+    in this object, because the caller cannot read them from the results of a combined
+    transformation.
     """
 
     accumulation: Any = None
-    """The `Accumulation` of the wrapped optimizer that was asked this question; None
-    before `ask` has been called.
+    """The `Accumulation` of the wrapped optimizer that called `ask`; None before the
+    call.
     """
     updates: Updates = None
     """The updates that `answer` returned; None before `ask` has been called."""
@@ -152,9 +152,9 @@ def _ask_part(
 
 
 def _may_change(node: Any) -> bool:
-    """True if a flush may change `node`: the state of the wrapped optimizer, or the
-    state of an `optax.apply_if_finite` directly around the wrapped optimizer, which
-    passes the updates on unchanged.
+    """True if `node` is the state of the wrapped optimizer, or of an
+    `optax.apply_if_finite` directly around it. A flush may change only these states.
+    In a flush, `optax.apply_if_finite` returns the optimizer's updates unchanged.
     """
     is_checked = isinstance(node, optax.ApplyIfFiniteState)
     return is_state(node.inner_state if is_checked else node)

@@ -1,5 +1,5 @@
-"""Add up the losses of a window, in the fields ``loss`` and ``last_loss`` of an
-`AccumulationState`. Recording the losses does not affect the rest of the window.
+"""Update the fields ``loss`` (the sum of the open window's losses) and ``last_loss``
+(the loss of the last closed window) of an `AccumulationState`. No other field changes.
 
 If any micro-batch was passed without its loss, the window's loss is NaN, which is
 stored as `state.UNKNOWN`.

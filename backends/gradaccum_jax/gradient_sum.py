@@ -41,7 +41,7 @@ def sum_dtype(leaf: Array, accumulate_dtype: DType) -> DType:
     if not takes_part(leaf):
         return leaf_dtype
     if accumulate_dtype is None:
-        # JAX does not promote dtypes of fewer than 16 bits.
+        # Compare sizes, because JAX does not promote dtypes of fewer than 16 bits.
         return jnp.dtype("float32") if leaf_dtype.itemsize < 4 else leaf_dtype
     chosen_dtype = jnp.dtype(accumulate_dtype)
     if jnp.issubdtype(leaf_dtype, jnp.complexfloating):
@@ -64,8 +64,8 @@ def zeros(params: Params, accumulate_dtype: DType) -> Tree:
 
 
 # The gradients of a frozen parameter are not added up. Instead of their sum, the
-# accumulator contains an empty array of shape (0, 0, *parameter.shape). No parameter of
-# an ordinary model has such a shape.
+# accumulator contains an empty array of shape (0, 0, *parameter.shape). `has_sum`
+# recognizes this shape, which no parameter of an ordinary model has.
 
 
 def without_sum(total: Array) -> Array:
@@ -231,13 +231,14 @@ def _sum_of_squares(arrays: Leaves, factor: Scalar, shard_axes: ShardAxes) -> Sc
         total = sums.get(axes, jnp.zeros_like(factor))
         group_factor = factor
         if _is_large(group[0]):
-            # Before JAX 0.10, XLA:CPU writes the squares to memory. This `jnp.where`
-            # makes XLA process one array after the other, so AdamW on four arrays needs
+            # Before JAX 0.10, XLA:CPU writes the squares to memory. With this
+            # `jnp.where`, an array's squares depend on the previous `total`, so XLA
+            # processes one array after the other. AdamW on four arrays then needs
             # temporary memory of 0.25 times the size of the parameters instead of 1.0
             # times (JAX 0.7.1). The result is always `factor`, because `total` is never
-            # negative. Groups of small arrays do not need the `jnp.where`. Without it,
-            # their kernels are identical, and XLA compiles identical kernels in less
-            # than half the time (JAX 0.7.1).
+            # negative. Small arrays do not need the `jnp.where`. Without it, their
+            # kernels are identical, and XLA compiles identical kernels in less than
+            # half the time (JAX 0.7.1).
             group_factor = jnp.where(total < 0, total, factor)
         squares = [jnp.square(array * group_factor) for array in group]
         sums[axes] = total + jnp.sum(functools.reduce(operator.add, squares))

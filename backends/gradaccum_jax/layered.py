@@ -113,8 +113,8 @@ def layered_value_and_update(
     Raises:
         ArgumentTypeError: `tx` is not wrapped.
         ArgumentValueError: `tx` was not wrapped with ``steps=None``, or an option is
-            invalid. The returned function raises this error in the same cases as a
-            function that `value_and_grad` returns.
+            invalid. The returned function raises this error in the cases listed for
+            `value_and_grad`.
         UsageError: `tx` or its inner optimizer cannot update the layers separately.
     """
     accumulation = require_open(tx)
@@ -334,7 +334,8 @@ class LayeredPasses:
             window = self.function.accumulation.add(
                 window, (), weight, loss.astype(dtype)
             )
-            # If a weight is invalid, the window is closed as if it had overflowed.
+            # If a weight is invalid, the window ends without an update, because
+            # `accumulation.add` has set the overflow flag.
             weight = jnp.where(weight > 0, weight, 0)
             sums = add_gradients(sums, gradients[:outer_count], weight, spec.options)
             return (window, sums), (loss, weight, aux, gradients[outer_count:])

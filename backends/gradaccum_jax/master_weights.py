@@ -56,14 +56,13 @@ def in_place_of(params: Params, masters: Tree) -> Params:
 
 
 def current_master(parameter: Array, master: Array) -> Array:
-    """Return `master`, in which each element that other code has changed in `parameter`
-    is replaced by the element of `parameter`, in float32. A leaf without a master is
-    returned as it is.
+    """If other code has changed elements of `parameter`, copy them to `master` in
+    float32, and return the new master. A leaf without a master is returned as it is.
 
-    An element counts as changed if it differs from the rounded master by more than one
-    number of its dtype. A difference of one number may be a rounding error, for example
-    if the parameter was averaged over devices. Copying it would lose the small bits of
-    the master.
+    An element counts as unchanged if it equals the rounded master or an adjacent number
+    of its dtype. The adjacent number may be due to a rounding error, for example if the
+    parameter was averaged over devices. Copying it would lose the low bits of the
+    master.
     """
     if parameter is None or not is_half(parameter):
         return master
@@ -71,8 +70,9 @@ def current_master(parameter: Array, master: Array) -> Array:
     size = jnp.finfo(parameter.dtype).bits
 
     def places(numbers: Array) -> Array:
-        """Return the place of each number in the order of all numbers of the dtype."""
-        # XLA may remove casts (see `round_master`), but not if the bits are read.
+        """Return the position of each number in the sorted numbers of the dtype."""
+        # XLA may remove a cast (see `round_master`), but not if its result is read as
+        # bits.
         bits = numbers.view(f"uint{size}").astype(jnp.int32)
         sign = 1 << (size - 1)
         return jnp.where(bits < sign, bits, sign - bits)
@@ -148,11 +148,11 @@ def distance(p: Array, master: Array) -> Array:
 
     In all other cases, the parameter shrinks by a factor of more than 4092 in one
     update, but not to 0. The result is then off by at most 2^-23 |p|. The next update
-    may copy this result to the master, which changes the master by no more than its own
-    float32 rounding error did.
+    may copy this result to the master. Float32 rounding errors of numbers as large as p
+    may already have changed the master by the same amount.
 
-    All this holds if p is finite, and q - p does not overflow float32 and, in bfloat16,
-    is not so small (below 2^-126) that XLA flushes it to 0.
+    All this holds if p is finite, if q - p does not overflow float32, and, in bfloat16,
+    if q - p is not so small (below 2^-126) that XLA flushes it to 0.
     `gradaccum_jax.apply_updates` does not have any of these limits.
     """
     parameter = jnp.asarray(p).astype(jnp.float32)

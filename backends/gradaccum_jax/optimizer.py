@@ -402,7 +402,7 @@ def discard(tx: optax.GradientTransformation, state: S) -> S:
 
 
 def accumulation_of(tx: object) -> Accumulation | None:
-    """Return the `Accumulation` behind `tx`, or None if `tx` is not wrapped."""
+    """Return the `Accumulation` of `tx`, or None if `tx` is not wrapped."""
     owner = getattr(getattr(tx, "update", None), "__self__", None)
     return owner if isinstance(owner, Accumulation) else None
 

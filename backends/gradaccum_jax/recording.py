@@ -37,8 +37,8 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
         state = train(optax.MultiSteps(recorder, 4))
         print(recorder.report(state, loss_fn, params, micro_batches))
 
-    Use it instead of a whole `optax.multi_transform` or `optax.masked`. If only some of
-    the parameters go through the recorder, the report is valid only if the other
+    Use it instead of a whole `optax.multi_transform` or `optax.masked`. If it receives
+    the gradients of only some parameters, the report is valid only if the other
     parameters do not change and the loop does not clip all gradients together.
     """
 
@@ -84,9 +84,9 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
             loss_fn: ``loss_fn(params, *micro_batch)`` returns the loss as a scalar,
                 before it is divided or weighted, or a tuple whose first element is the
                 loss.
-            params: all parameters with which the loop ran, also those that do not go
-                through the recorder. They are still the same after the loop, because
-                the recorder's updates are zeros.
+            params: all parameters of the loop, including those whose gradients the
+                recorder does not receive. The loop does not change the parameters,
+                because the recorder's updates are zeros.
             micro_batches: the micro-batches that the loop trained on, in the same
                 order.
             weight: ``weight(*micro_batch)`` returns a micro-batch's weight. By default

@@ -4,8 +4,8 @@ and the differences between JAX versions.
 Inside `jax.shard_map`, the type of a value contains the mesh axes along which the value
 may differ between devices. JAX requires each result of a loop or a conditional to have
 the same type as the corresponding input. But a result may vary along more axes than its
-input, for example because the predicate does. In this case, these helpers first add the
-missing axes to the type of the input.
+input, for example along those of the predicate. In this case, these helpers first add
+the missing axes to the type of the input.
 """
 
 from __future__ import annotations

@@ -151,9 +151,9 @@ def without_frozen(
     inner_state: InnerState,
     params: Params,
 ) -> Tree:
-    """Return `accumulator`, with an empty array instead of the sum of each frozen
-    parameter. A parameter is frozen if `optimizer` does not read its gradient, for
-    example because of `optax.set_to_zero`.
+    """Return `accumulator`, with an empty array instead of the gradient sum of each
+    frozen parameter. A parameter is frozen if `optimizer` does not read its gradient,
+    for example because of `optax.set_to_zero`.
 
     All sums are kept if an update could still change a frozen parameter, for example
     through weight decay.

@@ -94,9 +94,9 @@ def add(
         finite = everywhere(gradient_sum.all_finite(gradients, factor), shard_axes)
     if not kit.is_known(options.steps):
         finite = finite & (number_of(steps) >= 1)
-    # `adds` is never a constant of the compiled program, because `usable` depends on
-    # the window's total weight. This matters because XLA:CPU vectorises an addition
-    # inside a select, but compiles a plain in-place addition to a scalar loop (JAX
+    # `usable` depends on the window's total weight, so `adds` is never a constant of
+    # the program. With a constant, XLA would remove the select, and XLA:CPU would
+    # compile the in-place addition to a scalar loop instead of vectorizing it (JAX
     # 0.7).
     adds = usable(fields, weight, finite)
     # Between two windows the accumulator contains leftover values from the last window,
@@ -247,9 +247,9 @@ def decide_on(
     """Return the `Decision` about the end of a window: for example, whether the update
     is applied, and by which number the gradient sum `total` is divided.
 
-    `divides` contains the options on which this decision depends. They are the options
-    of `gradaccum.wrap`. If the caller passed a denominator, `fields` and `divides` are
-    the results of `kit.with_denominator` instead.
+    `divides` contains the options of `gradaccum.wrap`. If the caller passed a
+    denominator, `kit.with_denominator` has changed `fields` and `divides` so that the
+    sum is divided by this denominator.
     """
     dtype = jnp.result_type(fields[3])
     norm = jnp.full((), jnp.nan, dtype)

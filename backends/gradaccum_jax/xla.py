@@ -22,19 +22,19 @@ TRACEABLE = (jax.Array, np.ndarray, np.generic, float)
 
 
 def call_jitted(jitted_function: Any, *arguments: Tree) -> Any:
-    """Call a function that `jax.jit` returned. Outside `jax.jit` the compiled function
-    runs, because JAX would otherwise compile the step's conditionals again for every
-    micro-batch. Under `jax.jit` the function is inlined.
+    """Call a function that `jax.jit` returned. Outside `jax.jit`, the function must be
+    compiled, because JAX would otherwise compile the step's conditionals again for
+    every micro-batch. Under `jax.jit`, it becomes a part of the surrounding program.
 
     If a leaf of the arguments is neither an array nor a float, such as a function or a
-    flag, the original Python function is called instead, because such a leaf must stay
-    a Python value.
+    flag, the original Python function is called, because `jax.jit` cannot trace such a
+    leaf or would hide its value.
     """
     is_traceable = all(
         isinstance(leaf, TRACEABLE) for leaf in jax.tree.leaves(arguments)
     )
-    # Gradients are deliberately added to sums of a wider dtype. If the user has set
-    # JAX's dtype promotion to "strict", JAX would reject such an addition.
+    # Allow dtype promotion, because gradients are added to sums of a wider dtype. If
+    # the user has set JAX's promotion to "strict", JAX would reject this addition.
     with jax.numpy_dtype_promotion("standard"):
         if is_traceable:
             return jitted_function(*arguments)

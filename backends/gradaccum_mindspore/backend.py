@@ -77,13 +77,14 @@ class MindSporeBackend:
         Raises:
             ArgumentTypeError: `optimizer` is not a MindSpore optimizer, or is already
                 wrapped.
-            ArgumentValueError: `optimizer` has its own loss scale; with
-                ``data_parallel=True``, another worker has different options or
-                parameters; or there are ``layerwise_parallel`` Parameters, and the
-                reduction is "mean" or ``on_overflow`` is "drop_micro_batch".
-            UsageError: there are several workers, but `data_parallel` was not passed;
-                or `data_parallel` is True, but communication is not initialised, or
-                MindSpore itself reduces the gradients.
+            ArgumentValueError: `optimizer` has its own loss scale. With
+                ``data_parallel=True``, also if another worker has different options or
+                parameters, or if ``layerwise_parallel`` Parameters are combined with
+                the reduction "mean" or with ``on_overflow="drop_micro_batch"``.
+            UsageError: there are several workers, but `data_parallel` was not passed.
+                With ``data_parallel=True``, also if communication is not initialised,
+                if MindSpore itself reduces the gradients, or if ``steps`` is
+                ``until_weight(...)``.
         """
         if isinstance(optimizer, AccumulatingOptimizer):
             raise wrapped_twice_error(optimizer)

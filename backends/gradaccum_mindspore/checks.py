@@ -83,8 +83,8 @@ def require_gradients(
 
 
 def without_none(gradients: Gradients, specs: Specs) -> Gradients:
-    """Replace each gradient that is None with zeros, because the compiler treats a
-    tuple that contains None as a constant.
+    """Replace each gradient that is None with zeros. The compiler would treat a tuple
+    with None as a constant, and compile again at each call.
     """
     pairs = zip(gradients, specs, strict=True)
     return tuple(
@@ -103,8 +103,8 @@ def gradient_error(argument: str, expected: str, found: str) -> GradientError:
 
 @constexpr  # type: ignore[untyped-decorator]
 def require_certain_weight(dtype: object) -> None:
-    """Raise if `dtype`, the dtype of a positional argument, is a floating-point dtype,
-    because such an argument may be the loss instead of the weight.
+    """Raise if a positional argument has a floating-point `dtype`, because the argument
+    may be the loss instead of the weight.
     """
     if "float" in str(dtype).lower():
         raise ArgumentTypeError(

@@ -1,6 +1,6 @@
 """Objects that observe a window without changing it: they record its loss, call its
-listeners and warn about common mistakes. Removing any of these objects would not change
-how the window is computed.
+listeners and warn about common mistakes. The updates are the same without these
+objects.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Extension:
     """
 
     def micro_batch_given(self) -> None:
-        """Called after a micro-batch was passed from Python, and before the micro-batch
+        """Called when Python code has passed a micro-batch, before the micro-batch
         changes the window.
         """
 
@@ -92,10 +92,7 @@ class WindowLoss(nn.Cell):  # type: ignore[misc]
         self.options = options._replace(steps=None)
         self.float_dtype = float_dtype
         self.loss = hidden_parameter(Tensor(NO_LOSS, float_dtype), f"{prefix}.{LOSS}")
-        """A Parameter with three numbers (see `Losses`): the sum of the open window's
-        losses, the total weight of the micro-batches with a loss, and the loss of the
-        last closed window.
-        """
+        """The Parameter that stores the losses of the windows (see `Losses`)."""
         self.zero = Tensor(0.0, float_dtype)
         self.nan = Tensor(math.nan, float_dtype)
 
@@ -125,15 +122,15 @@ class WindowLoss(nn.Cell):  # type: ignore[misc]
 
     def after_window(self, state: State, ending: State, options: Options) -> Losses:
         """Return the three numbers of `Losses` to store when a window is closed: two
-        zeros for the next window, and the loss of the closed window. This loss is the
-        sum of the losses in `self.loss`. Unless the reduction in `options` is
-        ``"sum"``, the sum is divided by ``ending.weight``.
+        zeros for the next window, and the loss of the closed window. With the reduction
+        ``"sum"`` in `options`, this loss is the sum in `self.loss`. With any other
+        reduction, the sum is divided by ``ending.weight``.
 
         - `state`: the state at the end of the window. The loss is NaN if the total
           weight of the micro-batches with a loss differs from ``state.weight``.
-        - `ending`: the same as `state` or, if the user passed a denominator to
-          ``flush``, the state from `kit.with_denominator`, whose weight is the
-          denominator.
+        - `ending`: normally the same as `state`. If the user passed a denominator to
+          ``flush``, the weight in `ending` is the denominator (see
+          `kit.with_denominator`).
         - `options`: the optimizer's options, or the options from
           `kit.with_denominator`.
         """

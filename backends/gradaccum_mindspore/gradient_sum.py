@@ -8,10 +8,10 @@ because MindSpore runs it in another thread. So on a CPU most of the PyNative fu
 use NumPy, which reads a tensor's memory without a copy and takes only microseconds. On
 other devices, and for bfloat16, the functions use MindSpore's operators.
 
-Only `write` and `add_into` change a sum. Other ways are unreliable: in PyNative mode
-``Tensor.add_`` and similar methods leave a Parameter unchanged, and a compiled function
-does not see the effect of ``set_data``. The sums are set to zero at the end of a
-window, so adding a micro-batch is a single addition. `compiled_clear` computes the
+Only `write` and `add_into` change a sum, because other ways are unreliable: in PyNative
+mode ``Tensor.add_`` and similar methods leave a Parameter unchanged, and a compiled
+function does not see the effect of ``set_data``. The sums are set to zero at the end of
+a window, so adding a micro-batch is a single addition. `compiled_clear` computes the
 zeros, because ``zeros_like`` would add a constant as large as the model to the graph.
 
 Arithmetic on a half-precision sum runs in float32, and the result is rounded when it is
@@ -110,8 +110,8 @@ def write(parameter: Parameter, value: Tensor) -> None:
     """Assign `value` to `parameter`. Both must have the same dtype. This works in
     PyNative mode and in compiled code.
     """
-    # Assign has no bfloat16 kernel on a CPU. Tensor.copy_ is not used, because the
-    # compiler can overlook its effect.
+    # `ops.assign` does not support bfloat16 on a CPU. `Tensor.copy_` is not used,
+    # because the compiler can overlook its effect.
     if parameter.dtype == ms.bfloat16:
         inplace_copy(parameter, value)
     else:
@@ -122,7 +122,7 @@ def write_numbers(
     parameter: Parameter, numbers: SupportsFloat | Sequence[float]
 ) -> None:
     """Assign Python numbers to a Parameter, outside compiled code."""
-    # Tensor(numbers, dtype) would take ten times as long.
+    # NumPy is used, because Tensor(numbers, dtype) would take ten times as long.
     dtype = str(parameter.dtype).lower()
     with np.errstate(over="ignore"):
         array = np.array(numbers, dtype)
@@ -133,8 +133,8 @@ def add_into(total: Parameter, part: Tensor) -> None:
     if total.dtype == working_dtype(total.dtype):
         ops.assign_add(total, part)
     else:
-        # A compiled bprop may return a gradient in a different shape. Unlike +, `addn`
-        # does not broadcast such a gradient.
+        # A compiled bprop may return a gradient whose shape differs from the
+        # parameter's. Unlike +, `addn` does not broadcast such a gradient.
         wide = ops.addn((cast(total, ms.float32), cast(part, ms.float32)))
         write(total, cast(wide, total.dtype))
 
@@ -268,7 +268,8 @@ def array_of(tensor: Tensor) -> Array | None:
 
 
 def tensor_of(array: Array, dtype: DType) -> Tensor:
-    # In NumPy, the product of two arrays of shape () is a number, not an array.
+    # `asarray` is needed, because in NumPy the product of two arrays of shape () is a
+    # number.
     return Tensor.from_numpy(np.asarray(array, ARRAYS[dtype]))
 
 

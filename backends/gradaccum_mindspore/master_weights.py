@@ -1,12 +1,12 @@
 """The float32 master weights of half-precision parameters. The inner optimizer updates
 the master weights, and the model contains their rounded copies.
 
-The constructor of a MindSpore optimizer creates the optimizer's moments as clones of
-the model's Parameters. So `put_masters_into` changes the optimizer in place: it
-replaces each half-precision Parameter with its master weight, wherever the optimizer
-and its cells refer to the Parameter. The optimizer's own half-precision state is
-converted to float32. The Parameters of this state keep their names and their current
-values, which are still rounded to half precision.
+A MindSpore optimizer creates its moments in its constructor, as clones of the model's
+Parameters. So `put_masters_into` changes the finished optimizer in place: it replaces
+each half-precision Parameter with its master weight, wherever the optimizer and its
+cells refer to the Parameter. The optimizer's own half-precision state is converted to
+float32. The Parameters of this state keep their names and their current values, which
+are still rounded to half precision.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class MasterWeights(nn.Cell):  # type: ignore[misc]
         return map_over(_copy_changed, self.halves, self.masters)
 
     def copy_model_into_masters(self) -> None:
-        """Copy the weights that were changed in the model into the master weights.
+        """If a weight was changed in the model, copy it into its master weight.
 
         After an update, the model contains exactly the rounded master weights. So a
         weight was changed if it differs from the rounded master weight. All other

@@ -60,8 +60,8 @@ def refuse_trace() -> None:
     """
     if not jit_trace._using_trace:
         return
-    # If the recorded function raises an error, MindSpore 2.10 keeps recording, and the
-    # next operator crashes.
+    # End the trace before raising the error. Otherwise, MindSpore 2.10 would keep
+    # recording, and the next operator would crash.
     phase = jit_trace._trace_jit_context.phase
     jit_trace._jit_trace_end(Tensor(0.0))
     jit_trace._trace_compile_cache.discard(phase)
@@ -76,9 +76,9 @@ def call_after(
 ) -> None:
     """Call `function` after each call of a method of `parameter`.
 
-    MindSpore has no hooks for saving and loading. But it calls the method ``init_data``
-    of every Parameter that it saves, and also before a Cell runs for the first time.
-    It calls ``set_data`` of every Parameter into which it loads a value.
+    MindSpore has no hooks for saving and loading. But it calls ``init_data`` of every
+    Parameter that it saves (and also before a Cell runs for the first time), and
+    ``set_data`` of every Parameter into which it loads a value.
     """
     method = getattr(parameter, method_name)
 
@@ -91,12 +91,12 @@ def call_after(
 
 
 class CellOfOnePhase(nn.Cell):  # type: ignore[misc]
-    """A Cell that does not pass the name of the called program on to its child Cells.
+    """A Cell that does not pass the name of a compiled program on to its child Cells.
 
     When a compiled program is called, MindSpore 2.10 writes the program's name into
     every descendant of the called Cell, once for every path that leads to the
-    descendant. For the Cells of a window, writing these names would take as much time
-    as a few operators.
+    descendant. In a wrapped optimizer, writing these names would take as much time as a
+    few operators.
     """
 
     @property

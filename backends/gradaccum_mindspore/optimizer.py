@@ -4,8 +4,8 @@ per window.
 MindSpore compiles the method ``construct`` of a Cell, but never the method
 ``__call__``. So ``__call__`` contains the code for calls from Python, and ``construct``
 contains the code for compiled programs. ``optimizer.flush`` and ``optimizer.discard``
-are objects of the Cells `Flush` and `Discard`, because both can be called from Python
-and from compiled programs.
+are Cells (`Flush` and `Discard`), because both can be called from Python and from
+compiled programs.
 
 The wrapped optimizer calls the constructor of `mindspore.nn.Cell` instead of the
 constructor of `mindspore.nn.Optimizer`, and gets every attribute that it lacks from the
@@ -161,11 +161,11 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
 
     Args:
         inner: the optimizer to run once per window.
-        options: the validated options. With ``master_weights``, `inner` updates float32
-            master weights after it has been wrapped, so differentiate with respect to
-            this object's ``parameters``. If you change the model's weights, for example
-            by loading or clipping them, the next update first copies the changed values
-            into the master weights.
+        options: the validated options. With ``master_weights``, the half-precision
+            parameters of `inner` are replaced with float32 master weights, so
+            differentiate with respect to this object's ``parameters``. If you change
+            the model's weights, for example by loading or clipping them, the next
+            update first copies the changed values into the master weights.
         name: a string that is included in the names of the Parameters that store the
             state. Two wrapped optimizers in one program need different names.
         data_parallel: True if all workers share each window. The constructor, the end
@@ -186,8 +186,8 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
         require_no_scale(inner)
         if options.master_weights:
             # Keep the model's parameters, because users differentiate with respect to
-            # them. The inner optimizer's parameters are replaced with the master
-            # weights below.
+            # them. Below, the inner optimizer's parameters are replaced with the master
+            # weights.
             self.parameters = ParameterTuple(inner.parameters)
         parameters = inner.parameters
         this_place = None
@@ -337,8 +337,8 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
         """The current loss scale: a float32 Parameter of shape (), which you can pass
         as ``sens``, for example. It can be read from Python and in compiled code.
 
-        Reading it counts as scaling the loss, and prevents the error for a loss that is
-        not scaled. So log ``result.loss_scale`` instead.
+        Reading this property counts as scaling the loss, so an unscaled loss no longer
+        raises an error. To log the scale, read ``result.loss_scale`` instead.
         """
         note_read(self.storage.scale_key)
         return self.storage.loss_scale
@@ -356,7 +356,8 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
         Raises:
             UsageError: compiled code skipped a window, because the workers had
                 different learning rates or were closing windows of different
-                optimizers.
+                optimizers; an exception left the window partially written; or several
+                windows have closed since the listeners were last called.
         """
         if self.compiled_window.workers is not None:
             self.compiled_window.workers.require_same_rates()

@@ -32,8 +32,8 @@ class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
         parameters: the trained parameters.
         updates: the maximum number of updates to record. Each recorded update needs as
             much memory as the parameters.
-        loss_scale: as in MindSpore's optimizers: the recorder divides the gradients by
-            this number. Pass the scale of a `FixedLossScaleManager` with
+        loss_scale: the number by which the recorder divides the gradients, as
+            MindSpore's optimizers do. Pass the scale of a `FixedLossScaleManager` with
             ``drop_overflow_update=False``, or the ``sens`` of an `nn.TrainOneStepCell`.
     """
 
@@ -104,7 +104,7 @@ class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
                     loss = loss[0]
                 return loss * factor
 
-            # In graph mode, MindSpore cannot parse every function, such as a lambda.
+            # In graph mode, MindSpore cannot parse some functions, such as lambdas.
             with context(mode=ms.PYNATIVE_MODE):
                 differentiate = ms.value_and_grad(scaled_loss, None, self.parameters)
                 return _vector(differentiate(*batches[number])[1])

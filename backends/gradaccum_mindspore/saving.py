@@ -1,8 +1,8 @@
 """Load a checkpoint of a wrapped optimizer. The whole checkpoint is checked before
 anything is written, and functions that are already compiled use the loaded values.
 
-In contrast, `mindspore.load_param_into_net` skips missing values, does not check the
-window, and functions that are already compiled ignore the values that it loads.
+In contrast, `mindspore.load_param_into_net` skips missing values and does not check the
+window, and compiled functions ignore the values that it loads.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def load_checkpoint_into(cell: nn.Cell, parameter_dict: Checkpoint) -> None:
                 " there are two wrapped optimizers, give one of them a name:"
                 " gradaccum.wrap(..., name='generator')."
             )
-    # A checkpoint of a single worker has no entry for its rank.
+    # A single worker's checkpoint has no entry for the worker's rank.
     optional = {storage.saved_place.name for storage in storages if storage.has_workers}
     for name, parameter in parameters.items():
         if name in parameter_dict or name not in optional:
@@ -93,8 +93,8 @@ def resumed_values(storage: Storage, parameter_dict: Checkpoint) -> dict[str, ob
         options = with_known_size(options, saved_state.optimizer_step)
     elif storage.size_varies:
         # A schedule of window sizes may be undefined after the last update of a run. So
-        # the schedule is not called here, but when the next micro-batch is added. The
-        # size that it returns is stored then.
+        # the schedule is called later, when the next micro-batch is added and the
+        # window size is stored.
         options = options._replace(steps=terms.steps)
     state = kit.resumed(saved_state, terms, options)
     values: dict[str, object] = dict(zip(fields.values(), state, strict=True))

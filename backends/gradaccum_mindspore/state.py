@@ -174,7 +174,8 @@ class Storage(nn.Cell):  # type: ignore[misc]
         self.schedulers: WeakSet[Any] = WeakSet()
         """The wrapped learning-rate schedulers of the inner optimizer."""
         for field in FIELD_DTYPES:
-            # The user may set the loss scale, which is not a load.
+            # The loss scale is left out, because the user may call its `set_data`
+            # without loading a checkpoint.
             if field != "loss_scale":
                 call_after(getattr(self, field), "set_data", self.note_loaded)
 
@@ -257,18 +258,18 @@ class Storage(nn.Cell):  # type: ignore[misc]
         return hidden_parameter(Tensor(value, dtype), f"{self.prefix}.{name}")
 
     def note_loaded(self) -> None:
-        """Called after a checkpoint has been loaded. `mindspore.load_param_into_net`
-        calls this method once for each field of the state. Notify the schedulers and
-        the objects that observe the windows.
+        """Notify the schedulers, and the objects that observe the windows, after a
+        checkpoint has been loaded. `mindspore.load_param_into_net` calls this method
+        once for each field of the state.
         """
         for observer in (*self.extensions, *self.schedulers):
             observer.state_loaded()
 
     def between_windows(self) -> None:
-        """Called between two windows that the same ``flush`` closes. A ``flush`` closes
-        several windows if other workers still have micro-batches. Call the listeners
-        and step the schedulers here, because this worker's training loop is waiting in
-        ``flush`` and cannot do so itself.
+        """Call the listeners and step the schedulers between two windows that the same
+        ``flush`` closes, because the training loop is waiting in ``flush`` and cannot
+        do so itself. A ``flush`` closes several windows if other workers still have
+        micro-batches.
         """
         self.listener_calls.between_windows()
         for scheduler in self.schedulers:

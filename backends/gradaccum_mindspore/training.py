@@ -105,9 +105,9 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
                 " x.shape[0]. Pass a loss scale to wrap instead:"
                 " gradaccum.wrap(optimizer, steps=4, loss_scale=1024.0)."
             )
-        # The attribute is not called `weight`, because a Cell that contains a tuple of
-        # Parameters gets one attribute for each Parameter, with the Parameter's name,
-        # which may be `weight`.
+        # The attribute is not called `weight`, because a Parameter may have this name:
+        # a Cell with a tuple of Parameters gets an attribute named after each
+        # Parameter.
         self.weight_of_micro_batch = weight
         self.takes_means = optimizer.options.reduction == "mean"
         self.backward = ms.value_and_grad(
@@ -115,8 +115,8 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
         )
 
     def set_grad(self, requires_grad: bool = True) -> TrainOneStepCell:
-        """Raise `UsageError` if `requires_grad` is true. Another training cell makes
-        this call for its network, and would train each micro-batch again.
+        """Raise `UsageError` if `requires_grad` is true. Another training cell that
+        contains this cell makes such a call, and would train on each micro-batch again.
         """
         if requires_grad:
             raise UsageError(

@@ -1,12 +1,11 @@
 """Call the inner optimizer once per window, and raise an error if anything else calls
 it.
 
-While a wrapped optimizer is alive, a direct call to its inner optimizer raises an
-error. Both Python and MindSpore's compiler look up ``construct`` as an attribute of the
-inner optimizer itself, where they find a function that raises the error. `Update` calls
-the ``construct`` method of the optimizer's class instead. A function that was compiled
-before the optimizer was wrapped is not compiled again, so calls to the inner optimizer
-from such a function are not detected.
+While a wrapped optimizer is alive, the ``construct`` attribute of its inner optimizer
+is a function that raises an error. Both Python and MindSpore's compiler find this
+attribute before the ``construct`` method of the optimizer's class, which only `Update`
+calls. A function that was compiled before the optimizer was wrapped is not compiled
+again, so calls to the inner optimizer from such a function are not detected.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ class Update(nn.Cell):  # type: ignore[misc]
         finalize(self, self.inner_attributes.pop, "construct", None)
 
     def __call__(self, gradients: Gradients) -> bool:
-        # Even in PyNative mode, MindSpore compiles the ``construct`` method of most
-        # optimizers, and looks up the method by its name.
+        # Even in PyNative mode, MindSpore compiles most optimizers and looks up
+        # ``construct`` by name, so the function that raises the error is removed.
         del self.inner_attributes["construct"]
         try:
             self.masters.copy_model_into_masters()

@@ -37,9 +37,9 @@ PLAIN = (bool, int, float, str)
 
 class MindSporeSubject(Subject):
     """A Cell, its loss and one batch, which `gradaccum.verify` examines. Dropout Cells
-    are compared in evaluation mode, because an item gets different random numbers in a
-    different micro-batch. For the same reason, other random operators cannot be
-    compared.
+    run in evaluation mode, because an item would get different random numbers in a
+    different micro-batch. For the same reason, a Cell with other random operators
+    cannot be verified.
     """
 
     def __init__(self, model: nn.Cell, *arguments: Any, **options: Any) -> None:

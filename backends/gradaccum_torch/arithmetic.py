@@ -71,16 +71,15 @@ def divide(tensors: Sequence[Tensor], divisor: float) -> None:
 
 
 def scalar_for(group: Sequence[Tensor], number: float) -> Any:
-    """Return `number` as a tensor if this makes a ``torch._foreach`` call on `group`
-    faster, and otherwise unchanged. The call gives the same bits with the tensor as
-    with the number.
+    """Return `number`, as a tensor if this makes a ``torch._foreach`` call on `group`
+    faster. The result of the call is the same, bit for bit.
 
     On a CPU, torch 2.13 converts a Python number into a tensor once for each tensor in
     the group, which takes longer than multiplying a small tensor. Therefore, the number
     is converted here, only once. On other devices the number is returned unchanged,
     because a tensor would have to be copied to the device. The number is also returned
-    unchanged if a tensor in the group has shape ``()``, because torch would then
-    compute in float64.
+    unchanged if a tensor in the group has shape ``()``, because `number` as a tensor
+    would make torch compute in float64.
     """
     if type(group[0]) is Tensor and all(
         tensor.is_cpu and tensor.ndim for tensor in group

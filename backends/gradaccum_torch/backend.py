@@ -58,18 +58,18 @@ class TorchBackend:
             options: the checked options.
             separate_sums: if True, ``step`` moves the micro-batch's gradients from
                 ``.grad`` into separate buffers. Between two steps you may then clear,
-                assign, reduce or clip ``.grad`` yourself. After ``opt.backward``,
-                ``.grad`` contains the gradient times the weight (with
-                ``reduction="mean"``) and the loss scale, so multiply the limit of a
-                clip by both. If you compute gradients without ``backward``, compute
-                those of ``opt.scale(loss)``. This option costs one buffer per
-                parameter, and one more pass over each micro-batch's gradients.
+                assign, reduce or clip ``.grad`` yourself. ``opt.backward`` multiplies
+                the gradient by the loss scale and, with ``reduction="mean"``, by the
+                weight, so multiply a clipping limit by the same numbers. If you do not
+                call ``opt.backward``, differentiate ``opt.scale(loss)``. This option
+                costs one buffer per parameter, and one more pass over each
+                micro-batch's gradients.
             module: the parallel module that several workers train together. It is
                 either a `torch.nn.parallel.DistributedDataParallel`, or a module to
                 which `torch.distributed.fsdp.fully_shard` was applied. The gradients of
-                a `DistributedDataParallel` are then reduced only once, at the end of
-                the window. All workers share each window. This call, the end of a
-                window and ``flush`` are collective.
+                a `DistributedDataParallel` are reduced only once, at the end of the
+                window. All workers share each window. This call, the end of a window
+                and ``flush`` are collective.
             gradient_sync: when FSDP2 reduces gradients. With ``"micro_batch"``, it
                 reduces them in each micro-batch, so that each worker stores only its
                 shard of the sum. With ``"window"``, it reduces them once per window.
@@ -85,18 +85,17 @@ class TorchBackend:
                 `process_group`, a `GradAccumWarning` is issued.
             norm_group: the `torch.distributed.ProcessGroup` of the stages of a
                 pipeline, each of which has its own optimizer. The gradient norm, the
-                clipping and the decision on overflow then cover all stages. The end of
-                a window is collective: if only one stage reaches the end of its window,
+                clipping and the check for overflow cover all stages. The end of a
+                window is collective: if only one stage reaches the end of its window,
                 that stage waits until the group's timeout, and then raises an error.
 
         Raises:
             ArgumentTypeError: `optimizer` is not an optimizer, or is already wrapped;
                 or `module` is not a supported module.
             ArgumentValueError: `module` does not contain all parameters of the
-                optimizer, or was told to ignore some of them; another worker passed
-                different options, or the parameters in a different order; or FSDP2's
-                reduction cannot be deferred to the end of the window with these
-                options.
+                optimizer, or ignores some of them; another worker passed different
+                options, or the parameters in a different order; or FSDP2's reduction
+                cannot be deferred to the end of the window with these options.
             UsageError: ``.grad`` of a parameter already contains a gradient.
         """
         if isinstance(optimizer, AccumulatingOptimizer):

@@ -30,9 +30,8 @@ def window_size(options: Options, optimizer_step: int) -> Size:
 
 
 def known_window_size(options: Options, optimizer_step: int) -> Size:
-    """Return the size of the window that begins after `optimizer_step` updates. If the
-    user's function determines the size, but raises an error or returns an invalid size,
-    return None.
+    """Return the size of the window that begins after `optimizer_step` updates. Return
+    None if the user's function for the size raises an error or returns an invalid size.
     """
     try:
         return window_size(options, optimizer_step)

@@ -91,9 +91,9 @@ class Extension:
     """
 
     is_finished = False
-    """Whether this extension has nothing left to observe. The window then stops calling
-    the extension, so that a check that needs only the first windows does not slow down
-    the rest of the run.
+    """Whether this extension has nothing left to observe. If so, the window stops
+    calling the extension. A check of the first window therefore does not slow down the
+    whole run.
     """
 
     def micro_batch_added(self, micro_batch: MicroBatch, weight: float) -> None:
@@ -138,8 +138,8 @@ class Extension:
 
 
 def as_number(loss: object) -> float | Tensor:
-    """Return `loss` as a Python number, or as a scalar tensor if it is on an
-    accelerator. Return NaN if it is not a single real number.
+    """Return `loss` as a Python number, or as a scalar tensor if `loss` is on an
+    accelerator. Return NaN if `loss` is not a single real number.
     """
     if not isinstance(loss, Tensor):
         if isinstance(loss, int | float) and not isinstance(loss, bool):
@@ -160,8 +160,8 @@ def as_number(loss: object) -> float | Tensor:
 
 class WindowLoss(Extension):
     """Computes each window's loss as if the window were one large batch. The loss is
-    NaN unless the user has passed the losses of all micro-batches. Reading the loss may
-    wait for the device.
+    NaN if the loss of any micro-batch is unknown. Reading the loss may wait for the
+    device.
     """
 
     def __init__(self, options: Options) -> None:
@@ -310,21 +310,20 @@ class ChangedRateWarning(Extension):
 
 
 def rate_mark(rate: object) -> object:
-    """Return a value that changes whenever the learning rate changes. For a tensor,
-    this value consists of the tensor's id and version, because reading the rate itself
-    would wait for the device.
+    """Return a value that changes whenever the learning rate changes. If the rate is a
+    tensor, the value consists of the tensor's id and version, because reading the
+    tensor would wait for the device.
     """
     return (id(rate), version(rate)) if isinstance(rate, Tensor) else rate
 
 
 class LeftoverLoopWarning(Extension):
-    """Warns if the loop most likely still calls ``step`` inside an ``if``, as the loop
-    had to before it used gradaccum. In such a loop, the number of backward passes
-    before each ``step`` equals the number of micro-batches in a window. The warning is
-    issued if these numbers are equal, and at least 3, for each of the first two
-    ``step`` calls.
+    """Warns if the user's loop most likely still calls ``step`` inside an ``if``, as a
+    loop without gradaccum does. Such a loop runs as many backward passes before each
+    ``step`` as a window has micro-batches. The warning is issued if the first two
+    ``step`` calls both come after this number of passes, and the number is at least 3.
 
-    If both numbers are 2, this class issues no warning, because a GAN's discriminator
+    If the number is 2, this class issues no warning, because a GAN's discriminator
     normally has two losses, and therefore two backward passes per ``step``. In this
     case, `DividedLossWarning` issues the same warning if both losses were divided by 2.
 
@@ -374,12 +373,11 @@ def is_divided_by(division: Division | None, steps: int, reduction: str) -> bool
     the number of micro-batches in a window. This is assumed if the last operation on
     the loss was a division by `steps`. Such a division is not a mistake in three cases:
 
-    - The reduction is ``"sum"``, because gradaccum itself then does not divide.
-    - The division is applied to a sum of exactly `steps` terms, because the quotient is
-      then the mean of the terms.
-    - The reduction is ``"mean"``, and every divided term is itself a sum over items.
-      `steps` may then be the number of items, so that the quotient is the mean over the
-      items.
+    - The reduction is ``"sum"``, so gradaccum itself does not divide.
+    - The dividend is a sum of exactly `steps` terms, so the quotient is their mean.
+    - The reduction is ``"mean"``, and every term of the dividend is itself a sum over
+      items. The user may have divided by the number of items, to compute the mean over
+      the items, and this number may happen to equal `steps`.
     """
     if division is None or not math.isclose(division.divisor, steps):
         return False
@@ -388,15 +386,14 @@ def is_divided_by(division: Division | None, steps: int, reduction: str) -> bool
 
 
 class DividedLossWarning(Extension):
-    """Warns if the user has most likely made the mistake of dividing every loss of a
-    micro-batch by the number of micro-batches in the window. The gradient would be too
-    small, because gradaccum divides by this number too. Only the first window is
-    checked.
+    """Warns if the user has most likely divided every loss of a micro-batch by the
+    number of micro-batches in the window. This would make the gradient too small,
+    because gradaccum divides by this number too. Only the first window is checked.
 
-    If the micro-batch has one loss, the warning tells the user to delete the division.
-    If it has as many losses as the window has micro-batches, the loop most likely calls
-    ``step`` inside an ``if``, so the text of the warning is the same as in
-    `LeftoverLoopWarning`. With any other number of losses, there is no warning.
+    If the micro-batch has one loss, the warning asks the user to delete the division.
+    If the micro-batch has as many losses as the window has micro-batches, the warning
+    is the same as in `LeftoverLoopWarning`, because the loop most likely calls ``step``
+    inside an ``if``. With any other number of losses, there is no warning.
     """
 
     def __init__(self, options: Options, warn: Warnings) -> None:

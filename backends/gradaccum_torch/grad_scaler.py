@@ -5,8 +5,8 @@ In the loop ``opt.backward(loss); opt.step()``, the scale and the growth tracker
 at the end of the window, as a single ``scaler.update()`` would set them. In the loop
 ``scaler.scale(loss).backward(); scaler.step(opt); scaler.update()``, the scaler updates
 its scale itself. In the middle of a window, ``scaler.update()`` must have no effect.
-Therefore, no overflow is reported to the scaler, and its growth tracker is decreased by
-one in advance, because ``update`` increases it by one.
+Therefore, gradaccum reports no overflow to the scaler, and decreases the growth tracker
+by one before ``update`` increases it by one.
 """
 
 from __future__ import annotations
@@ -34,14 +34,13 @@ overflow, and the scale could never grow again.
 
 
 SET_BACK: WeakKeyDictionary[torch.amp.GradScaler, tuple[Any, int]] = WeakKeyDictionary()
-"""The scalers whose growth tracker was set to one less than its true value. This is
-done because the user's next ``scaler.update()`` adds one to the growth tracker. Each
-scaler is mapped to a pair: the object that `pending_update` returned at that time, and
-the true value of the growth tracker.
+"""The scalers whose growth tracker was set to one less than its true value, because the
+user's next ``scaler.update()`` adds one to the growth tracker. Each scaler is mapped to
+a pair: the record that `pending_update` returned at that time, and the true value of
+the growth tracker.
 
-The pair is out of date as soon as ``scaler.update()`` has been called.
-`ScalerLink.with_scale` detects this, because `pending_update` then returns another
-object.
+``scaler.update()`` replaces the record. `ScalerLink.with_scale` compares the records,
+and ignores the pair if the scaler has another record.
 """
 
 
@@ -100,9 +99,9 @@ class ScalerLink:
         """Prepare the scaler so that its scale becomes ``state.loss_scale`` when the
         user calls ``scaler.update()`` after ``scaler.step``.
         """
-        # Do not change the scale here. ``scaler.update()`` changes it later, because
-        # the user may compare the scale before and after that call. If the scale must
-        # stay the same, ``update`` only increments the growth tracker.
+        # Leave the change of the scale to ``scaler.update()``, because the user may
+        # compare the scale before and after that call. If the scale must stay the same,
+        # ``update`` only increments the growth tracker.
         moves = self.scaler.get_scale() != state.loss_scale
         assert self.stepping_optimizer is not None
         for found_inf in found_inf_of(self.scaler, self.stepping_optimizer):

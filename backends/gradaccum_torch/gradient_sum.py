@@ -132,8 +132,8 @@ class SumInBuffers(GradientSum):
     """The sum of the open window's gradients, kept in separate buffers. ``step`` adds
     the micro-batch's ``.grad`` to these buffers.
 
-    The sum can therefore have a different dtype, a micro-batch can be dropped, and the
-    user may modify ``.grad`` between two calls of ``step``.
+    The sum's dtype can therefore differ from the gradients' dtype, a micro-batch can be
+    dropped, and the user may modify ``.grad`` between two calls of ``step``.
     """
 
     is_beside_grad = True
@@ -235,8 +235,8 @@ class SumOnArrival(SumInBuffers):
     half-precision gradients are in ``.grad`` at a time.
 
     One gradient of the micro-batch, the gradient with the fewest elements, stays in
-    ``.grad`` until ``step``, so that a write to ``.grad`` can be detected. If the window
-    has only one micro-batch, all gradients stay in ``.grad``.
+    ``.grad`` until ``step``, so that a write to ``.grad`` can be detected. If the
+    window has only one micro-batch, all gradients stay in ``.grad``.
     """
 
     expects_windows = True

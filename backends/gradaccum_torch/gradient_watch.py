@@ -44,8 +44,8 @@ local part does not change the version.
 
 
 class WatchedGradient:
-    """A parameter, and a record of its ``.grad`` from the last time that autograd added
-    to it.
+    """A parameter, and a record of its ``.grad``, made when autograd last added a
+    gradient.
     """
 
     __slots__ = ("gradient", "norm", "parameter", "version", "watch")
@@ -101,8 +101,8 @@ class WatchedGradient:
         increased by 1. The result is True in these cases:
 
         - ``.grad`` is None.
-        - ``.grad`` is still `noted_gradient`, an instance of a subclass of `Tensor`,
-          such as `DTensor`. The version of a `DTensor` is not recorded.
+        - ``.grad`` is still `noted_gradient`, and its type is a subclass of `Tensor`,
+          such as `DTensor`, whose version is not recorded.
         - ``.grad`` is a new tensor, and gradients are enabled. With
           ``create_graph=True``, autograd puts the sum into a new tensor.
         - ``.grad`` is a new dense tensor, and `noted_gradient` is sparse. Autograd
@@ -275,9 +275,9 @@ class GradientWatch:
     def holds_other_gradients(
         self, parameters: Iterable[Tensor], *, is_separate: bool
     ) -> bool:
-        """True if any ``.grad`` contains values that did not come from a backward pass.
-        Pass ``is_separate=True`` if the window's sum is not kept in ``.grad``. This may
-        synchronize with the device.
+        """True if other code has changed any ``.grad``. With ``is_separate=True``,
+        which means that ``.grad`` contains no part of the window's sum, also True if
+        any ``.grad`` is nonzero. This may synchronize with the device.
         """
         for parameter in parameters:
             gradient = parameter.grad

@@ -62,22 +62,24 @@ def layered_backward(
 ) -> Any:
     """Run the backward pass of a large batch one layer at a time, and return the large
     batch's loss. Without `optimizer`, the gradient is added to ``.grad``. With
-    `optimizer`, the update is applied with this gradient.
+    `optimizer`, the gradient is used for one update.
 
     The result is the same as from `gradaccum_torch.backward` with
     ``loss_fn(layers(inputs), targets)``, and bit for bit the same if no parameter
     belongs to two layers. Dropout draws the same random numbers, and a batch norm sees
     each micro-batch once, in order.
 
-    If no option of `optimizer` needs the norm of the whole window's gradient, each
-    layer is updated as soon as its gradient sum is complete. This is the case with
-    ``gradaccum.wrap(optimizer, steps=None, on_overflow="ignore")``. The inner optimizer
-    then performs one ``step`` per layer, in which only this layer has gradients. After
-    the ``step`` these gradients are freed. A parameter that several layers share is
-    updated together with the first of these layers. With ``clip_norm``, ``skip_norm``
-    or skipping on overflow, the sums of all layers are kept until the end, and the
-    optimizer performs a single step. Step hooks, and optimizers that count their steps
-    in their parameter groups, are allowed only in this case.
+    With ``gradaccum.wrap(optimizer, steps=None, on_overflow="ignore")``, no option
+    needs the norm of the whole window's gradient. Each layer is then updated as soon as
+    its gradient sum is complete: the inner optimizer performs one ``step`` per layer,
+    in which only this layer has gradients, and these gradients are then freed. A
+    parameter that several layers share is updated together with the first of these
+    layers.
+
+    With ``clip_norm``, ``skip_norm`` or skipping on overflow, the sums of all layers
+    are kept until the end, and the optimizer performs a single step. Step hooks, and
+    optimizers that count their steps in their parameter groups, are allowed only in
+    this case.
 
     If the call raises an error, everything is restored to its state before the call,
     except for layers that were already updated. A note on the error names these layers,
@@ -237,10 +239,9 @@ class Border:
 
 
 class Enter(torch.autograd.Function):
-    """The first operation of a layer's graph. The operation's backward pass stores the
-    gradient of the layer's input in a list. The layer's input is therefore not a leaf
-    of the graph. This saves memory, because a graph keeps its leaves alive, and this
-    leaf would contain activations.
+    """The first operation of a layer's graph. Its backward pass stores the gradient of
+    the layer's input in a list, so that the input need not be a leaf of the graph. This
+    saves memory: the graph would keep that leaf, and therefore the activations, alive.
     """
 
     @staticmethod

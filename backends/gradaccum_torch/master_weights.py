@@ -1,7 +1,7 @@
 """The float32 master weights of a model's half-precision parameters.
 
 The inner optimizer's groups contain the master weights only during an update. If other
-code has changed a parameter, its new value is copied into its master weight before the
+code has changed a parameter, the new value is copied into the master weight before the
 update. After the update, the rounded master weights are copied into the model.
 """
 
@@ -166,7 +166,7 @@ class MasterWeights:
         if self.are_known_to_move or not masters:
             yield
             return
-        # Compare values too, because the versions do not count writes through ``.data``.
+        # Compare values too, because versions do not count writes through ``.data``.
         smallest = min(masters, key=Tensor.numel)
         value = local(smallest).detach().clone()
         versions = Versions(masters)

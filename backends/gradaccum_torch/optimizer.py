@@ -85,8 +85,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     def backward(
         self, loss: Tensor, weight: float | None = None, **kwargs: Any
     ) -> None:
-        """Run ``loss.backward(**kwargs)``, with the gradient multiplied by the weight
-        and the loss scale.
+        """Run ``loss.backward(**kwargs)``, with the gradient multiplied by the loss
+        scale and, with ``reduction="mean"``, by the weight.
 
         If a micro-batch has several losses, call `weigh` once, and then call this
         method for each loss, without a weight. A `GradAccumWarning` is issued once if
@@ -135,9 +135,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         self._window.weigh(require_weight(weight))
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return `loss` multiplied by the micro-batch's weight and by the loss scale,
-        for use in ``opt.scale(loss).backward()``. The weight is 1 unless you called
-        `weigh`.
+        """Return `loss` multiplied by the loss scale and, with ``reduction="mean"``, by
+        the micro-batch's weight, for use in ``opt.scale(loss).backward()``. The weight
+        is 1 unless you called `weigh`.
 
         Args:
             loss: tensor of any shape; its float dtype is kept.
@@ -162,9 +162,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
         Raises:
             UsageError: there was no backward pass since the last ``step``; other code
-                has changed ``.grad``; or a plain ``backward()`` was used, or ``.grad``
-                was assigned, although the gradient must be multiplied by a weight or a
-                loss scale. The window is unchanged.
+                has changed ``.grad``; or the gradient must be multiplied by a weight or
+                a loss scale, but comes from a plain ``backward()`` or an assignment to
+                ``.grad``. The window is unchanged.
             ArgumentTypeError: with ``reduction="sum_per_item"``, no weight was passed
                 for the micro-batch.
         """
@@ -194,9 +194,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             else:
                 scaler.prepare_update(window.state, overflow=False)
         except BaseException:
-            # scaler.step deletes these attributes only when it ends without an error.
-            # Delete them now, so that a later step() without the scaler does not find
-            # them.
+            # scaler.step deletes ``grad_scale`` and ``found_inf`` only if it ends
+            # without an error. Delete them now, so that a later step() without the
+            # scaler does not find them.
             vars(self).pop("grad_scale", None)
             vars(self).pop("found_inf", None)
             if not window.state.micro_step:
@@ -237,9 +237,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         """Close the open window now. Its gradient sum is divided by the weight of the
         micro-batches counted so far. If no window is open, nothing changes.
 
-        With ``module=`` or ``process_group=`` this call is collective: this worker
-        takes part in the other workers' windows until all workers have called
-        ``flush``.
+        With ``module=`` or ``process_group=`` this call is collective. Except with a
+        sharded module, this worker then contributes zeros to the other workers'
+        windows, and applies their updates, until all workers have called ``flush``.
 
         Args:
             denominator: a number > 0, by which the sum is divided instead of the
@@ -253,8 +253,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
                 or several workers share the window.
         """
         window = self._window
-        # The next micro-batch may close a window too. The scheduler would then step
-        # only once for two updates.
+        # In this call, also step schedulers that are called after every micro-batch. If
+        # the next micro-batch closes a window too, their next call makes only one step
+        # for two updates.
         schedulers = [each for each in window.schedulers if each.is_called_each_time()]
         followers = [each for each in window.schedulers if each.is_called_at_updates()]
         with window.listeners.settled():
@@ -527,10 +528,10 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
 
 def on_masters(method: Callable[..., Any], masters: MasterWeights) -> Any:
-    """Return a function that calls `method` of the inner optimizer while the
-    optimizer's groups contain the float32 master weights, and then writes the rounded
-    master weights into the model. Methods that change the weights, such as ``eval`` and
-    ``train`` of schedulefree's optimizers, need this.
+    """Return a function that calls `method` of the inner optimizer on the float32
+    master weights, and then writes the rounded master weights into the model. Methods
+    that change the weights, such as ``eval`` and ``train`` of schedulefree's
+    optimizers, need this.
     """
     if not masters.masters:
         return method

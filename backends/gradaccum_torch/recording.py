@@ -41,9 +41,9 @@ T = TypeVar("T")
 IGNORED_LABEL = -100
 """The label that `torch.nn.functional.cross_entropy` ignores by default."""
 ELEMENTS = 1 << 20
-"""The approximate maximum number of gradient elements that are recorded. If there are
-more, only evenly spaced elements are recorded. The least-squares fit needs only a few
-elements per micro-batch.
+"""The approximate maximum number of gradient elements that are recorded per update. If
+there are more, only evenly spaced elements are recorded. A few elements per micro-batch
+suffice to identify the micro-batches of an update.
 """
 LEAST_DIFFERENCE = 1e-5
 """Two workers have the same micro-batches if the relative difference of their gradients
@@ -70,7 +70,8 @@ class Restoration:
         self.steps_under_way += 1
         if self.steps_under_way > 1:
             return
-        # During a step of a wrapped optimizer, the groups contain the master weights.
+        # Read the groups in each step, because they contain the master weights during a
+        # step of a wrapped optimizer.
         parameters = parameters_of(self._optimizer)
         self._before = [(each, each.detach().clone()) for each in parameters]
 
@@ -79,7 +80,8 @@ class Restoration:
         self.steps_under_way -= 1
         if not self.steps_under_way:
             for parameter, before in self._before:
-                # A write to a parameter that autograd has saved would be an error.
+                # Do not write to an unchanged parameter, because autograd may have
+                # saved it for a backward pass.
                 if not torch.equal(local(parameter), local(before)):
                     parameter.copy_(before)
             self._before = []
@@ -121,8 +123,8 @@ class LoopRecord:
         closure, record the gradients after its first run, because Lightning runs the
         last micro-batch in the closure.
         """
-        # torch calls the hooks for all optimizers first, so `before_any_step` has
-        # already counted this step.
+        # torch calls its global hooks first, so `before_any_step` has already counted
+        # this step.
         if self.restorations[self._optimizer].steps_under_way > 1:
             return None
         parameters = parameters_of(self._optimizer)
@@ -189,8 +191,8 @@ class LoopRecord:
     ) -> None:
         """Record the arguments of a model call that returned a loss."""
         if torch.is_grad_enabled() and _loss_of(output) is not None:
-            # Leave out the trainer's own divisor, which is not part of the
-            # micro-batch's loss.
+            # Leave out a trainer's `num_items_in_batch`, by which the model would
+            # divide the loss.
             kept_keywords = {
                 k: v for k, v in keywords.items() if k != "num_items_in_batch"
             }
@@ -206,9 +208,9 @@ class LoopRecord:
     ) -> kit.LoopReport:
         """Report which micro-batches each update contained, and with what weight. This
         is a collective call if several processes are running, unless the process trains
-        alone. All workers return the same report, which shows the first worker's
-        updates, or those of the first worker whose updates are not right. The recorded
-        model is the `model` that was passed to `gradaccum.recording`.
+        alone. All workers return the same report. If any worker's updates are not
+        right, the report shows the updates of the first such worker. The recorded model
+        is the `model` that was passed to `gradaccum.recording`.
 
         Args:
             loss_fn: ``loss_fn(*micro_batch)`` returns the loss, neither divided nor
@@ -227,12 +229,12 @@ class LoopRecord:
         Raises:
             UsageError: workers have different numbers of micro-batches, different
                 parameters or the same micro-batches; a loss contains a reentrant
-                checkpoint; or `weight` is needed, because the ratios between the
-                numbers of labels depend on whether the first labels are counted.
+                checkpoint; or `weight` is needed, because leaving out each sequence's
+                first label changes the ratios between the numbers of labels.
             ArgumentValueError: a loss is not a scalar tensor; there are no
                 micro-batches; `micro_batches` yields other micro-batches when it is
-                iterated again; or `weight` is needed, because a micro-batch does not
-                show its number of items.
+                iterated again; or `weight` is needed, because the number of items
+                cannot be read from a micro-batch.
         """
         if micro_batches is None:
             calls = kit.recorded_batches(self._calls)
@@ -262,7 +264,7 @@ class LoopRecord:
             counts,
             self._updates,
             self._norms,
-            # A forward pass may be collective, so every worker measures now.
+            # Measure on every worker now, because a forward pass may be collective.
             rounding() if workers > 1 else 0.0,
         )
         parts = _gathered(measurement, workers) if workers > 1 else [measurement]
@@ -312,7 +314,8 @@ class LoopRecord:
             value = require_scalar(loss())
             if factor != 1:
                 value = value * factor
-            # `torch.autograd.grad` would leave out a reentrant checkpoint.
+            # Raise for a reentrant checkpoint, which `torch.autograd.grad` would leave
+            # out.
             leaves_of_graph([value], set(), {REENTRANT_NODE})
             gradients = torch.autograd.grad(
                 value, trained_parameters, allow_unused=True
@@ -381,8 +384,8 @@ def _loss_of(output: Any) -> Any:
 
 
 def instances_of(kind: type[T]) -> list[T]:
-    """Return all objects of a class. Torch has no list of its optimizers or modules,
-    but the garbage collector has.
+    """Return all objects of a class that the garbage collector tracks, because torch
+    keeps no list of its optimizers or modules.
     """
     return [each for each in gc.get_objects() if issubclass(type(each), kind)]
 
@@ -392,9 +395,9 @@ Calls = Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
 
 
 def _counts_of(calls: Calls) -> list[tuple[float, float]]:
-    """Return two weights for each micro-batch: the number of its labels, except labels
-    that are `IGNORED_LABEL`, and the same number without the first label of each
-    sequence. If any micro-batch has no labels, return its number of items twice.
+    """Return two weights for each micro-batch: its number of labels other than
+    `IGNORED_LABEL`, and this number without the first label of each sequence. If any
+    micro-batch has no labels, both weights of each micro-batch are its number of items.
     """
     values = [keywords.get("labels") for _, keywords in calls]
     labels = [each for each in values if isinstance(each, Tensor)]
@@ -411,14 +414,13 @@ def _counts_of(calls: Calls) -> list[tuple[float, float]]:
 def weights_of(counts: Sequence[tuple[float, float]]) -> list[float]:
     """Return the weight of each micro-batch of all workers.
 
-    The first label of each sequence is counted. A causal language model leaves this
-    label out of its loss, but other models do not. Both kinds of models agree on the
-    weights, up to a common factor, if the counts with and without the first labels have
-    the same ratios.
+    The weight counts the first label of each sequence. A causal language model leaves
+    this label out of its loss, but other models do not. The weights are right for both
+    kinds of models if leaving out the first labels does not change the ratios between
+    the weights.
 
     Raises:
-        UsageError: the ratios between the counts depend on whether the first labels are
-            counted.
+        UsageError: leaving out the first labels changes these ratios.
     """
     largest, later_largest = max(counts)
     for count, later_count in counts:

@@ -68,7 +68,7 @@ def entry_of(window: Window) -> Entry:
     # because this function may not be defined beyond the run's last update.
     size = window.size if state.micro_step else None
     terms = kit.terms_of(window.options._replace(steps=size), state.optimizer_step)
-    # A total weight gets a negative sign.
+    # Save the total weight of an `UntilWeight` as a negative number.
     steps = None if terms.steps is None else int(kit.code_of(terms.steps))
     masters = window.masters.by_index()
     entry: Entry = {
@@ -234,8 +234,8 @@ def redistributed(state_dicts: Sequence[StateDict], workers: int) -> list[StateD
                 " reshards the state.",
             )
     states = kit.redistributed([state_in(entry) for entry in entries], workers)
-    # If any worker has an open window, use the options that were saved with this
-    # window, because the size of an empty window is not saved.
+    # If any worker has an open window, use the options that this worker saved, because
+    # a worker without an open window saves no window size.
     open_entries = [entry for entry in entries if entry["micro_step"]]
     terms = (open_entries or entries)[0]["terms"]
     places = [list(entry.get("worker") or (0, 1)) for entry in entries]

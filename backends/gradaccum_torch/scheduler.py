@@ -1,11 +1,11 @@
 """A wrapper for learning-rate schedulers: you call ``scheduler.step()`` after every
 micro-batch, and the scheduler steps once per update.
 
-If a ``flush()`` closes several windows, the wrapper also steps a scheduler between
-these windows, if the scheduler is called after every micro-batch or after every update.
-At the end of ``flush()``, the wrapper also steps a scheduler that is called after every
-micro-batch. Otherwise, the scheduler would step only once for two updates if the next
-micro-batch closes a window too.
+A ``flush()`` may close several windows. Between these windows, the wrapper itself steps
+a scheduler that you call after every micro-batch or after every update. At the end of
+``flush()``, the wrapper also steps a scheduler that you call after every micro-batch.
+Without this step, if the next micro-batch closed a window too, the scheduler would step
+only once for two updates.
 
 For a timm scheduler, the wrapper passes the number of updates to the scheduler's
 ``step_update`` method. The scheduler's ``step`` method, whose argument is an epoch,
@@ -66,8 +66,8 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         ArgumentTypeError: the scheduler's optimizer is not wrapped.
     """
 
-    # These attributes are the gate's own. All others are read from and written to the
-    # scheduler.
+    # These attributes belong to this wrapper. All others are read from and written to
+    # the scheduler.
     _scheduler: Scheduler
     _updates: int
     """The number of updates that the optimizer had applied when the scheduler last
@@ -145,7 +145,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
 
     def follow(self) -> None:
         """Step the scheduler with the arguments of its last call. Do nothing if its
-        ``step`` method needs an argument, such as a loss.
+        ``step`` has a required argument, such as a loss.
         """
         if hasattr(self._scheduler, "step_update"):
             self._step_update()
@@ -159,9 +159,8 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
 
     def optimizer_loaded(self) -> None:
         """Called after the optimizer has loaded a state. From now on, step only for
-        updates that are applied after this load. If the scheduler itself has just
-        loaded a state, change nothing, because the scheduler's state already says for
-        which updates the scheduler has stepped.
+        updates that are applied after this load. But if the scheduler has just loaded
+        its own state too, keep the number of updates from that state.
         """
         self._called_at = self._position()
         if not self._has_loaded:
@@ -224,8 +223,8 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         position = self._position()
         if position != self._called_at:
             updates, micro_step = self._called_at
-            # The micro-batch has left the window open, or the window was skipped, or
-            # its update was applied.
+            # After one micro-batch, the window is still open, or it was skipped, or its
+            # update was applied.
             self._calls_are_consecutive = position in (
                 (updates, micro_step + 1),
                 (updates, 0),

@@ -80,9 +80,9 @@ class Update:
             target = self.masters.worked_on(parameter)
             dtype = gradient_dtype(target)
             if total.requires_grad and divisor != 1:
-                # Detach the sum, because its graph belongs to the undivided sum. torch
-                # therefore raises an error if an optimizer differentiates this gradient
-                # again.
+                # Detach the sum, because its graph does not contain the division. An
+                # optimizer that differentiates this gradient again then raises an
+                # error.
                 total = total.detach()
                 sums[parameter] = total
             if total.dtype == dtype:
@@ -150,8 +150,8 @@ def refuse_bypass(inner: torch.optim.Optimizer, *_: object) -> None:
 
 
 def guard(update: Update, inner: torch.optim.Optimizer) -> None:
-    """Let only `update` run the step of `inner`, and of its base optimizer if it has
-    one, as SAM has. A base optimizer has the same list of groups as `inner`.
+    """Let only `update` run the step of `inner`, and of the base optimizer that an
+    optimizer such as SAM has. A base optimizer shares its list of groups with `inner`.
     """
     base_optimizers = [
         each

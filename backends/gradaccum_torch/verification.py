@@ -232,8 +232,8 @@ class TorchState(ModelState):
             dictionary.update(before)
         for tensor, value in self._tensors.values():
             # Write through .data, because such a write does not change the parameters'
-            # versions, which other code may watch. The first forward pass may have
-            # resized an empty buffer, as torch's observers for quantization do.
+            # versions, which other code may watch. In the first forward pass, torch's
+            # observers for quantization resize empty buffers.
             if tensor.numel() == value.numel():
                 tensor.data.copy_(value)
             else:

@@ -76,9 +76,8 @@ class Scheduler(Protocol):
 
     def optimizer_loaded(self) -> None:
         """Called after the optimizer has loaded a state. From now on, step only for
-        updates that are applied after this load. If the scheduler itself has just
-        loaded a state, change nothing, because the scheduler's state already says for
-        which updates the scheduler has stepped.
+        updates that are applied after this load. But if the scheduler has just loaded
+        its own state too, keep the number of updates from that state.
         """
 
 
@@ -261,9 +260,9 @@ class Window:
 
     def factor(self, weight: float) -> float:
         """Return the factor by which the gradients of a micro-batch with weight
-        `weight` are multiplied. The factor is the loss scale, multiplied by `weight`
-        with ``reduction="mean"``. If `weight` is 0 and the micro-batch has a loss, the
-        factor is 0.
+        `weight` are multiplied. The factor is the loss scale or, with
+        ``reduction="mean"``, the loss scale times `weight`. If `weight` is 0 and the
+        micro-batch has a loss, the factor is 0.
         """
         if not weight and self.micro_batch.has_loss:
             return 0.0
@@ -449,8 +448,9 @@ class Window:
             raise checks.interrupted_error()
         factors = watch.factors
         if self.options.separate_sums:
-            # Ignore factors other than 1, because they may come from a backward pass of
-            # another wrapped optimizer whose gradients the user has cleared.
+            # Ignore factors of the loss other than 1, because they may come from
+            # another wrapped optimizer's backward pass, whose gradients the user has
+            # cleared.
             factors = factors & {1.0}
         if not (factors or self._has_begun()):
             raise checks.no_backward_error()
@@ -584,9 +584,9 @@ class Window:
         return sums
 
     def _reduce(self, parameters: list[Tensor] | None = None) -> bool:
-        """Add up the gradient sums and weights of all workers, or only the gradient
-        sums of `parameters` if `parameters` is passed. Return False if no worker has an
-        open window.
+        """Add up the weights and gradient sums of all workers. If `parameters` is
+        passed, include only the gradient sums of these parameters. Return False if no
+        worker has an open window.
         """
         numbers = self._numbers()
         window = self.workers.all_reduce(

@@ -13,7 +13,7 @@ from gradaccum.nests import leaves_of, spread, with_leaves
 from gradaccum.splitting import LargeBatch
 
 Items: TypeAlias = Sequence[int]
-"""The batch-axis index of each item in a micro-batch, in order."""
+"""The items of a micro-batch, in order, as indices along the batch axis."""
 KEY = "key"
 """Marks an argument as a random key, which has no batch axis. Each micro-batch gets the
 whole key.

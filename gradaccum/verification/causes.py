@@ -25,7 +25,7 @@ class Cause:
     explanation: str
     """What the experiments showed, and why it matters."""
     fix: str
-    """What to write instead."""
+    """How to remove the cause."""
 
     def __str__(self) -> str:
         return (

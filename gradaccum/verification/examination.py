@@ -104,10 +104,10 @@ class Examination:
 
     def __init__(self, comparison: Comparison) -> None:
         self.comparison = comparison
-        """The comparison that the next experiment uses. At first, it runs the model as
-        in training. If an experiment shows that the model's state or mode makes
-        accumulation wrong, it is replaced with a comparison in which this state or mode
-        has no effect.
+        """The comparison that the next experiment uses. The first comparison runs the
+        model as in training. If an experiment shows that the model's state or mode
+        makes accumulation wrong, the next comparison excludes the effect of this state
+        or mode.
         """
         self.has_gradient = True
         """Whether any parameter has a gradient other than 0."""
@@ -181,14 +181,14 @@ class Examination:
         return False
 
     def scale_float16(self) -> Sequence[str]:
-        """Scale the loss in the later experiments if it is computed in float16, because
-        small float16 gradients become 0 otherwise. They would hide a mistake, or look
+        """If the loss is computed in float16, scale it in the later experiments.
+        Otherwise, small gradients would become 0, which could hide a mistake or look
         like a custom backward pass. Return the names of the parameters whose gradient
-        is not proportional to the scale even if it is large.
+        is not proportional to the scale, even though the scale is large.
 
-        Do not scale the loss if a gradient is then not finite, or if the large batch's
-        gradient changes by more than rounding and by more than half of float16's
-        smallest number for each item.
+        The loss is not scaled if a scaled gradient is not finite, or if scaling changes
+        the large batch's gradient more than rounding and underflow can. Underflow
+        changes an element by at most half of float16's smallest number per item.
         """
         unscaled = self.comparison
         roundoff, _ = unscaled.subject.precision
@@ -227,10 +227,10 @@ class Examination:
         return False
 
     def changed_names(self, **conditions: object) -> Sequence[str]:
-        """Compute the large batch's gradient again under changed `conditions`, and
-        return the names of the parameters whose gradient differs by more than rounding
-        from the gradient under the conditions of `self.comparison`. If the new gradient
-        is not finite, return no names.
+        """Compute the large batch's gradient again under changed `conditions`. Return
+        the names of the parameters whose gradient now differs from the gradient in
+        `self.comparison` by more than rounding, or no names if the new gradient is not
+        finite.
 
         `conditions` are fields of `Conditions`, such as ``seed=1``. All other
         conditions stay the same.
@@ -238,9 +238,9 @@ class Examination:
         comparison = self.comparison
         gradient = comparison.under(**conditions).large
         distances = comparison.norms(gradient - comparison.large)
-        # If a run is only repeated, its gradient is compared with the units' lower
-        # bounds. The units themselves are measured with repeated runs, so they would
-        # grow too if the gradient changed from run to run.
+        # If no condition was changed, the limits are the lower bounds of the units. The
+        # units themselves would be too large if the gradient changes from run to run,
+        # because they are measured with several runs.
         is_repetition = conditions == {"scale": comparison.conditions.scale}
         limits = comparison.floors if is_repetition else comparison.units
         return [
@@ -265,12 +265,12 @@ class Examination:
             self.add("coupled", self.comparison.moved)
 
     def is_explained(self) -> bool:
-        """True if `find_causes` need not look for further causes. This is the case if
-        every partition's gradient equals the large batch's gradient under the
-        conditions of `self.comparison`, up to rounding.
+        """True if the causes that were found explain the whole difference: under the
+        conditions of `self.comparison`, every partition's gradient equals the large
+        batch's gradient up to rounding.
 
-        Otherwise, test whether only the reduction or the weights are still wrong. If
-        so, add this cause to `self.causes`. The result is then True too.
+        If the gradients differ, but would be equal with another reduction or other
+        weights, add this cause, and return True.
         """
         return not self.comparison.moved or self.has_other_weights()
 

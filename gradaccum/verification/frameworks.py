@@ -43,15 +43,15 @@ def verify(
         loss_fn: ``loss_fn(model_or_params, *batch)`` returns a scalar. With a module or
             a Cell it may also be a criterion, ``criterion(output, *targets)``, or a
             function that closes over its model, ``loss_fn(*batch)``.
-        batch: a tuple or list of nests of arrays. Use at least `steps` real items,
-            with their padding. A dictionary is passed as one argument, or as arguments
-            by name. Values that are not arrays are passed whole.
+        batch: a tuple or list of nests of arrays. Use real data, including padding,
+            with at least `steps` items. A dictionary is passed as one argument, or as
+            arguments by name. Values that are not arrays are passed whole.
         steps: the number of micro-batches, at least 2; by default 4, or the number of
             items if there are fewer.
         reduction: as in `gradaccum.wrap`.
         weight: the weight that training uses: a callable ``weight(*micro_batch)``, or
             one number per item. Default: the number of items. If `batch` is a
-            dictionary, the callable may take all its keys as arguments.
+            dictionary, the callable may take the keys as keyword arguments.
         axes: the batch axis of each array: one number for all arrays, or a prefix nest
             of `batch`. None means that an array is passed whole. ``"key"`` means that
             the array is a random key (JAX).
@@ -68,7 +68,7 @@ def verify(
             adds a note to it.
     """
     for backend in _backends(model_or_params):
-        # A backend need not offer this check.
+        # A backend need not support `verify`.
         subject_type = getattr(backend, "subject_type", None)
         if subject_type is not None and backend.verifies(model_or_params):
             subject = subject_type(

@@ -82,5 +82,5 @@ class VerificationReport:
             lines.append(f"  More about each cause: {PAGE}.")
         return "\n".join(lines)
 
-    # A notebook shows the last value of a cell through its repr.
+    # Notebooks display the report with repr.
     __repr__ = __str__

@@ -1,6 +1,6 @@
-"""The `Subject` that `gradaccum.verify` examines: a model, a loss and one batch. The
-core decides which parts of the batch to run, and under which conditions. Each
-framework's subclass runs these parts and restores the user's state.
+"""The `Subject` that `gradaccum.verify` examines: a model, a loss and one batch. Each
+framework has a subclass, which runs parts of the batch under given conditions, and
+restores the user's state.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class Subject(ABC):
     """The names of layers that run in evaluation mode because they draw random numbers.
     """
     places: Mapping[str, slice]
-    """For each parameter, the slice of a gradient vector that contains its elements.
-    Only parameters with respect to which the loss is differentiated have an entry.
+    """For each parameter, the slice of a gradient vector that contains the parameter's
+    elements. Parameters for which no gradient is computed are left out.
     """
 
     def __init__(
@@ -138,8 +138,8 @@ class Subject(ABC):
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
-        """Restore the user's model and random states at the end of the block. All
-        micro-batches are run inside the block.
+        """A context manager in which all micro-batches are run. At its end, the user's
+        model and random states are restored.
         """
         try:
             yield
@@ -294,8 +294,9 @@ def as_loss(
 def with_keywords(
     weight: Callable[..., Any], batch: Mapping[str, Any]
 ) -> Callable[[Mapping[str, Any]], Any]:
-    """Return `weight` as a function of a dictionary. `weight` is called with keywords
-    if it accepts the keys of `batch`, but not a dictionary as its only argument.
+    """Return `weight` as a function of a dictionary. If `weight` accepts the keys of
+    `batch` as keywords, and does not accept a single argument, the dictionary is passed
+    as keyword arguments.
     """
     try:
         signature = inspect.signature(weight)

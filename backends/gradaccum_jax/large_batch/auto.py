@@ -3,8 +3,8 @@ memory.
 
 XLA reports how much memory a compiled program needs. The program is compiled for the
 whole batch, then for micro-batches of half the size, and so on, until the memory stays
-within the limit. If the device still runs out of memory, the size is halved again. All
-processes choose the same size if they use a limit that the user passed.
+within the limit. If the device still runs out of memory, the size is halved again. If
+the user passed the limit, all processes choose the same size.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ class SizeSearch:
         self.jitted = jitted
         self.programs: dict[Hashable, Callable[..., Any]] = {}
         self.identity = object()
-        """Identifies the function `jitted` in the keys under which an
-        `AutoMicroBatchSize` remembers sizes, because one `AutoMicroBatchSize` may
-        remember the sizes of several functions. This is an object instead of an
-        ``id()``, because Python may reuse the ``id()`` of a deleted object.
+        """A part of the key under which an `AutoMicroBatchSize` stores a size. It
+        identifies the function `jitted`, because several functions may use the same
+        `AutoMicroBatchSize`. It is not an ``id()``, because Python may reuse the
+        ``id()`` of a deleted object.
         """
 
     def __call__(
@@ -107,7 +107,8 @@ class SizeSearch:
             raise jax.errors.JaxRuntimeError(
                 f"RESOURCE_EXHAUSTED: {needed_bytes} bytes"
             )
-        # A device may report only at the end of a run that it ran out of memory.
+        # Wait for the result, because a device may report only at the end of a run that
+        # it ran out of memory.
         result = jax.block_until_ready(program(model_arguments, batch))  # type: ignore[no-untyped-call]
         self.programs[name] = program
         return result

@@ -86,8 +86,7 @@ class EqualMicroBatches(NamedTuple):
     """A group of consecutive micro-batches of equal size."""
 
     first: int
-    """The index that the first micro-batch of this group has among all micro-batches of
-    the batch.
+    """The index of the group's first micro-batch among all micro-batches of the batch.
     """
     micro_batches: int
     items: int
@@ -233,15 +232,15 @@ def _weights_of_items(weight: Weight, items: int) -> Array:
 #
 # If a batch is sharded over a mesh, each device stores consecutive items. A micro-batch
 # of consecutive items would be stored on only some of the devices, so XLA would gather
-# the batch, and every device would compute all of it. So such a batch is divided into
+# the batch, and every device would process all items. So such a batch is divided into
 # one block of consecutive items per shard, and a micro-batch contains the items at the
 # same positions in each block.
 #
 # The number of shards is known from the array, or from its type on an explicit mesh.
-# Under `jax.jit`, the type of an array on an ordinary mesh contains only the mesh. Then
+# Under `jax.jit`, the type of an array on an ordinary mesh contains only the mesh, so
 # the number of shards is assumed to be the number of devices. If there are in fact
 # fewer shards, each shard is divided into several blocks. The size of a micro-batch is
-# rounded up so that its blocks are equal. If the number of shards is only assumed, the
+# rounded up to a multiple of the number of shards. If this number is only assumed, the
 # size grows by an eighth at most, because the batch may not be sharded at all.
 
 
@@ -264,8 +263,8 @@ def cut_batch(batch: LargeBatch, size: int, others: Tree) -> LargeBatch:
         size = _round_up(size, possible_shards)
     blocks = math.gcd(possible_shards, size)
     if blocks < possible_shards and batch.items % size:
-        # In JAX 0.7, XLA concatenates the rows incorrectly if the last micro-batch has
-        # fewer.
+        # Use only the known shards, because XLA in JAX 0.7 concatenates the rows of
+        # micro-batches of different sizes incorrectly.
         blocks = known_shards
     return replace(batch, size=size, blocks=blocks)
 

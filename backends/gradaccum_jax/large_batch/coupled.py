@@ -66,10 +66,11 @@ def coupled_value_and_grad(
             the same number of rows for each item along the leading axis. It is called
             twice for each micro-batch, so random numbers must come from a key in the
             batch.
-        loss_fn: ``loss_fn(params, outputs)`` returns a floating scalar, computed from
-            the rows of the whole batch in the order of the items; or ``(loss, aux)``
-            with `has_aux`. `loss_fn` is called once. If you use a loss scale, multiply
-            the loss by the scale in `loss_fn`. Integer outputs get no gradient.
+        loss_fn: ``loss_fn(params, outputs)`` returns a floating-point scalar, or
+            ``(loss, aux)`` with `has_aux`. The outputs contain the rows of the whole
+            batch in the order of the items. `loss_fn` is called once. If you use a loss
+            scale, multiply the loss by the scale in `loss_fn`. Integer outputs get no
+            gradient.
         has_aux: as in `jax.value_and_grad`.
         steps: as for `value_and_grad`.
         micro_batch_size: as for `value_and_grad`.

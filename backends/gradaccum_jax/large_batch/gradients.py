@@ -162,13 +162,12 @@ def add_gradients(
 def gradients_of(
     sums: Leaves, divisor: Scalar, params: Params, axis_names: tuple[str, ...] = ()
 ) -> Tree:
-    """Return the gradients of the large batch in the dtypes of the parameters. To get
-    each gradient, add up one of the `sums` over the devices along the mesh axes
-    `axis_names`, and divide the total by `divisor`.
+    """Add up each of the `sums` over the devices along the mesh axes `axis_names`, and
+    divide the total by `divisor`. Return the gradients in the dtypes of the parameters.
 
-    If a parameter is the same on all devices along another mesh axis, its gradient must
-    be the same too. So if the types show that the sum may differ along this axis, the
-    sum is added up over this axis too.
+    If a sum may differ along another mesh axis, but its parameter does not, the sum is
+    added up over this axis too, because a parameter that is the same on all devices
+    needs the same gradient on all devices.
     """
     moving, put = moving_of(params)
     gradients = []

@@ -103,8 +103,8 @@ def value_and_grad(
             "key" for a scalar typed key, and None for a plain Python value. A uint32
             key from `jax.random.PRNGKey` needs an explicit "key". Under a `jax.jit` of
             your own, a plain value is an array and needs an explicit None.
-            If an argument is a list of similar arrays that may be as long as the batch,
-            pass an axis for each element, such as ``[0, 0]``.
+            If a list of similar arrays may have as many elements as the batch has
+            items, pass an axis for each element, such as ``[0, 0]``.
         merge_aux: with None, each leaf of aux gets a new first axis with one entry per
             micro-batch. With "concatenate", each leaf must have the same number of rows
             for each item, and the rows are returned in the order of the items. A
@@ -229,8 +229,8 @@ def value_and_update(
     Raises:
         ArgumentTypeError: `tx` is not wrapped.
         ArgumentValueError: `tx` was not wrapped with ``steps=None``, or an option is
-            invalid. The returned function raises this error in the same cases as a
-            function that `value_and_grad` returns.
+            invalid. The returned function raises this error in the cases listed for
+            `value_and_grad`.
     """
     accumulation = require_open(tx)
     return ValueAndUpdate(

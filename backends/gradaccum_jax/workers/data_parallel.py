@@ -212,8 +212,7 @@ def _typed_by(leaf: Array, spec: Spec, mesh: Mesh) -> Array:
 
 def _without_device_axis(arg: Tree) -> Tree:
     """Remove the leading device axis from the fields of the state that differ between
-    devices. The step runs on a single device, so it expects these fields without that
-    axis.
+    devices. On each device, the step expects these fields without this axis.
     """
     return map_by_kind(arg, own=lambda leaf: jnp.squeeze(leaf, 0))
 

@@ -251,8 +251,8 @@ def require_known_axes(
 def like_params(
     inner: optax.GradientTransformation, inner_state: InnerState, params: Params
 ) -> Any:
-    """Return the inner optimizer's state. Each array that belongs to a sharded
-    parameter is marked as sharded in the same way.
+    """Return the inner optimizer's state, with each array that belongs to a sharded
+    parameter marked as sharded like this parameter.
     """
 
     def vary_like(leaf: Array, parameter: Array) -> Array:

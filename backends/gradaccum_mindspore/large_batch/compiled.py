@@ -7,10 +7,10 @@ would start at the same seed. If the last micro-batch is smaller, the body is co
 second time for it. The gradient sums start as zeros that the graph computes, because
 constant zeros would need a second buffer as large as the model.
 
-The shapes of the loop's variables must be known before it runs. The shapes of an
-auxiliary output (aux) are not known then, so a function that returns an aux must be
-called from Python. The code indexes tuples of Tensors instead of iterating over them.
-In a loop, MindSpore does not know the length of a tuple whose Tensors have equal
+The shapes of the loop's variables must be known before the loop runs. The shapes of an
+auxiliary output (aux) are known only afterwards, so a function that returns an aux must
+be called from Python. The code indexes tuples of Tensors instead of iterating over
+them. In a loop, MindSpore does not know the length of a tuple whose Tensors have equal
 shapes, and `mindspore.ops.HyperMap` returns shape (1,) for shape ().
 """
 
@@ -72,7 +72,7 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         self.zero = hidden_parameter(
             Tensor(0, self.float_dtype), "gradaccum.large_batch.zero"
         )
-        # This is a Parameter, because the compiler replaces a sum with 0 if a term of
+        # `nan` is a Parameter, because the compiler replaces a sum with 0 if a term of
         # the sum is Python's NaN.
         self.nan = hidden_parameter(
             Tensor(float("nan"), self.float_dtype), "gradaccum.large_batch.nan"
@@ -163,10 +163,10 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
 
 
 def plan_of(options: CallOptions, dtype: DType) -> Callable[[Any], Any]:
-    """Return a function that runs while MindSpore compiles. It accepts the shapes and
-    dtypes of a batch (`outline_of`). It returns the number of micro-batches of full
-    size, their size, the size of a smaller last micro-batch (0 if there is none), and
-    the weights of all micro-batches.
+    """Return a function that MindSpore calls at compile time, with the shapes and
+    dtypes of a batch (`outline_of`). The function returns the number of micro-batches
+    of full size, their size, the size of a smaller last micro-batch (0 if there is
+    none), and the weights of all micro-batches.
     """
 
     @constexpr(reuse_result=False)  # type: ignore[untyped-decorator]
@@ -187,9 +187,9 @@ def plan_of(options: CallOptions, dtype: DType) -> Callable[[Any], Any]:
 
 
 def outline_of(nest: Any) -> Any:
-    """Return `nest` with each Tensor replaced by its shape and dtype. Any other value
-    is replaced by an empty tuple, because compiled code does not split the value. For
-    example, it does not split a list of numbers.
+    """Return `nest` with each Tensor replaced by its shape and dtype. Any other value,
+    such as a number in a list, is replaced by an empty tuple, because compiled code
+    passes the value unsplit to every micro-batch.
     """
     if isinstance(nest, (tuple, list)):
         parts = []

@@ -60,8 +60,7 @@ class CoupledPasses:
     gradients.
 
     The passes are not methods of `CoupledGradient`, because that class is a Cell. A
-    Cell would list the Parameters in its attributes, such as `parameters`, as
-    Parameters of the Cell.
+    Cell registers all Parameters in its attributes, such as `parameters`, as its own.
     """
 
     outputs_fn: Function
@@ -95,9 +94,9 @@ class CoupledPasses:
         outputs = []
         for number, micro_batch in enumerate(micro_batches):
             replay.begin(number)
-            # MindSpore may already be recording operators, for an outer gradient or
-            # after an error. Without this block, it would then keep the activations of
-            # all micro-batches.
+            # Do not record operators here. MindSpore may already be recording, for an
+            # outer gradient or after an error, and would keep the activations of all
+            # micro-batches.
             with _no_grad():
                 outputs.append(self.outputs_fn(*micro_batch.arguments))
             for tensor in tensors_of(outputs[-1]):
@@ -112,7 +111,7 @@ class CoupledPasses:
         split into one part per micro-batch. Only floating-point outputs have a
         gradient.
 
-        Also add the gradients of the loss with respect to the parameters to `total`.
+        Also add to `total` the gradients of the loss with respect to the parameters.
         """
 
         def loss_of_leaves(*leaves: Tensor) -> Tensor:

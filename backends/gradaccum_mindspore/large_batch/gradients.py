@@ -105,7 +105,8 @@ def run_micro_batches(
     add: Callable[[tuple[Tensor, ...], Tensor, MicroBatch], object],
 ) -> tuple[Any, float]:
     """Compute the gradients of each micro-batch and pass them to `add`. Return the loss
-    of the large batch, or ``(loss, aux)``, and the number by which to divide the sums.
+    of the large batch, or ``(loss, aux)``, and the number by which to divide the
+    gradient sums.
 
     Args:
         backward: a function that `gradient_function` returned.

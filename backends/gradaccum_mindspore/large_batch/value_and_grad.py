@@ -46,8 +46,8 @@ class LargeBatchGradient(nn.Cell):  # type: ignore[misc]
         backward = gradient_function(fn, parameters, options.has_aux, identity)
         self.options = options
         self.accumulate_dtype = accumulate_dtype
-        # Use `partial`. If the user's Cell were an attribute, it would become a part of
-        # this Cell.
+        # `partial` hides the user's Cell, which would become a child of this Cell if it
+        # were an attribute.
         self.positional = partial(positional, fn)
         self.saved_state = partial(SavedState, modules_of(fn, modules))
         self.loop = CompiledLoop(backward, parameters, options, accumulate_dtype)
@@ -111,24 +111,25 @@ def value_and_grad(
         micro_batch_size: the number of items in a micro-batch.
         reduction: "mean" if `fn` returns a mean, which is weighted by `weight`; "sum"
             if it returns a sum; "sum_per_item" if it returns a sum, and the loss of the
-            batch should be divided by the sum of the weights.
+            batch should be divided by the batch's total weight.
         weight: a sequence with one number per item, or a function of the micro-batch's
             arguments that returns the micro-batch's weight, such as its number of
             tokens. By default, the weight is the number of items. A micro-batch of
             weight 0 adds nothing, whatever its loss is. If all weights are 0, the loss
             and the gradients are 0. A weight is treated as a constant, so it must not
-            depend on `weights`.
-        axes: the axis along which each array of the batch contains its items. It is
-            either an int for all arrays, or a structure of ints like the tuple of
-            arguments, in which an int may stand for a whole substructure. None means
-            that an array is passed whole to each micro-batch, as numbers and strings
-            are. If a list of arrays could have as many elements as the batch has items,
-            give one axis per element, such as ``[0, 0]``.
+            depend on the Parameters in `weights`.
+        axes: the axis along which each array of the batch contains its items. Pass an
+            int for all arrays, or a tuple with an int or a nested structure of ints for
+            each argument. An int applies to all arrays at its place in the structure.
+            None means that an array is passed whole to each micro-batch, as numbers and
+            strings are. If a list has as many arrays as the batch has items, give one
+            axis per array, such as ``[0, 0]``, because the arrays could be mistaken for
+            the items.
         merge_aux: how the aux outputs of the micro-batches are merged. None returns
             them as a list. "concatenate" returns one aux with a row per item, in the
-            order of the items. If it is a function, it is called once, with the list of
-            aux outputs and the list of the micro-batches' weights, and returns the aux
-            of the whole batch.
+            order of the items. A function is called once, with the list of aux outputs
+            and the list of the micro-batches' weights, and returns the aux of the whole
+            batch.
         accumulate_dtype: the dtype in which gradients are added up. None means float32
             for half-precision gradients, and the gradient's own dtype for all others.
             The returned gradients are converted back to their own dtype.
@@ -185,8 +186,8 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
         backward = gradient_function(fn, parameters, options.has_aux, optimizer.scale)
         self.optimizer = optimizer
         self.options = options
-        # Use `partial`. If the user's Cell were an attribute, it would become a part of
-        # this Cell.
+        # `partial` hides the user's Cell, which would become a child of this Cell if it
+        # were an attribute.
         self.positional = partial(positional, fn)
         self.saved_state = partial(SavedState, modules_of(fn, modules))
         self.loop = CompiledUpdateLoop(backward, optimizer, options)
@@ -225,9 +226,9 @@ class CompiledUpdateLoop(CompiledLoop):
 
     The optimizer must process the micro-batches in order, but the compiler may reorder
     calls that do not depend on each other. So the loop makes each call depend on the
-    previous call: it passes a zero from one micro-batch to the next. (A loop that adds
-    up gradients passes the gradient sums.) `add_gradients` adds this zero to the weight
-    that the optimizer gets, and returns the zero only after the optimizer has run.
+    previous call: it passes a zero from one micro-batch to the next. (The base class
+    passes the gradient sums instead.) `add_gradients` adds this zero to the weight that
+    the optimizer gets, and returns the zero only after the optimizer has run.
     """
 
     def __init__(
@@ -263,10 +264,10 @@ def value_and_update(
     """Return a function that takes a large batch, applies one update of a wrapped
     optimizer, and returns the loss of the batch.
 
-    The call ends the window of `optimizer`: all its options apply, the loss is
-    multiplied by its loss scale, and ``optimizer.result`` describes the window. If the
-    window already contained micro-batches, the update includes them. The function works
-    in PyNative mode, inside `mindspore.jit` and in graph mode.
+    The call ends the window of `optimizer`: all its options apply, its loss scale
+    multiplies the loss that is differentiated, and ``optimizer.result`` describes the
+    window. If the window already contained micro-batches, the update includes them. The
+    function works in PyNative mode, inside `mindspore.jit` and in graph mode.
 
     Args:
         fn: a function or Cell of the batch that returns an unscaled scalar loss, or

@@ -1,9 +1,9 @@
 """The open window in compiled code (`mindspore.jit` or graph mode), where the state
 consists of Tensors. The code in this file follows these rules:
 
-- Each method computes all new values from values that it reads before its first write,
-  because the compiler drops operations that seem to have no effect. Only at the end of
-  a window does one method read what another method has just written: `decide` reads the
+- Each method reads all values that it needs before its first write, because the
+  compiler drops operations that seem to have no effect. The end of a window is the only
+  place where a method reads what another method has just written: `decide` reads the
   state after the last micro-batch, and `finish` reads the gradient sums and the
   decision whether to apply the update.
 - No branch of an ``if`` returns a value that was computed in the branch. A comment in
@@ -180,7 +180,8 @@ class CompiledWindow(CellOfOnePhase):
         self.ends_by_weight = isinstance(options.steps, kit.UntilWeight)
         self.use_of_weights = kit.use_of_weights(options)
         self.measures = kit.measures(options)
-        # The compiler cannot handle a function or an object inside a named tuple.
+        # `steps` is removed, because the compiler cannot handle a function or an object
+        # inside a named tuple.
         plain_options = options._replace(steps=None)
         self.options = exact_in(storage.float_dtype, plain_options)
         constant_rule = options.scale_rule._replace(init_scale=1.0)
@@ -239,9 +240,9 @@ class CompiledWindow(CellOfOnePhase):
         return self.storage.last_event.value()[GRAD_NORM]
 
     def write_open(self, state: Fields, event: Tensor) -> bool:
-        """Write into `self.storage` what a micro-batch or a discard changes: the
-        outcome `event`, and three fields of `state`, which are the number of
-        micro-batches, the weight and the overflow flag.
+        """Write into `self.storage` what a micro-batch or a discard changes: the number
+        of micro-batches, the weight and the overflow flag from `state`, and the outcome
+        `event`.
         """
         ops.assign(self.storage.micro_step, state[MICRO_STEP].astype(ms.int32))
         ops.assign(self.storage.weight, state[WEIGHT].astype(self.float_dtype))

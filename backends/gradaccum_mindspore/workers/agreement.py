@@ -136,26 +136,20 @@ def places_of_shards(
     return tuple(places)
 
 
-# MindSpore's own reducer skips parameters that are marked as ``layerwise_parallel``. To
-# turn this reducer off, the parameters that all workers share are marked too, for as
-# long as their wrapped optimizer is alive.
-
-
 MARKS = count(1)
 
 
 def is_sharded(parameter: Parameter) -> bool:
-    """True if the user marked the Parameter as ``layerwise_parallel``."""
+    """True if the user, not `mark`, marked the Parameter as ``layerwise_parallel``."""
     is_marked_here = getattr(parameter, "shares_windows", 0)
     return bool(parameter.layerwise_parallel) and not is_marked_here
 
 
 def mark(optimizer: nn.Cell, parameters: Sequence[Parameter]) -> None:
-    """Prevent MindSpore's own reducer from reducing the gradients of the parameters
-    that all workers share, for as long as `optimizer` is alive. This is done by marking
-    the parameters as ``layerwise_parallel``, because the reducer skips parameters with
-    this mark. The attribute ``shares_windows`` of each marked parameter stores a number
-    that identifies this call.
+    """Mark the parameters that all workers share as ``layerwise_parallel`` for as long
+    as `optimizer` is alive, because MindSpore's own reducer skips parameters with this
+    mark. The attribute ``shares_windows`` of each marked parameter stores a number that
+    identifies this call.
     """
     owner = next(MARKS)
     shared_parameters = [each for each in parameters if not is_sharded(each)]
@@ -166,8 +160,8 @@ def mark(optimizer: nn.Cell, parameters: Sequence[Parameter]) -> None:
 
 
 def unmark(parameters: Sequence[Parameter], owner: int | None = None) -> None:
-    """Remove the marks that `mark` has set on `parameters`. If `owner` is the number of
-    a call of `mark`, remove only the marks from this call, because a later call may
+    """Remove the marks that `mark` has set on `parameters`. If `owner` is given, remove
+    only the marks from the call of `mark` with this number, because a later call may
     have marked some of the parameters again for another optimizer.
     """
     for parameter in parameters:

@@ -7,10 +7,10 @@ Python. From then on it takes part in the windows of the other workers, without 
 micro-batches, until every worker has called ``flush``.
 
 The vector also contains the learning rates of each worker, so that the workers can
-compare them. If the learning rates differ, a worker that ends its window from Python
-raises an error. Compiled code cannot raise errors. So if a window ends in compiled
-code, all workers skip the window as if it had overflowed, and the error is raised
-later, from Python.
+compare them. If the learning rates differ and all workers end the window from Python,
+each worker raises an error. Compiled code cannot raise errors. So if any worker ends
+the window in compiled code, all workers skip the window as if it had overflowed, and
+raise the error later, from Python.
 
 The gradient sum of a sharded parameter is not sent. After the all-reduce, each worker
 sends the gradient norm of its own shards, or inf if the gradients are not finite. So
@@ -66,8 +66,8 @@ the window in compiled code.
 """
 OPTIMIZER = 5
 OPTIMIZER_SQUARED = 6
-"""The entry at the index `OPTIMIZER` is the number of this worker's optimizer (see
-`OPTIMIZERS`), and the entry at this index is the square of this number.
+"""The entry at `OPTIMIZER` is the number of this worker's optimizer (see `OPTIMIZERS`),
+and the entry at `OPTIMIZER_SQUARED` is the square of the number.
 
 The totals of these two entries show whether all workers have the same number. They have
 the same number if and only if ``total_of_numbers ** 2`` equals
@@ -177,7 +177,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
 
     def add_up_sums(self, totals: Tensor) -> bool:
         """Replace each gradient sum in ``storage.shared_sums`` with its total over all
-        workers. Then write the weight, the overflow flag and the loss over all workers
+        workers. Then write the totals of the weight, the overflow flag and the loss
         into `storage`.
 
         If the workers' learning rates or optimizers differ (see `workers_differ`),
@@ -280,7 +280,8 @@ class WindowEnd(nn.Cell):  # type: ignore[misc]
         self.workers = workers
 
     def construct(self, totals: Tensor) -> bool:
-        # This runs in a separate branch, as in `WorkerGroup.compiled_all_reduce`.
+        # The all-reduce runs in a separate branch, as in
+        # `WorkerGroup.compiled_all_reduce`.
         if self.workers.always:
             self.workers.add_up_sums(totals)
         return self.window.close_reduced()

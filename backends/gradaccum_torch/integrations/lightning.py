@@ -2,8 +2,8 @@
 raises an error if the Trainer is configured to clip or accumulate gradients itself, or
 to step a scheduler after every micro-batch.
 
-Without this callback, an epoch may end in the middle of a window, and a Trainer that is
-configured to clip clips the gradient of each micro-batch instead of the window's
+Without this callback, an epoch may end in the middle of a window. If the Trainer is
+configured to clip, it clips the gradient of each micro-batch, not the window's
 gradient. Lightning also steps a scheduler with ``"interval": "step"`` after each
 micro-batch if the scheduler is not wrapped.
 
@@ -32,7 +32,7 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
     """Closes the open window after the last batch of an epoch, before validation and
     checkpointing.
 
-    Put this callback first in the list. It also assigns weight 0 to a batch whose
+    Put this callback first in the list. The callback assigns weight 0 to a batch whose
     ``training_step`` returns None, and steps wrapped schedulers with ``"interval":
     "step"`` after the last update of an epoch. Without this callback, a run whose
     gradient sum is kept in ``.grad`` cannot be resumed in the middle of a window.

@@ -1,9 +1,9 @@
-"""Splits the batch of a call, and implements ``micro_batch_size="auto"``. With this
-option, a call that runs out of memory starts over with micro-batches of half the size.
+"""Splits a large batch, and implements ``micro_batch_size="auto"``. With this option, a
+call that runs out of memory starts over with micro-batches of half the size.
 
 At the end of an attempt, all workers agree on a common size before any gradient is
-added to ``.grad``. Otherwise, a worker could start over alone, and the other workers
-would wait for it.
+added to ``.grad``. Without this agreement, a worker could start over alone, and the
+other workers would wait for that worker.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def run_divided(
     notes_calls: bool,
     runs_twice: bool = False,
 ) -> T:
-    """Run all forward and backward passes with ``run(micro_batches, destination)``, and
-    return its result. With an automatic size, call `run` with smaller and smaller
+    """Run all forward and backward passes: call ``run(micro_batches, destination)`` and
+    return the result. With an automatic size, call `run` with smaller and smaller
     micro-batches until they fit into memory.
 
     Args:
@@ -67,9 +67,9 @@ def run_divided(
         optimizer: the wrapped optimizer whose window the call fills and closes, or
             None.
         modules: the modules whose buffers are restored after an error.
-        notes_calls: whether to restore also the buffers of all other modules that are
-            called.
-        runs_twice: whether `run` calls the user's function again for its backward pass.
+        notes_calls: whether the buffers of all modules that are called are restored
+            too.
+        runs_twice: whether `run` calls the user's function twice for each micro-batch.
     """
     sizes = division.micro_batch_size
     group = None if optimizer is None else optimizer.whole_window().process_group

@@ -1,8 +1,8 @@
 """``gradaccum_torch.backward``: the gradient and the loss of the large batch from a
 single call, with the activations of only one micro-batch in memory.
 
-A micro-batch is weighted by starting its backward pass from its weight factor instead
-of 1, so that no operation is added to the user's graph.
+The backward pass of each micro-batch starts from a weighted gradient instead of from 1,
+so that no multiplication is added to the user's graph.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ def backward(
             ``backward(lambda b: model(**b).loss, b, steps=4)``.
         steps: the maximum number of micro-batches, each of ceil(items / steps) items.
         micro_batch_size: the number of items in a micro-batch. With ``"auto"`` or an
-            `AutoMicroBatchSize` (whose `memory_limit` is ignored), it is as many as fit
-            into the device's memory. If memory runs out, the call starts over with half
-            as many items. On a CPU pass a number, because the operating system kills a
-            process that runs out of memory. An automatic size requires that all workers
-            of the optimizer's group, or of the default process group, make the call
-            together.
+            `AutoMicroBatchSize` (whose `memory_limit` is ignored), a micro-batch
+            contains as many items as fit into the device's memory: if memory runs out,
+            the call starts over with half as many. On a CPU pass a number, because the
+            operating system kills a process that runs out of memory. An automatic size
+            requires that all workers of the optimizer's group, or of the default
+            process group, make the call together.
         reduction: ``"mean"`` if `loss_fn` returns a mean; the means are averaged with
             their weights. ``"sum"`` adds the losses. ``"sum_per_item"`` if `loss_fn`
             returns a sum; the sum of all losses is divided by the total weight.
@@ -83,9 +83,9 @@ def backward(
             micro-batches have weight 0, ``.grad`` is not changed and the loss is 0.
         axes: the batch axis of each leaf of `batch`: one number for all leaves, or a
             nested structure of numbers, in which a number may stand for a whole
-            substructure. None means that a leaf is not split. Each element of a list
-            must contain all items. If a list may have as many elements as the batch has
-            items, pass an axis for each element, or None to pass the list unsplit.
+            substructure. None means that a leaf is not split. Each tensor in a list
+            must contain all items. If a list may have as many tensors as the batch has
+            items, pass an axis for each tensor, or None to pass the list unsplit.
         has_aux: whether `loss_fn` returns ``(loss, aux)``. Tensors in `aux` are
             detached.
         merge_aux: how the `aux` values of the micro-batches are combined.
@@ -98,9 +98,9 @@ def backward(
             from `register_step_pre_hook` raises, call ``opt.discard()`` or load a state
             before you continue.
         modules: the modules whose buffers, such as a batch norm's statistics, are
-            restored if an error is raised. Default: none. With an automatic size, the
-            default is all modules that `loss_fn` calls, and compiled code is rejected,
-            because it may hide modules.
+            restored if an error is raised. Default: none. With an automatic size, or in
+            several processes without `optimizer`, the default is all modules that
+            `loss_fn` calls, and compiled code is rejected, because it may hide modules.
 
     Returns:
         The loss, detached, shape ``()``, in the dtype of `loss_fn`'s loss; or ``(loss,

@@ -70,10 +70,11 @@ def coupled_backward(
         axes: as for `gradaccum_torch.backward`.
         optimizer: as for `gradaccum_torch.backward`. A loss scale multiplies the
             gradients of the outputs and of the loss's own parameters. With several
-            workers, each loss couples the items of one worker. The update follows the
-            mean of the workers' losses, weighted by their numbers of items if the
-            optimizer's reduction is ``"mean"``, and unweighted if it is
-            ``"sum_per_item"``. With ``"sum"``, it follows the sum of these losses.
+            workers, each loss couples the items of one worker. If the optimizer's
+            reduction is ``"mean"``, the update uses the gradient of the mean of the
+            workers' losses, weighted by their numbers of items. With
+            ``"sum_per_item"``, this mean is unweighted. With ``"sum"``, the losses are
+            added.
         modules: the modules whose buffers are restored. Default: the modules that are
             called. Pass this argument if the functions run compiled code, because
             compiled code may hide the modules that it calls.
@@ -107,7 +108,8 @@ def coupled_backward(
             ' on_overflow="skip_window".'
         )
     # There is only one loss, which covers all items, so its gradient is not divided.
-    # The losses of several workers, however, are averaged.
+    # With several workers and reduction="mean", however, the workers' losses are
+    # weighted by their numbers of items.
     group = None if optimizer is None else optimizer.whole_window().process_group
     if group is None or options.reduction != "mean":
         options = make_options(None, reduction="sum")
@@ -156,8 +158,8 @@ def run_twice(
     random_state_after = before.random_state()
     buffers_after = Buffers(before.buffers.modules.values())
     destination.ignore(map(id, all_outputs.tensors))
-    # The divisor is the number of items if the losses of several workers are averaged,
-    # and 1 otherwise.
+    # The divisor is the number of items with several workers and reduction="mean", and
+    # 1 otherwise.
     destination.add_loss(loss, destination.divisor, destination.divisor)
     value = loss.detach().clone()
     del loss  # This also frees the graph of all items.

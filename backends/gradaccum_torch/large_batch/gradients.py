@@ -50,8 +50,8 @@ class GradientsInGrad:
 
     During the call, ``.grad`` contains only gradients of this call. At the end of the
     call, the values that ``.grad`` had before are added to these gradients. If the call
-    raises an error, ``.grad`` is restored. Half-precision gradients
-    are moved into float32 sums as soon as autograd has computed them.
+    raises an error, ``.grad`` is restored. Half-precision gradients are moved into
+    float32 sums as soon as autograd has computed them.
 
     Args:
         before: the random states and module buffers from before the call.
@@ -72,10 +72,9 @@ class GradientsInGrad:
         self._known_ids: set[int] = set()
         self._refused_nodes: set[str] = set()
         self._needs_optimizer = self.window is None and processes() > 1
-        """Whether `reach` raises an error if it finds a module that several workers
-        train. This is the case if several processes are running and no wrapped
-        optimizer was passed. Such a module needs a wrapped optimizer, because its
-        gradients would otherwise be reduced in each micro-batch.
+        """Whether `reach` raises an error if several workers train one of the modules.
+        True if several processes are running and no wrapped optimizer was passed,
+        because the module's gradients would be reduced in each micro-batch.
         """
         if self.window is None:
             self._refused_nodes.add(REENTRANT_NODE)
@@ -109,8 +108,7 @@ class GradientsInGrad:
 
     def reach(self, tensors: Sequence[Tensor], leaf_nodes: set[Node]) -> list[Tensor]:
         """Prepare to collect the gradients of all leaf tensors in the autograd graph of
-        `tensors`. Return the leaves that earlier calls with the same `leaf_nodes` have
-        not returned.
+        `tensors`. Return the leaves whose graph nodes are not in `leaf_nodes` yet.
 
         - `leaf_nodes`: the graph nodes of the leaves that earlier calls have returned.
           The nodes of the new leaves are added to this set.

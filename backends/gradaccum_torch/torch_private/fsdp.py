@@ -162,10 +162,9 @@ def reduce(units: Sequence[Unit]) -> None:
     """Reduce the gradients of `units` that FSDP2 has not reduced yet, and add the
     results to ``.grad``.
 
-    This function calls FSDP2's ``post_backward`` itself, after the window's last
-    backward pass. Otherwise, it would have to be known before each backward pass
-    whether the pass is the last of its window, because FSDP2 calls ``post_backward``
-    only during a backward pass.
+    This function calls ``post_backward`` after the window's last backward pass. FSDP2
+    itself calls ``post_backward`` only during a backward pass, and would have to know
+    in advance which pass is the last.
     """
     roots: dict[int, Private] = {}
     for unit in reversed(units):

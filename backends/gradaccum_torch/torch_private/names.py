@@ -96,10 +96,9 @@ class Division(NamedTuple):
 
 
 def last_division(loss: Tensor) -> Division | None:
-    """Return a record of the last operation in the computation of `loss` if this
-    operation was a division by a number, or a multiplication by a number other than
-    1/2. The multiplication counts as a division by the reciprocal. Return None after
-    any other operation.
+    """Return a record of the division by a number with which the computation of `loss`
+    ends, or None if the computation ends with another operation. A multiplication by a
+    number other than 1/2 counts as a division by the reciprocal.
     """
     node: Node = loss.grad_fn
     divisor = None if node is None else _divisor_of(node)
@@ -379,13 +378,14 @@ def leave_reduction_out(module: DistributedDataParallel) -> Callable[[], None]:
 
 
 def reduced_parameters(module: DistributedDataParallel) -> list[Tensor]:
-    """Return the parameters of `module`, except trainable parameters that it was told
-    to ignore.
+    """Return the parameters of `module`, except trainable parameters in its
+    ``parameters_to_ignore``.
     """
     parameters = []
     for path, part in module.module.named_modules():
         for name, parameter in part.named_parameters(recurse=False):
-            # This is the name that torch compares: ".weight" for the root's own weight.
+            # This is how torch names ignored parameters. The root's own weight is
+            # ".weight".
             is_ignored = f"{path}.{name}" in module.parameters_to_ignore
             if not (is_ignored and parameter.requires_grad):
                 parameters.append(parameter)

@@ -41,9 +41,8 @@ UNEQUAL_PARAMETERS = (
     " torch.distributed.broadcast, or load the same checkpoint on all workers."
 )
 CLOSE = 1e-3
-"""Whether a parameter is equal on two workers is checked by comparing the sums of its
-elements. A relative difference up to this limit is allowed, because the sums may be
-rounded differently.
+"""A parameter counts as equal on two workers if the relative difference of the sums of
+its elements is at most this number. The sums may be rounded differently.
 """
 
 
@@ -61,9 +60,8 @@ def parallel_module(module: torch.nn.Module) -> DistributedDataParallel:
     )
 
 
-# A wrapper suppresses the gradient reduction of its module. The gradients of another
-# optimizer for the same module are then not reduced either, unless that optimizer is
-# wrapped too.
+# A wrapper suppresses the gradient reduction of its module. Another optimizer for the
+# same module must be wrapped too, because its gradients are not reduced otherwise.
 
 REDUCING_OPTIMIZERS: WeakSet[torch.optim.Optimizer] = WeakSet()
 """The inner optimizers that were wrapped with ``module=``."""
@@ -138,8 +136,8 @@ def require_parameters(
 
 
 def refuse_fully_shard(argument: str, units: Sequence[Unit]) -> None:
-    """Raise if FSDP2 shards parameters, because the gradients of single micro-batches
-    cannot be measured then: `torch.autograd.grad` does not reach sharded parameters.
+    """Raise if FSDP2 shards parameters. `torch.autograd.grad` does not reach sharded
+    parameters, so the gradients of single micro-batches cannot be measured.
     """
     if units:
         raise UsageError(

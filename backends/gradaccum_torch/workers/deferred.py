@@ -56,10 +56,9 @@ class DeferredReduction:
 
     @contextmanager
     def last_pass(self) -> Iterator[None]:
-        """Make FSDP2 reduce gradients during the backward pass inside the block. This
-        is done only if every worker has a gradient for every parameter, because all
-        workers must reduce the gradients of the same parameters. This is a collective
-        call.
+        """If every worker already has a gradient for every parameter, make FSDP2 reduce
+        gradients during the backward pass inside the block. All workers must reduce the
+        gradients of the same parameters. This is a collective call.
         """
         has_gradients = [has_gradient(parameter) for _, parameter in self.trainable()]
         if all(self.compare_flags(has_gradients, dist.ReduceOp.MIN)):

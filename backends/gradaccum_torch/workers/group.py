@@ -1,12 +1,13 @@
 """The workers of one process group, each with a copy of the model.
 
 When a window ends, the gradient sums are all-reduced in buckets, followed by a few
-scalars: the weight, for example, and flags that show which parameters had a gradient on
-at least one worker. A worker that has no more data calls ``flush``, and then takes part
-in the other workers' windows until all workers have called ``flush``.
+scalars, such as the weight and flags that show which parameters had a gradient on at
+least one worker. A worker that has no more data calls ``flush``, and then contributes
+zeros to the other workers' windows until all workers have called ``flush``.
 
-If a parameter is sharded over the same workers, its gradient already covers all
-workers' items, so it is not reduced again, and the norm covers all shards.
+The gradient of a parameter that is sharded over the same workers already covers all
+workers' items, so this gradient is not reduced again. The gradient norm includes all
+shards.
 """
 
 from __future__ import annotations

@@ -75,9 +75,9 @@ class Workers:
     device: torch.device | str = "cpu"
     """The device on which workers add up numbers such as weights."""
     make_gradient_sum: MakeGradientSum | None = None
-    """A function that creates the gradient sum, or None if
-    `gradient_sum.make_gradient_sum` creates it. A function is needed only if FSDP2
-    stores the sum, which it does with ``gradient_sync="window"``.
+    """The function that creates the gradient sum if FSDP2 stores the sum
+    (``gradient_sync="window"``). In all other cases it is None, and
+    `gradient_sum.make_gradient_sum` creates the sum.
     """
 
     def all_reduce(

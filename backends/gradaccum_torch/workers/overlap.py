@@ -133,8 +133,8 @@ def buckets(
     bucket: Bucket = []
     size = 0
     for tensor in tensors:
-        # Decide by the size only, because the size is the same on every worker, but the
-        # memory layout may differ.
+        # Choose buckets by the tensors' sizes only, because the sizes are the same on
+        # every worker, but the memory layouts may differ.
         nbytes = tensor.numel() * dtype_of(tensor).itemsize
         if nbytes >= LARGE_BYTES:
             complete_buckets.append([tensor])
