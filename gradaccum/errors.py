@@ -14,8 +14,8 @@ from typing import SupportsFloat, SupportsIndex, cast
 
 
 class GradAccumError(Exception):
-    """The base class of gradaccum's errors. Raising one of these errors leaves the open
-    window's gradient sum intact.
+    """The base class of gradaccum's errors. A call that raises one of them leaves the
+    open window's gradient sum intact.
     """
 
 
@@ -53,7 +53,7 @@ class BackendNotFoundError(GradAccumError, ImportError):
     """The requested backend does not exist, or its framework is not installed."""
 
 
-# Checks of plain arguments. No check accepts a bool or NaN as a number.
+# Checks of arguments. No check accepts a bool or NaN where a number is expected.
 
 
 def require_int(
@@ -79,12 +79,12 @@ def require_int(
 def require_number(
     argument: str, value: object, *, or_equal: bool = False, fix: str | None = None
 ) -> float:
-    """Return `value` as a float. Raise unless it is finite and > 0 (or >= 0 if `or_equal`
-    is true).
+    """Return `value` as a float. Raise unless it is finite and > 0 (or >= 0 if
+    `or_equal` is true).
     """
     # For an array with several elements, or a traced value, float() raises one of the
-    # errors that are caught below. ``contextlib.suppress`` would take longer than the
-    # rest of this function, which runs once per micro-batch.
+    # errors that are caught below. Do not use ``contextlib.suppress``: it takes longer
+    # than the rest of this function, which runs once per micro-batch.
     try:
         is_text = isinstance(value, (bool, str))
         number = None if is_text else float(cast(SupportsFloat, value))

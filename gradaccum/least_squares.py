@@ -16,9 +16,8 @@ Vector: TypeAlias = Any
 and ``* float``.
 """
 PIVOT = 1e-6
-"""The distance between a gradient and the nearest weighted sum of the earlier gradients
-must be larger than this fraction of the gradient's norm. Otherwise, the gradients are
-too similar to distinguish.
+"""The gradients are too similar to distinguish if one of them differs from a weighted
+sum of the earlier gradients by at most this fraction of its norm.
 """
 
 
@@ -30,7 +29,7 @@ class WeightedSum(NamedTuple):
     ordered by worker: worker 0 comes first.
     """
     uncertainty: float
-    """The rounding error of the coefficients, relative to the largest coefficient; inf
+    """The estimated error of the coefficients, relative to the largest coefficient; inf
     if the micro-batches' gradients are too similar to distinguish.
     """
     unexplained: float
@@ -43,9 +42,9 @@ class WeightedSum(NamedTuple):
     norms: tuple[float, ...] = ()
     """The 2-norm of each micro-batch's gradient."""
     condition: float = 1.0
-    """A condition number: the factor by which the coefficients may magnify a relative
-    error of the gradients. It is 1 if the micro-batches' gradients are orthogonal, and
-    larger if they are similar.
+    """A condition number: the factor by which a relative error of the gradients may be
+    magnified in the coefficients. It is 1 if the micro-batches' gradients are
+    orthogonal, and larger if they are similar.
     """
 
 
@@ -56,10 +55,9 @@ def norm_of(vector: Vector) -> float:
 def right_factors(
     reduction: Reduction, weights: Sequence[float], large_weight: float = 1.0
 ) -> tuple[float, ...]:
-    """Return one factor per micro-batch. Multiplying each micro-batch's gradient by its
-    factor and adding up the products gives the gradient of the large batch.
-    `large_weight`, the weight of the large batch, is used only with the reduction
-    "sum_per_item".
+    """Return one factor per micro-batch. The large batch's gradient is the sum of the
+    micro-batches' gradients, each multiplied by its factor. `large_weight`, the weight
+    of the large batch, is used only with the reduction "sum_per_item".
     """
     if reduction == "sum":
         return (1.0,) * len(weights)
@@ -119,8 +117,8 @@ class GradientBasis:
         residual = norm_of(remainder)
         sizes = [abs(coefficient) for coefficient in coefficients]
         total = sum(size * norm for size, norm in zip(sizes, self.norms, strict=True))
-        # The standard errors of the coefficients if the residual's elements have a
-        # standard deviation of 1.
+        # The standard errors of the coefficients, assuming that the residual's elements
+        # have a standard deviation of 1.
         spreads = [math.hypot(*shares) for shares in zip(*self.recipes, strict=True)]
         spread = max(spreads)
         error = 4 * residual / math.sqrt(self.freedom) * spread

@@ -36,7 +36,7 @@ mistake in a loop causes a much larger difference.
 LEAST = 1e-3
 """A coefficient counts as zero if it is at most this fraction of the largest
 coefficient. For a micro-batch of very small weight, the limit is half of the expected
-coefficient, because even the right coefficient could otherwise count as zero.
+coefficient, because otherwise even the right coefficient could count as zero.
 """
 MOST_ROUNDING = 0.02
 """The largest relative change of a gradient that rounding can cause, even in bfloat16.
@@ -44,7 +44,7 @@ MOST_ROUNDING = 0.02
 rounding must have changed the gradient.
 """
 SCALES = (2.0**10, 2.0**12)
-"""The factors with which `rounding_of` scales a loss so that the small elements of a
+"""The factors by which `rounding_of` multiplies a loss so that the small elements of a
 float16 gradient do not become 0.
 """
 MOST_NOISE = 0.1
@@ -61,7 +61,7 @@ class LoopProblem(NamedTuple):
     kind: str
     """The kind of mistake:
 
-    - ``"lost"``: micro-batches contributed to no update.
+    - ``"lost"``: some micro-batches contributed to no update.
     - ``"only_last"``: each update contains only one micro-batch; the others were lost.
     - ``"leaked"``: micro-batches of the previous update contributed again.
     - ``"not_reduced"``: the workers contributed different numbers of micro-batches.
@@ -146,9 +146,9 @@ class LoopReader:
         ]
         """For each update, the coefficients that a correct loop would give: one
         coefficient per micro-batch. The coefficient is 0 if the micro-batch did not
-        contribute to the update, or also contributed to the previous update. There is
-        one exception: if this rule would make all coefficients of the update 0, the
-        previous update is ignored.
+        contribute to the update, or had already contributed to the previous update.
+        There is one exception: if this rule would make all coefficients of the update
+        0, the previous update is ignored.
         """
         self.problems: list[LoopProblem] = []
         self.notes: list[str] = []
@@ -167,7 +167,7 @@ class LoopReader:
     def _noise_of(self, update: WeightedSum) -> float:
         """Return the error of the update's coefficients, relative to the largest
         coefficient. Return 0 if the update is not a weighted sum of the micro-batches'
-        gradients, because its coefficients are not used.
+        gradients, because the coefficients of such an update are not used.
         """
         if update.unexplained > self.limit:
             return 0.0
@@ -207,8 +207,8 @@ class LoopReader:
                 )
             if flat:
                 return (
-                    f"The gradient of {self._names(flat)} is zero, so the check cannot"
-                    " tell where it went. Use other data, or set the weight to 0."
+                    f"The gradient of {self._names(flat)} is zero, so it cannot be"
+                    " found in any update. Use other data, or set the weight to 0."
                 )
             if update.unexplained <= self.limit and self._noise_of(update) > MOST_NOISE:
                 return (
@@ -231,11 +231,12 @@ class LoopReader:
             self._say(
                 "unexplained",
                 number,
-                f"{100 * update.unexplained:.2g}% of update {number} is not a sum of the"
-                " micro-batches' gradients. Either items of a batch are mixed (batch"
-                " norm, a contrastive loss), or the loss is random or has a state, or"
-                " loss_fn lacks a term of the loop's loss, or the loop clips or clears"
-                " parts of the gradient, or adds up the gradients in half precision.",
+                f"{100 * update.unexplained:.2g}% of update {number} is not a weighted"
+                " sum of the micro-batches' gradients. Possible causes: items of a"
+                " batch are mixed (batch norm, a contrastive loss); the loss is random"
+                " or has a state; loss_fn lacks a term of the loop's loss; the loop"
+                " clips or clears parts of the gradient, or adds up gradients in half"
+                " precision.",
             )
 
     def _say(self, kind: str, update: int, explanation: str) -> None:
@@ -324,9 +325,9 @@ class LoopReader:
 
     def _read_weights(self, number: int, update: WeightedSum) -> None:
         """Compare the coefficients of an update with a list of patterns, such as the
-        pattern of a loss that was divided twice. If the first pattern that matches is a
-        mistake, report this mistake. Some patterns are not mistakes, for example the
-        right coefficients, or a window that was clipped as a whole.
+        pattern of a loss that was divided twice. If the first matching pattern
+        indicates a mistake, report the mistake. Some patterns indicate none, such as
+        the right coefficients, or a window that was clipped as a whole.
         """
         expected = self.expected[number - 1]
         members = self.members[number - 1]
@@ -369,7 +370,8 @@ class LoopReader:
         is_whole = same(ratios)
         is_smaller = is_whole and 0 < ratios[0] < 1
         limit = self.clip_norm or math.inf
-        # torch's `clip_grad_norm_` adds 1e-6 to the norm by which it divides.
+        # The absolute tolerance is 1e-6, because torch's `clip_grad_norm_` divides by
+        # the norm plus 1e-6.
         is_clipped = math.isclose(update.norm, limit, rel_tol=ROOM, abs_tol=1e-6)
         short = (
             f"The short window of update {number} was divided by {full_size} instead of"
@@ -450,16 +452,16 @@ class LoopReader:
                 are_clipped(coefficients, norms, room)
                 or are_clipped(ratios, norms, room),
                 "clipped_each",
-                f"In update {number} each micro-batch was clipped by itself. Clip the"
+                f"In update {number} each micro-batch was clipped separately. Clip the"
                 " window's sum once.",
             ),
             (
                 are_multiplied(coefficients, room) or are_multiplied(ratios, room),
                 "scaled_inside",
                 f"In update {number} earlier micro-batches count less or more than"
-                " later micro-batches, by a factor: the sum was multiplied inside the"
-                " window, as a clip after each backward pass, a running mean or"
-                " repeated scaling does.",
+                " later micro-batches, most likely because the sum was multiplied"
+                " inside the window, for example by clipping after each backward pass,"
+                " a running mean or repeated scaling.",
             ),
             (
                 True,
@@ -475,8 +477,8 @@ class LoopReader:
             self.notes.append(text)
 
     def _names(self, members: Iterable[int]) -> str:
-        """Return the micro-batches `members` in words, such as "micro-batches 1 to 3".
-        The workers are mentioned only if their micro-batches differ.
+        """Describe the micro-batches `members` in words, such as "micro-batches 1 to
+        3". The workers are mentioned only if their micro-batches differ.
         """
         places: list[list[int]] = [[] for _ in range(self.workers)]
         for member in sorted(members):
@@ -639,17 +641,18 @@ def recorded_batches(micro_batches: Iterable[Any]) -> list[tuple[Any, ...]]:
     """Return the arguments of each micro-batch.
 
     Raises:
-        ArgumentValueError: there are no micro-batches; or `micro_batches` yields other
-            micro-batches when it is iterated again, as a shuffling data loader does.
+        ArgumentValueError: there are no micro-batches; or `micro_batches` yields
+            different micro-batches when it is iterated again, as a shuffling data
+            loader does.
     """
     iterator = iter(micro_batches)
     batches = [as_arguments(each) for each in iterator]
     kind = type(micro_batches).__name__
-    problem = "" if batches else f"an object of type {kind} that contains none"
+    problem = "" if batches else f"an empty {kind}"
     if iterator is not micro_batches and not isinstance(micro_batches, list | tuple):
         second_batches = [as_arguments(each) for each in micro_batches]
         if not may_be_same(batches, second_batches):
-            problem = f"a {kind} that yields others when it is iterated again"
+            problem = f"a {kind} that yields different ones each time"
     if problem:
         raise ArgumentValueError(
             "micro_batches: expected the micro-batches on which the loop trains; got"
@@ -672,7 +675,7 @@ def may_be_same(batches: Nest, other_batches: Nest) -> bool:
         try:
             if value.shape != other_value.shape:
                 return False
-            # NaN is the only value that differs from itself.
+            # NaN counts as equal. It is the only value that differs from itself.
             is_same: Any = (value == other_value) | (value != value)
             if not is_same.all():
                 return False
@@ -683,10 +686,9 @@ def may_be_same(batches: Nest, other_batches: Nest) -> bool:
 
 def items_of(*micro_batch: Any) -> float:
     """Return the number of items in a micro-batch. `micro_batch` contains the arguments
-    of the loss function, and the first argument determines the number: the length of a
-    list or of an array. If the first argument is a dictionary or another nest (nested
-    structure of tuples, lists and dicts), the number is the length of the arrays in the
-    nest.
+    of the loss function. If the first argument is a list or an array, the number is its
+    length. If it is a dictionary or another nest (nested structure of tuples, lists and
+    dicts), the number is the length of the arrays in the nest.
 
     Raises:
         ArgumentValueError: the arrays in the first argument have different lengths, or
@@ -732,7 +734,7 @@ def rounding_of(
         gradients: the gradient of each micro-batch.
         gradient_of: ``gradient_of(number, factor)`` computes the gradient of one
             micro-batch again, from its loss multiplied by `factor`. Every worker calls
-            this function equally often.
+            this function the same number of times.
         is_float16: whether the loss is computed in float16.
     """
     largest_change = 0.0
@@ -770,7 +772,7 @@ def loop_report(
         weights: the weight of each micro-batch.
         epsilon: the machine epsilon of the coarsest dtype among the parameters.
         measure_rounding: returns the result of `rounding_of`. It is called only if the
-            loop seems to be wrong, because it runs each micro-batch four times more.
+            loop seems to be wrong, because it runs each micro-batch four more times.
         norms: the norm of each update, if `updates` contains only some elements of each
             update.
         options: as in `LoopReader`.
@@ -806,10 +808,10 @@ def in_words(places: Sequence[int]) -> str:
 
 
 def are_equal(numbers: Sequence[float], rooms: Iterable[float]) -> bool:
-    """True if all numbers count as equal: some value lies within the tolerance of every
-    number. The relative tolerance of a number is half of its entry in `rooms`. Two
-    numbers with the entry r therefore count as equal if their relative difference is at
-    most about r.
+    """True if all numbers count as equal, which means that some value lies within the
+    tolerance of every number. The relative tolerance of a number is half of its entry
+    in `rooms`. Two numbers with the same entry r therefore count as equal if their
+    relative difference is at most about r.
     """
     least = -math.inf
     most = math.inf
@@ -844,7 +846,7 @@ def are_clipped(sizes: Sequence[float], norms: Sequence[float], room: float) -> 
 
 def are_multiplied(sizes: Sequence[float], room: float) -> bool:
     """True if the gradient sum seems to have been multiplied inside the window, between
-    two micro-batches. `sizes` and `room` have the same meaning as for `are_clipped`.
+    two micro-batches. `sizes` and `room` have the same meaning as in `are_clipped`.
 
     The result is True in two cases:
 
@@ -852,7 +854,7 @@ def are_multiplied(sizes: Sequence[float], room: float) -> bool:
       by the same number after each micro-batch.
     - The sizes never decrease. This happens if the sum was multiplied by numbers <= 1,
       as clipping does, because the gradients of earlier micro-batches are then
-      multiplied more often.
+      multiplied more times.
 
     With fewer than three micro-batches the result is False, because any two sizes have
     a constant ratio.

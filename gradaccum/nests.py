@@ -5,8 +5,8 @@ A nest is a leaf, or a tuple, list, mapping or dataclass of nests. A list or tup
 plain values (strings, numbers) is one leaf with one value per item.
 
 Any other list or tuple is a container, each of whose elements should hold data for all
-items. Users may instead pass one element per item, such as one dict per image. So
-`require_one_size` rejects a list that could be meant in this way, unless the user's
+items. A user may by mistake pass a list of items, such as one dict per image. So
+`require_one_size` rejects any list that may be a list of items, unless the user's
 ``axes`` define how the list is split.
 """
 

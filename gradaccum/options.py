@@ -236,8 +236,9 @@ def scale_rule(
     loss scaler if the user passed one (otherwise None).
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: `loss_scale` is not None, a finite number
-            > 0, a `DynamicLossScale`, or a scaler that `driver` accepts.
+        ArgumentTypeError, ArgumentValueError: `loss_scale` is none of the following:
+            None, a finite number > 0, a `DynamicLossScale`, or a scaler that `driver`
+            accepts.
     """
     if loss_scale is None:
         return ScaleRule(), None

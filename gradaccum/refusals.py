@@ -76,8 +76,8 @@ def update_due_error(call: str) -> UsageError:
     failed.
     """
     return UsageError(
-        f"{call}: expected a window that is not reduced yet; got a window that was"
-        " already reduced, but whose update failed. Call flush() on every worker to"
+        f"{call}: expected a window whose gradients are not reduced yet; got a window"
+        " whose update failed after the reduction. Call flush() on every worker to"
         " retry the update, or discard() on every worker to drop it."
     )
 
@@ -124,9 +124,8 @@ RATE_MOVED = (
 
 @lru_cache(maxsize=8)
 def rate_bits(*rates: float) -> bytes:
-    """Return a fingerprint of an optimizer's learning rates. It consists of 32 bits,
-    stored as separate numbers, because sums of zeros and ones over the workers are
-    exact.
+    """Return a fingerprint of an optimizer's learning rates. Its 32 bits are stored as
+    separate numbers, so that their sums over the workers are exact.
     """
     # Adding 0.0 turns -0.0 into 0.0. The rates 0.0 and -0.0 must give the same bits,
     # because the cache treats them as the same key.
@@ -141,8 +140,7 @@ def require_same_rates(
     learning rates.
 
     `rates` are the learning rates of this worker's parameter groups, `rank` is this
-    worker's rank, and `added` contains the sum of each of the `rate_bits` over all
-    workers.
+    worker's rank, and `added` contains the `rate_bits`, each summed over all workers.
 
     Raises:
         UsageError: two workers have different rates, have their parameters in different
@@ -152,9 +150,9 @@ def require_same_rates(
     if not {0, workers}.issuperset(added):
         raise UsageError(
             f"learning rates on rank {rank}: expected the same rates, parameters and"
-            f" optimizer on every worker; got {list(rates)} on this worker, and"
-            " different rates, another optimizer's window or, with fully_shard, a"
-            " different number of micro-batches on another worker. Write"
+            f" optimizer on every worker; got {list(rates)} on this worker, but"
+            " another worker has different rates, another optimizer's window or, with"
+            " fully_shard, a different number of micro-batches. Write"
             " gradaccum.wrap(scheduler), or step the scheduler in a function passed to"
             " add_listener(), because a single flush() may close several windows. If"
             " two optimizers share a process group, run the same number of"

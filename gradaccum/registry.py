@@ -8,9 +8,9 @@ backend:
 - ``gradaccum.types`` maps the name of a package with optimizers, such as ``optax``, to
   the `Backend` object that wraps them.
 
-Entry points are part of a package's metadata. This project's three adapters are found
-even without their metadata, for example in a copy of the packages, as long as they can
-be imported.
+Entry points are part of a package's metadata. This project's three backends are found
+even without their metadata, for example if they were copied instead of installed, as
+long as they can be imported.
 """
 
 from __future__ import annotations

@@ -168,6 +168,6 @@ class StepResult(NamedTuple):
         return self.applied | self.skipped
 
     def __repr__(self) -> str:
-        # In JAX this prints ``grad_norm=0.5`` instead of ``Array(0.5, dtype=float32)``.
+        # With ``!s``, JAX prints ``grad_norm=0.5``, not ``Array(0.5, dtype=float32)``.
         values = (f"{name}={value!s}" for name, value in self._asdict().items())
         return f"{type(self).__name__}({', '.join(values)})"

@@ -159,8 +159,8 @@ def ends(state: Fields, steps: Schedule | Scalar, where: Where) -> Scalar:
 
 
 def joined(state: Fields, weight: Scalar, overflow: Scalar) -> Fields:
-    """Return the state at the end of a window that several workers share. The workers'
-    combined weight and overflow flag replace those of a single worker.
+    """Return the state at the end of a window that several workers share. The combined
+    weight and overflow flag of all workers replace the worker's own.
 
     - `state`: the state of one worker.
     - `weight`: the sum of the weights of all workers.

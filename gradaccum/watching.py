@@ -162,7 +162,7 @@ class Listeners:
         """Return a context manager for the code that closes windows. When its ``with``
         block ends, the listeners are called with the windows that closed inside the
         block. If the block raised an error, this error is raised. Otherwise, the
-        listeners' first error is raised.
+        listeners' first error, if any, is raised.
         """
         try:
             yield

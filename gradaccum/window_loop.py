@@ -45,10 +45,6 @@ _ROUNDING = 1e-5
 float32. A `reduce` function that computes a mean by mistake causes a larger error.
 """
 
-
-# One pass over a loader: its number of updates, and the flush at its end.
-
-
 _UNEQUAL = (
     "gradaccum: micro-batches of {} and {} items count equally, because {}. If the loss"
     " is a mean over the items, {}. If the micro-batches should count equally, pass"
@@ -116,10 +112,10 @@ class Sizes:
         the method `see` has already checked the micro-batch.
         """
         self.weight: Any = None
-        """The weight that the user has last passed, or None."""
+        """The last weight that the user passed, or None."""
         self._looks = reduction == "mean"
         self._weighs_by_keys = True
-        """Whether every weight so far was the number of a dictionary's keys."""
+        """Whether every weight so far was the number of keys in its micro-batch."""
         self._first = 0
         self._fix = fix
 
@@ -222,16 +218,16 @@ class Epoch(Iterator[M]):
         """Return this object itself, as iterators do.
 
         Raises:
-            UsageError: the first loop has read the whole pass, and this is the third
-                loop. The second loop is allowed, because a program that reads a few
-                micro-batches per loop stops after an empty loop.
+            UsageError: the first loop has read the whole pass, and there was already a
+                second loop. A second, empty loop is allowed, because a program that
+                reads a few micro-batches per loop stops at an empty loop.
         """
         self._loops += 1
         if self._loops_at_end == 1 and self._loops > 2:
             raise UsageError(
                 "epoch: expected a new call for each pass over the loader; got an"
-                " object whose pass is over. Write for micro_batch in"
-                " opt.epoch(loader): inside the loop over the epochs."
+                " iterator that is already exhausted. Write `for micro_batch in"
+                " opt.epoch(loader):` inside the loop over the epochs."
             )
         return self
 
@@ -272,10 +268,6 @@ def _with_progress(loader: Iterable[M]) -> Iterable[M]:
     with suppress(TypeError):
         total = len(cast(Sized, loader))
     return cast(Iterable[M], track(loader, "micro-batches", total=total))
-
-
-# `Windows` iterates over a loader. It reads all micro-batches of a window before the
-# user's loop processes the first of them.
 
 
 class Window(Generic[M]):

@@ -102,10 +102,10 @@ class GradientTypes(NamedTuple):
     """The inner optimizer is traced with gradients of these dtypes, one per leaf, to
     find the dtypes of the updates.
 
-    If the caller passed the parameters but no gradient for a leaf, as in a flush, the
-    entry is the dtype of the parameter (or of its master weight). The entry in `dtypes`
-    may then be wider, because the gradient sum is passed to the inner optimizer without
-    rounding. In all other cases, the two entries are equal.
+    For a leaf without a gradient, as in a flush, the entry is the dtype of the
+    parameter (or of its master weight) if the caller passed the parameters. The entry
+    in `dtypes` may be wider, because the gradient sum is passed to the inner optimizer
+    without rounding. For all other leaves, the two entries are equal.
     """
 
 
@@ -113,9 +113,9 @@ def gradient_types(
     accumulator: Tree, params: Params, gradients: Gradients | None
 ) -> GradientTypes:
     """Return the dtypes of the gradients that the inner optimizer receives: for each
-    leaf, the wider of the parameter's dtype and the gradient's dtype. So if the
-    gradients have a wider dtype than the parameters, the update is the same as in plain
-    optax.
+    leaf, the wider of the parameter's dtype and the gradient's dtype. So a gradient
+    with a wider dtype than its parameter is not rounded, and the update is the same as
+    in plain optax.
 
     In a flush the dtypes of the gradients are unknown, so the sum is passed to the
     inner optimizer without rounding.
@@ -153,7 +153,7 @@ def moving_of(tree: Tree) -> tuple[Leaves, Callable[..., Tree]]:
     """Return the leaves of `tree` that have a real or complex floating-point dtype, and
     a function `put`.
 
-    ``put(leaves)`` returns a copy of `tree`, in which `leaves` replace these
+    ``put(leaves)`` returns a copy of `tree` in which `leaves` replace these
     floating-point leaves in order. ``put(leaves, still)`` also replaces every other
     leaf with ``still(leaf)``.
     """

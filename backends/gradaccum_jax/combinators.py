@@ -50,8 +50,8 @@ class Question:
     state that `answer` returns. `accumulation` is the wrapped optimizer's own
     `Accumulation` (its inner optimizer and its options), and `state` is its own state.
 
-    The method `ask` makes this call. It also stores the `Accumulation` and the updates
-    in this object, because the caller cannot read them from the results of a combined
+    The method `ask` calls `answer`. It also stores the `Accumulation` and the updates
+    in this object, because they cannot be read from the results of a combined
     transformation.
     """
 
@@ -96,12 +96,12 @@ def close_part(
     """Close the window of the wrapped optimizer inside `tx` by calling `close`. Return
     the updates for all parameters, and the new state of `tx`.
 
-    Only the state of the wrapped optimizer changes. The other transformations in `tx`
-    are called with gradients of zero, because there is no micro-batch, and their new
-    states are not kept. All parameters that the wrapped optimizer does not update get
-    an update of zero. In an `optax.chain`, the transformations after the wrapped
-    optimizer are applied to its updates. These transformations must be stateless,
-    because their new states are not kept either.
+    Only the state of the wrapped optimizer changes; the new states of all other
+    transformations are discarded. Because there is no micro-batch, `tx` is called with
+    zero gradients. Parameters that the wrapped optimizer does not update get an update
+    of zero. In an `optax.chain`, the transformations after the wrapped optimizer are
+    applied to its updates. They must be stateless, because their new states are
+    discarded too.
     """
     question = Question(close)
     updates, new_state = _ask_part(tx, state, params, extra, question)
@@ -154,7 +154,7 @@ def _ask_part(
 def _may_change(node: Any) -> bool:
     """True if `node` is the state of the wrapped optimizer, or of an
     `optax.apply_if_finite` directly around it. A flush may change only these states.
-    In a flush, `optax.apply_if_finite` returns the optimizer's updates unchanged.
+    `optax.apply_if_finite` is allowed because it returns a flush's updates unchanged.
     """
     is_checked = isinstance(node, optax.ApplyIfFiniteState)
     return is_state(node.inner_state if is_checked else node)

@@ -41,7 +41,7 @@ def sum_dtype(leaf: Array, accumulate_dtype: DType) -> DType:
     if not takes_part(leaf):
         return leaf_dtype
     if accumulate_dtype is None:
-        # Compare sizes, because JAX does not promote dtypes of fewer than 16 bits.
+        # Compare the dtypes' sizes, because JAX does not promote dtypes below 16 bits.
         return jnp.dtype("float32") if leaf_dtype.itemsize < 4 else leaf_dtype
     chosen_dtype = jnp.dtype(accumulate_dtype)
     if jnp.issubdtype(leaf_dtype, jnp.complexfloating):
@@ -175,8 +175,8 @@ def select(predicate: Scalar, a: Array, b: Array) -> Array:
 # The global norm of the gradient sum is finite if and only if every element is finite.
 #
 # But the squares of large finite elements may overflow, and the squares of tiny
-# elements may underflow. In both cases the sum is multiplied by a power of two that
-# brings the squares into range, and the norm is computed again.
+# elements may underflow. In both cases the elements are multiplied by a power of two
+# that brings the squares into range, and the norm is computed again.
 
 
 SMALL_SIZE = 2**14
@@ -233,12 +233,12 @@ def _sum_of_squares(arrays: Leaves, factor: Scalar, shard_axes: ShardAxes) -> Sc
         if _is_large(group[0]):
             # Before JAX 0.10, XLA:CPU writes the squares to memory. With this
             # `jnp.where`, an array's squares depend on the previous `total`, so XLA
-            # processes one array after the other. AdamW on four arrays then needs
+            # processes one array after another. AdamW on four arrays then needs
             # temporary memory of 0.25 times the size of the parameters instead of 1.0
-            # times (JAX 0.7.1). The result is always `factor`, because `total` is never
-            # negative. Small arrays do not need the `jnp.where`. Without it, their
-            # kernels are identical, and XLA compiles identical kernels in less than
-            # half the time (JAX 0.7.1).
+            # times (JAX 0.7.1). The `jnp.where` always returns `factor`, because
+            # `total` is never negative. Small arrays do not need the `jnp.where`.
+            # Without it, their kernels are identical, and XLA compiles identical
+            # kernels in less than half the time (JAX 0.7.1).
             group_factor = jnp.where(total < 0, total, factor)
         squares = [jnp.square(array * group_factor) for array in group]
         sums[axes] = total + jnp.sum(functools.reduce(operator.add, squares))

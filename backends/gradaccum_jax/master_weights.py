@@ -70,9 +70,9 @@ def current_master(parameter: Array, master: Array) -> Array:
     size = jnp.finfo(parameter.dtype).bits
 
     def places(numbers: Array) -> Array:
-        """Return the position of each number in the sorted numbers of the dtype."""
-        # XLA may remove a cast (see `round_master`), but not if its result is read as
-        # bits.
+        """Return each number's position when all numbers of the dtype are sorted."""
+        # XLA may remove the cast of `master` below (see `round_master`), but not if the
+        # result is read as bits.
         bits = numbers.view(f"uint{size}").astype(jnp.int32)
         sign = 1 << (size - 1)
         return jnp.where(bits < sign, bits, sign - bits)
@@ -187,10 +187,10 @@ def apply_updates(params: Params, updates: Updates, state: Tree) -> Params:
     half-precision parameter that has a float32 master to the rounded master, regardless
     of the parameter's previous value.
 
-    `optax.apply_updates` almost always sets such a parameter to the same value. It may
-    miss the rounded master if the parameter was inf, if the parameter shrinks by more
-    than three orders of magnitude in one update, or if a bfloat16 parameter changes by
-    an amount outside float32's normal range.
+    `optax.apply_updates` almost always sets such a parameter to the same value. The
+    values may differ if the parameter was inf, if it shrinks by more than three orders
+    of magnitude in one update, or if a bfloat16 parameter changes by an amount outside
+    float32's normal range.
 
     A parameter whose update is None, such as a random key, does not change.
     `optax.apply_updates` does not accept such an update.

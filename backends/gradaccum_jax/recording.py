@@ -37,9 +37,9 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
         state = train(optax.MultiSteps(recorder, 4))
         print(recorder.report(state, loss_fn, params, micro_batches))
 
-    Use it instead of a whole `optax.multi_transform` or `optax.masked`. If it receives
-    the gradients of only some parameters, the report is valid only if the other
-    parameters do not change and the loop does not clip all gradients together.
+    Use it instead of a whole `optax.multi_transform` or `optax.masked`, not inside one.
+    A report on the gradients of only some parameters is not valid if other parameters
+    change or the loop clips all gradients together.
     """
 
     def __new__(cls) -> LoopRecorder:
@@ -79,8 +79,8 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
 
         Args:
             state: the optimizer's state at the end of the loop, or a tree that contains
-                this state. A wrapper may compute an update in every step but apply only
-                some of these updates. The state shows which updates were applied.
+                this state. It shows which updates were applied, because a wrapper may
+                compute an update in every step but apply only some of the updates.
             loss_fn: ``loss_fn(params, *micro_batch)`` returns the loss as a scalar,
                 before it is divided or weighted, or a tuple whose first element is the
                 loss.
@@ -150,9 +150,10 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
         )
         if is_partial:
             report.notes.append(
-                "Only some of the parameters go through the recorder. If the others"
-                " change, or the loop clips all gradients together, the report is not"
-                " valid: use the recorder instead of the whole optax.multi_transform."
+                "The recorder receives the gradients of only some parameters. If the"
+                " loop changes other parameters, or clips all gradients together, the"
+                " report is not valid: use the recorder instead of the whole"
+                " optax.multi_transform."
             )
         return report
 

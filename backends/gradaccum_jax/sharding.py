@@ -4,8 +4,8 @@ and the differences between JAX versions.
 Inside `jax.shard_map`, the type of a value contains the mesh axes along which the value
 may differ between devices. JAX requires each result of a loop or a conditional to have
 the same type as the corresponding input. But a result may vary along more axes than its
-input, for example along those of the predicate. In this case, these helpers first add
-the missing axes to the type of the input.
+input, for example because the predicate varies along them. In this case, these helpers
+first add the missing axes to the type of the input.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ class AxisShards(NamedTuple):
     """
 
     known: int
-    """The number of shards that the array's sharding or type shows; 1 if neither shows
-    that the axis is sharded.
+    """The number of shards along the axis, according to the array's sharding or type; 1
+    if neither says that the axis is sharded.
     """
     possible: int
     """An upper bound on the number of shards: the number of devices of the mesh, or 1
@@ -148,8 +148,8 @@ ONE_SHARD = AxisShards(1, 1)
 
 def axis_shards(leaf: Array, axis: int, others: Tree) -> AxisShards:
     """Return the number of shards of one axis of `leaf`. If the type of `leaf` contains
-    no mesh, assume that `leaf` may be sharded over the largest mesh of the arrays in
-    `others`.
+    no mesh, assume that `leaf` may be sharded over the largest mesh: the surrounding
+    mesh, or the mesh of an array in `others`.
     """
     if manual_axes() or not isinstance(leaf, jax.Array):
         return ONE_SHARD

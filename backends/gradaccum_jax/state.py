@@ -79,8 +79,8 @@ class AccumulationState(NamedTuple):
     """
     terms: Array = None
     """int32, shape (5,): the version of the state's format, followed by four settings
-    of the open window: the reduction, `on_overflow`, whether the loss scale is unused,
-    static or dynamic, and the window's size. `gradaccum.kit.encode_terms` explains the
+    of the open window: the reduction, `on_overflow`, the kind of loss scale (unused,
+    static or dynamic), and the window's size. `gradaccum.kit.encode_terms` explains the
     numbers.
     """
     loss: Scalar = None

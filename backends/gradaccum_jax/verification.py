@@ -1,5 +1,5 @@
-"""The JAX parameters, loss and batch that `gradaccum.verify` examines. A JAX loss has no
-state and no training mode.
+"""The JAX parameters, loss and batch that `gradaccum.verify` examines. A JAX loss has
+no state and no training mode.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class JaxSubject(Subject):
 
     def is_divided_by(self, steps: int, reduction: str) -> bool:
         """True if the loss ends with a division by `steps` that is most likely a
-        mistake. The division of a sum is correct, because it computes a mean. With the
-        reduction "sum", every division is correct.
+        mistake. Dividing a sum is no mistake, because it computes a mean. With the
+        reduction "sum", no division is a mistake.
         """
         operations = self._program.eqns[-3:-1]  # the operations before the scaling
         names = [operation.primitive.name for operation in operations]

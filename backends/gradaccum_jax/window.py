@@ -94,10 +94,10 @@ def add(
         finite = everywhere(gradient_sum.all_finite(gradients, factor), shard_axes)
     if not kit.is_known(options.steps):
         finite = finite & (number_of(steps) >= 1)
-    # `usable` depends on the window's total weight, so `adds` is never a constant of
-    # the program. With a constant, XLA would remove the select, and XLA:CPU would
-    # compile the in-place addition to a scalar loop instead of vectorizing it (JAX
-    # 0.7).
+    # `adds` is never a constant of the program, because `usable` reads the window's
+    # total weight. With a constant, XLA would remove the select in `gradient_sum.add`,
+    # and XLA:CPU would compile the in-place addition to a scalar loop instead of
+    # vectorizing it (JAX 0.7).
     adds = usable(fields, weight, finite)
     # Between two windows the accumulator contains leftover values from the last window,
     # so the first micro-batch of a window is added to zeros instead.
@@ -235,8 +235,7 @@ def discard(state: AccumulationState) -> AccumulationState:
     return with_event(state, False, False, False)
 
 
-# Whether the update at the end of a window is applied depends on the norm of the
-# window's gradient.
+# The norm of a window's gradient determines whether the update is applied.
 #
 # With ``on_overflow="ignore"``, the norm is computed only if another option needs it.
 
@@ -245,7 +244,7 @@ def decide_on(
     fields: Fields, total: Tree, update: Update, divides: Options
 ) -> Decision:
     """Return the `Decision` about the end of a window: for example, whether the update
-    is applied, and by which number the gradient sum `total` is divided.
+    is applied, and by what number the gradient sum `total` is divided.
 
     `divides` contains the options of `gradaccum.wrap`. If the caller passed a
     denominator, `kit.with_denominator` has changed `fields` and `divides` so that the

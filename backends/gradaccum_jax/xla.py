@@ -22,13 +22,13 @@ TRACEABLE = (jax.Array, np.ndarray, np.generic, float)
 
 
 def call_jitted(jitted_function: Any, *arguments: Tree) -> Any:
-    """Call a function that `jax.jit` returned. Outside `jax.jit`, the function must be
-    compiled, because JAX would otherwise compile the step's conditionals again for
-    every micro-batch. Under `jax.jit`, it becomes a part of the surrounding program.
+    """Call a function that `jax.jit` returned. Outside `jax.jit`, it runs as a compiled
+    program, because JAX would otherwise compile the step's conditionals again for every
+    micro-batch. Under `jax.jit`, it becomes a part of the surrounding program.
 
     If a leaf of the arguments is neither an array nor a float, such as a function or a
-    flag, the original Python function is called, because `jax.jit` cannot trace such a
-    leaf or would hide its value.
+    flag, the original Python function is called, because `jax.jit` cannot trace
+    functions and would hide the values of flags.
     """
     is_traceable = all(
         isinstance(leaf, TRACEABLE) for leaf in jax.tree.leaves(arguments)
@@ -45,8 +45,8 @@ def run_if(predicate: Scalar, function: Callable[[T], T], operand: T) -> T:
     """Return ``function(operand)`` if `predicate` is true, else `operand`. The results
     of `function` must have the shapes and dtypes of `operand`.
 
-    Under `jax.vmap` this becomes a select, so `function` runs even if `predicate` is
-    false.
+    If `jax.vmap` batches `predicate`, the conditional becomes a select, and `function`
+    runs even if `predicate` is false.
     """
     arrays = jax.tree.map(jnp.asarray, operand)
     if manual_axes():
@@ -57,7 +57,7 @@ def run_if(predicate: Scalar, function: Callable[[T], T], operand: T) -> T:
 # For each scalar that a branch returns, XLA:CPU compiles a separate kernel, which takes
 # about 4 ms (JAX 0.7.1). Only a reduction can return several results from one kernel.
 # So each scalar is duplicated, and a reduction selects the second copy. XLA does not
-# simplify this reduction.
+# remove this reduction.
 
 
 def in_one_kernel(numbers: T) -> T:

@@ -70,20 +70,20 @@ class MindSporeBackend:
                 operations, in which every worker must take part. A Parameter that you
                 marked as ``layerwise_parallel`` belongs to one worker, so its gradient
                 sum is not all-reduced. This call marks all other Parameters as
-                ``layerwise_parallel`` too, because MindSpore's own reducer then skips
-                them. False means that this worker does not share its windows. None is
-                allowed only with a single worker.
+                ``layerwise_parallel`` too, so that MindSpore's own reducer skips them.
+                False means that this worker does not share its windows. None is allowed
+                only with a single worker.
 
         Raises:
             ArgumentTypeError: `optimizer` is not a MindSpore optimizer, or is already
                 wrapped.
-            ArgumentValueError: `optimizer` has its own loss scale. With
-                ``data_parallel=True``, also if another worker has different options or
-                parameters, or if ``layerwise_parallel`` Parameters are combined with
-                the reduction "mean" or with ``on_overflow="drop_micro_batch"``.
-            UsageError: there are several workers, but `data_parallel` was not passed.
-                With ``data_parallel=True``, also if communication is not initialised,
-                if MindSpore itself reduces the gradients, or if ``steps`` is
+            ArgumentValueError: `optimizer` has its own loss scale; or, with
+                ``data_parallel=True``, another worker has different options or
+                parameters, or ``layerwise_parallel`` Parameters are combined with the
+                reduction "mean" or with ``on_overflow="drop_micro_batch"``.
+            UsageError: there are several workers, but `data_parallel` was not passed;
+                or, with ``data_parallel=True``, communication is not initialised,
+                MindSpore itself reduces the gradients, or ``steps`` is
                 ``until_weight(...)``.
         """
         if isinstance(optimizer, AccumulatingOptimizer):

@@ -36,8 +36,8 @@ Specs = tuple[Spec, ...]
 
 
 def checked_gradients(gradients: Gradients, specs: Specs) -> Gradients:
-    """Return the gradients as a tuple; raise if `require_gradients` does not accept
-    their shapes and dtypes.
+    """Return the gradients as a tuple; raise if `require_gradients` rejects their
+    shapes and dtypes.
     """
     gradients = tuple(gradients)
     shapes = list(map(shape_of, gradients))
@@ -53,8 +53,8 @@ def require_gradients(
     parameter's shape and dtype. The gradient of a half-precision parameter may also be
     float32. A gradient may be None instead of a Tensor.
 
-    - `shapes`, `dtypes`: the shape and the dtype of each gradient. If a gradient is
-      None, its dtype must be None, and its shape is not checked.
+    - `shapes`, `dtypes`: the shape and the dtype of each gradient. If a dtype is
+      None, the gradient is None, and its shape is not checked.
     """
     if len(shapes) != len(specs):
         raise gradient_error(
@@ -83,8 +83,8 @@ def require_gradients(
 
 
 def without_none(gradients: Gradients, specs: Specs) -> Gradients:
-    """Replace each gradient that is None with zeros. The compiler would treat a tuple
-    with None as a constant, and compile again at each call.
+    """Replace each gradient that is None with zeros, because the compiler would treat a
+    tuple that contains None as a constant, and compile again at each call.
     """
     pairs = zip(gradients, specs, strict=True)
     return tuple(

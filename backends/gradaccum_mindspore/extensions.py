@@ -34,7 +34,7 @@ OPEN_AT_THE_END = (
 )
 OPEN_IN_THE_NEXT_EPOCH = (
     "gradaccum: a new epoch begins, but a window is still open (micro-batches: {}),"
-    " because an earlier epoch was left early. Call optimizer.flush() where you leave"
+    " because an earlier loop ended early. Call optimizer.flush() where you leave"
     " the loop, or write optimizer.epoch(loader, carry=True)."
 )
 
@@ -45,8 +45,8 @@ class Extension:
     """
 
     def micro_batch_given(self) -> None:
-        """Called when Python code has passed a micro-batch, before the micro-batch
-        changes the window.
+        """Called when Python code passes a micro-batch to the optimizer, before the
+        window changes.
         """
 
     def window_closed(self, state: State) -> None:
@@ -166,10 +166,9 @@ class WindowLoss(nn.Cell):  # type: ignore[misc]
         return ops.stack((self.zero, self.zero, loss.astype(self.float_dtype)))
 
     def compiled_with_total(self, total: Tensor, weight: Tensor) -> Tensor:
-        """Return the three numbers of `Losses` with new values for the open window.
-        `total` is the sum of the open window's losses, and `weight` is the total weight
-        of the micro-batches with a loss. The loss of the last closed window does not
-        change.
+        """Return the three numbers of `Losses`: `total` as the sum of the open window's
+        losses, `weight` as the total weight of the micro-batches with a loss, and the
+        stored loss of the last closed window.
         """
         return ops.stack((total, weight, self.loss.value()[2]))
 
@@ -261,7 +260,9 @@ class ListenerCalls(Extension):
         return answer
 
     def between_windows(self) -> None:
-        """Call the listeners between two windows that the same ``flush`` closes."""
+        """Call the listeners after ``flush`` has closed one window and before ``flush``
+        closes another.
+        """
         self.note_compiled(0)
         self.listeners.tell()
 
@@ -300,9 +301,9 @@ class OpenWindowWarning(Extension):
         loader.
         """
         self.is_silent = False
-        """True if this object must not warn the user: it has already warned once, or
-        the user passed ``carry=True`` to ``optimizer.epoch`` to leave windows open on
-        purpose.
+        """True if this object issues no more warnings, because it has already warned
+        once, or because the user passed ``carry=True`` to ``optimizer.epoch`` to leave
+        windows open on purpose.
         """
         call_after(windows.micro_step, "init_data", self.state_loaded)
         OPEN_WINDOW_WARNINGS.add(self)

@@ -45,7 +45,7 @@ Sums = Sequence[Parameter]
 """One gradient sum for each parameter of the model, in the order of the parameters."""
 Gradients = Sequence[Tensor | None]
 """One gradient for each parameter of the model, in the order of the parameters. The
-entry of a parameter without a gradient is None.
+entry for a parameter without a gradient is None.
 """
 
 
@@ -63,9 +63,7 @@ LIMITS = {
     ms.float32: (2.0**-23, 2.0**-149),
     ms.float64: (2.0**-52, 5e-324),
 }
-"""For each dtype, a pair of numbers: the distance from 1 to the next larger number, and
-the smallest positive number.
-"""
+"""For each dtype, its machine epsilon and its smallest positive (subnormal) number."""
 
 map_over: Callable[..., tuple[Any, ...]] = ops.HyperMap()
 """``map_over(function, trees...)`` applies `function` to corresponding leaves, and
@@ -133,8 +131,8 @@ def add_into(total: Parameter, part: Tensor) -> None:
     if total.dtype == working_dtype(total.dtype):
         ops.assign_add(total, part)
     else:
-        # A compiled bprop may return a gradient whose shape differs from the
-        # parameter's. Unlike +, `addn` does not broadcast such a gradient.
+        # `addn` is used because, unlike +, it does not broadcast a gradient whose shape
+        # differs from the parameter's. A compiled bprop may return such a gradient.
         wide = ops.addn((cast(total, ms.float32), cast(part, ms.float32)))
         write(total, cast(wide, total.dtype))
 

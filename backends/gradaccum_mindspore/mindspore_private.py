@@ -74,7 +74,7 @@ def refuse_trace() -> None:
 def call_after(
     parameter: Parameter, method_name: str, function: Callable[[], None]
 ) -> None:
-    """Call `function` after each call of a method of `parameter`.
+    """Call `function` after each call of the method `method_name` of `parameter`.
 
     MindSpore has no hooks for saving and loading. But it calls ``init_data`` of every
     Parameter that it saves (and also before a Cell runs for the first time), and

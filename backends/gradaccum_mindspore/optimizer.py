@@ -504,9 +504,9 @@ class AccumulatingOptimizer(CellOfOnePhase, nn.Optimizer):  # type: ignore[misc]
 
 
 class AccumulatingExperimentalOptimizer(AccumulatingOptimizer, optim.Optimizer):  # type: ignore[misc]
-    """The wrapper of a `mindspore.experimental.optim.Optimizer`. The wrapper is also an
-    instance of `mindspore.experimental.optim.Optimizer`, so that MindSpore's schedulers
-    accept it.
+    """The wrapper for a `mindspore.experimental.optim.Optimizer`. The wrapper is also
+    an instance of `mindspore.experimental.optim.Optimizer`, so that MindSpore's
+    schedulers accept it.
     """
 
     def add_param_group(self, param_group: object) -> None:

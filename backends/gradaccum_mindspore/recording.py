@@ -75,8 +75,7 @@ class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
 
         Args:
             loss_fn: ``loss_fn(*micro_batch)`` returns the scalar loss of a micro-batch,
-                before it is divided or weighted, or a tuple whose first element is the
-                loss.
+                not divided or weighted, or a tuple whose first element is this loss.
             micro_batches: the micro-batches that the loop trained on, in the same
                 order.
             weight: ``weight(*micro_batch)`` returns the weight of a micro-batch; by
@@ -128,8 +127,8 @@ def recording(optimizer: Any) -> AbstractContextManager[LoopRecorder]:
     """Start recording with the `LoopRecorder` that the loop uses as its optimizer. The
     recorder may be wrapped by gradaccum.
 
-    MindSpore compiles an optimizer together with the step, so calls to any other
-    optimizer cannot be observed.
+    MindSpore compiles an optimizer together with the training step, so calls to any
+    other optimizer cannot be observed.
     """
     recorder = optimizer
     if isinstance(optimizer, AccumulatingOptimizer):

@@ -109,7 +109,7 @@ def resumed_values(storage: Storage, parameter_dict: Checkpoint) -> dict[str, ob
 
 def saved_place(parameter_dict: Checkpoint, prefix: str) -> tuple[int, int]:
     """Return the rank of the worker that saved the checkpoint, and the number of
-    workers.
+    workers at that time.
     """
     name = f"{prefix}.{WORKERS}"
     if name not in parameter_dict:

@@ -44,7 +44,8 @@ class GatedScheduler:
         self._storage.schedulers.add(self)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Call ``scheduler.step(...)`` if an update was applied since the last call.
+        """Call ``scheduler.step(...)`` if an update was applied since the last call of
+        this method.
 
         If several updates were applied, the scheduler steps only once. After
         ``flush()``, call this method before the next micro-batch, which may close

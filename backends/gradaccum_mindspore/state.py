@@ -260,7 +260,7 @@ class Storage(nn.Cell):  # type: ignore[misc]
     def note_loaded(self) -> None:
         """Notify the schedulers, and the objects that observe the windows, after a
         checkpoint has been loaded. `mindspore.load_param_into_net` calls this method
-        once for each field of the state.
+        once for each field except the loss scale.
         """
         for observer in (*self.extensions, *self.schedulers):
             observer.state_loaded()

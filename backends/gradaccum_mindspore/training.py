@@ -102,7 +102,7 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
             raise ArgumentTypeError(
                 "weight: expected a function of the network's inputs; got"
                 f" {weight!r} ({type(weight).__name__}). Write weight=lambda x, y:"
-                " x.shape[0]. Pass a loss scale to wrap instead:"
+                " x.shape[0]. If you meant a loss scale, write"
                 " gradaccum.wrap(optimizer, steps=4, loss_scale=1024.0)."
             )
         # The attribute is not called `weight`, because a Parameter may have this name:
@@ -115,16 +115,16 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
         )
 
     def set_grad(self, requires_grad: bool = True) -> TrainOneStepCell:
-        """Raise `UsageError` if `requires_grad` is true. Another training cell that
-        contains this cell makes such a call, and would train on each micro-batch again.
+        """Raise `UsageError` if `requires_grad` is true, because such a call comes from
+        another training cell, which would use each micro-batch in a second update.
         """
         if requires_grad:
             raise UsageError(
-                "set_grad(): expected a training cell that is used by itself; got a"
-                " call that another training cell makes for its network, so each"
-                " micro-batch would be used in two updates. Pass no optimizer to Model:"
-                " Model(TrainOneStepCell(network, optimizer)). If you call set_grad()"
-                " yourself, delete the call."
+                "set_grad(): expected a training cell that is not inside another"
+                " training cell; got a call, most likely from an enclosing training"
+                " cell, so each micro-batch would be used twice. Pass no optimizer to"
+                " Model: Model(TrainOneStepCell(network, optimizer)). If you call"
+                " set_grad() yourself, delete the call."
             )
         return self
 
@@ -153,8 +153,8 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
 
 
 class FlushAtEpochEnd(Callback):  # type: ignore[misc]
-    """Close the open window in the last step of each epoch, so that no window spans two
-    epochs.
+    """A callback that closes the open window in the last step of each epoch, so that no
+    window spans two epochs.
 
     Put this callback before callbacks that save checkpoints, so that a checkpoint
     contains the epoch's last update. At the end of a step, callbacks run in the order

@@ -3,9 +3,9 @@ it.
 
 While a wrapped optimizer is alive, the ``construct`` attribute of its inner optimizer
 is a function that raises an error. Both Python and MindSpore's compiler find this
-attribute before the ``construct`` method of the optimizer's class, which only `Update`
-calls. A function that was compiled before the optimizer was wrapped is not compiled
-again, so calls to the inner optimizer from such a function are not detected.
+attribute before the ``construct`` method of the optimizer's class. Only `Update` calls
+that method. A function that was compiled before the optimizer was wrapped is not
+compiled again, so calls to the inner optimizer from such a function are not detected.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Update(nn.Cell):  # type: ignore[misc]
 
     def __call__(self, gradients: Gradients) -> bool:
         # Even in PyNative mode, MindSpore compiles most optimizers and looks up
-        # ``construct`` by name, so the function that raises the error is removed.
+        # ``construct`` by name. So during the call, remove the function that raises.
         del self.inner_attributes["construct"]
         try:
             self.masters.copy_model_into_masters()

@@ -130,10 +130,9 @@ class MindSporeSubject(Subject):
 
     @cached_property
     def precision(self) -> tuple[float, float]:
-        """A pair of numbers. The first is the distance from 1 to the next larger number
-        in the coarsest dtype among the parameters, the inputs and the outputs of Cells.
-        The second is the smallest positive number that can be represented in the dtypes
-        of all parameters.
+        """Two numbers: the largest machine epsilon among the dtypes of the parameters,
+        the inputs and the outputs of Cells; and the smallest positive number that the
+        dtypes of all parameters can represent.
         """
         part = range(self.batch.items)
         parameters = list(self._parameters.values())
@@ -192,7 +191,7 @@ class CellState(ModelState):
     def changed_names(self, *, modes: bool = False) -> tuple[str, ...]:
         """Return the names of the parameters and attributes that have changed since
         this object was created. Names that end in ``training``, such as the flag for a
-        Cell's mode, are left out unless `modes` is true.
+        Cell's mode, are included only if `modes` is true.
         """
         return tuple(
             name

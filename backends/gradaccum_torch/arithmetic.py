@@ -71,15 +71,15 @@ def divide(tensors: Sequence[Tensor], divisor: float) -> None:
 
 
 def scalar_for(group: Sequence[Tensor], number: float) -> Any:
-    """Return `number`, as a tensor if this makes a ``torch._foreach`` call on `group`
-    faster. The result of the call is the same, bit for bit.
+    """Return `number`, converted into a tensor if that makes a ``torch._foreach`` call
+    on `group` faster. The result of the call is the same, bit for bit.
 
     On a CPU, torch 2.13 converts a Python number into a tensor once for each tensor in
-    the group, which takes longer than multiplying a small tensor. Therefore, the number
-    is converted here, only once. On other devices the number is returned unchanged,
-    because a tensor would have to be copied to the device. The number is also returned
-    unchanged if a tensor in the group has shape ``()``, because `number` as a tensor
-    would make torch compute in float64.
+    the group, which takes longer than multiplying a small tensor. Therefore, this
+    function converts the number only once. On other devices it returns the number
+    unchanged, because a tensor would have to be copied to the device. The number is
+    also unchanged if a tensor in the group has shape ``()``, because `number` as a
+    tensor would make torch compute in float64.
     """
     if type(group[0]) is Tensor and all(
         tensor.is_cpu and tensor.ndim for tensor in group
@@ -171,8 +171,8 @@ def groups_of(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def complete(gradient: Tensor) -> Tensor:
-    """Return `gradient` without partial sums: a sparse gradient is coalesced, and a
-    `DTensor` with the placement ``Partial`` is reduced over the processes.
+    """Return `gradient` with its partial sums added up: a sparse gradient is coalesced,
+    and a `DTensor` with the placement ``Partial`` is reduced over the processes.
     """
     if not is_sharded(gradient):
         return gradient.coalesce() if gradient.is_sparse else gradient

@@ -31,7 +31,7 @@ def window_size(options: Options, optimizer_step: int) -> Size:
 
 def known_window_size(options: Options, optimizer_step: int) -> Size:
     """Return the size of the window that begins after `optimizer_step` updates. Return
-    None if the user's function for the size raises an error or returns an invalid size.
+    None if the user's ``steps`` function raises an error or returns an invalid size.
     """
     try:
         return window_size(options, optimizer_step)
@@ -104,13 +104,13 @@ def interrupted_error() -> UsageError:
 def not_scaled_error() -> UsageError:
     return UsageError(
         "loss: expected a loss that this optimizer had scaled before the backward pass;"
-        " got an unscaled loss, from a plain loss.backward() or from the backward(loss)"
-        " of another wrapped optimizer. Call opt.discard(), and use opt.backward(loss)"
-        " from then on. If several optimizers share a loss, wrap each without a"
-        ' loss_scale and with reduction="sum_per_item", call loss.backward() once on'
-        " the summed loss, and call opt.weigh(n) on each optimizer. To scale a shared"
-        " loss, pass the same torch.amp.GradScaler to each optimizer as loss_scale=. If"
-        " the loss should train only some of the parameters, list them:"
+        " got a loss that it had not scaled, for example from a plain loss.backward()"
+        " or from another wrapped optimizer's backward(loss). Call opt.discard(), and"
+        " use opt.backward(loss) from then on. If several optimizers share a loss, wrap"
+        ' each with reduction="sum_per_item", call loss.backward() once on the summed'
+        " loss, and call opt.weigh(n) on each optimizer. As loss_scale=, pass all of"
+        " them the same torch.amp.GradScaler, or nothing. If the loss should train only"
+        " some of the parameters, list them:"
         " opt.backward(loss, inputs=list(generator.parameters()))."
     )
 

@@ -58,10 +58,9 @@ class MicroBatch:
     in ``opt.scale(loss).backward()``.
     """
     divided_losses = 0
-    """The number of losses for which `is_divided_by` is True: the user has most likely
-    divided them by the number of micro-batches in a window. The number stays 0 after
-    the first window, because `DividedLossWarning` checks only the losses of the first
-    window.
+    """How many losses of this micro-batch the user has most likely divided by the
+    number of micro-batches in a window, according to `is_divided_by`. Always 0 after
+    the first window, because `DividedLossWarning` checks only the first window.
     """
     is_first = False
     """Whether this micro-batch is the first of its window."""
@@ -85,15 +84,15 @@ class MicroBatch:
 
 
 class Extension:
-    """The base class of the objects that observe a window, for example to compute the
-    window's loss or to warn about a mistake. The docstring of each method says when the
-    window calls the method. The methods must not change the window.
+    """The base class of objects that observe a window, such as `WindowLoss`. The
+    docstring of each method says when the window calls the method. The methods must not
+    change the window.
     """
 
     is_finished = False
     """Whether this extension has nothing left to observe. If so, the window stops
-    calling the extension. A check of the first window therefore does not slow down the
-    whole run.
+    calling it. An extension that checks only the first window therefore does not slow
+    down the rest of the run.
     """
 
     def micro_batch_added(self, micro_batch: MicroBatch, weight: float) -> None:
@@ -300,8 +299,8 @@ class ChangedRateWarning(Extension):
 
     def allow_change(self) -> None:
         """Allow learning rates to change in the open window without a warning. Called
-        after a wrapped scheduler has stepped, or after the optimizer's parameters have
-        changed.
+        after a wrapped scheduler has stepped, or after a parameter was added, replaced,
+        cast or frozen.
         """
         self._rates = None
 
@@ -320,8 +319,9 @@ def rate_mark(rate: object) -> object:
 class LeftoverLoopWarning(Extension):
     """Warns if the user's loop most likely still calls ``step`` inside an ``if``, as a
     loop without gradaccum does. Such a loop runs as many backward passes before each
-    ``step`` as a window has micro-batches. The warning is issued if the first two
-    ``step`` calls both come after this number of passes, and the number is at least 3.
+    ``step`` as a window has micro-batches. The warning is issued if each of the first
+    two ``step`` calls comes after exactly this number of passes, and the number is at
+    least 3.
 
     If the number is 2, this class issues no warning, because a GAN's discriminator
     normally has two losses, and therefore two backward passes per ``step``. In this

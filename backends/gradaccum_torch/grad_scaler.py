@@ -27,20 +27,20 @@ from gradaccum_torch.torch_private.names import (
 )
 
 SMALLEST = 2.0**-125
-"""The minimum loss scale. It is needed because `GradScaler` itself has no minimum. A
-gradient sum cannot be divided by a smaller scale, so every window would count as an
-overflow, and the scale could never grow again.
+"""The minimum loss scale, because `GradScaler` itself has no minimum. With a smaller
+scale, the gradient sum could not be divided by the scale, every window would count as
+an overflow, and the scale could never grow again.
 """
 
 
 SET_BACK: WeakKeyDictionary[torch.amp.GradScaler, tuple[Any, int]] = WeakKeyDictionary()
 """The scalers whose growth tracker was set to one less than its true value, because the
 user's next ``scaler.update()`` adds one to the growth tracker. Each scaler is mapped to
-a pair: the record that `pending_update` returned at that time, and the true value of
+a pair: the object that `pending_update` returned at that time, and the true value of
 the growth tracker.
 
-``scaler.update()`` replaces the record. `ScalerLink.with_scale` compares the records,
-and ignores the pair if the scaler has another record.
+``scaler.update()`` replaces this object. If `pending_update` returns another object,
+`ScalerLink.with_scale` therefore ignores the pair.
 """
 
 
@@ -49,7 +49,7 @@ class ScalerLink:
 
     def __init__(self, scaler: torch.amp.GradScaler, device: torch.device) -> None:
         self.scaler = scaler
-        # The scaler creates its tensors in the first call of `scale`.
+        # The scaler creates its tensors on the first call to `scale`.
         scaler.scale(torch.zeros((), device=device))
         self.stepping_optimizer: torch.optim.Optimizer | None = None
         """The wrapped optimizer that ``scaler.step`` is currently stepping."""
@@ -99,9 +99,9 @@ class ScalerLink:
         """Prepare the scaler so that its scale becomes ``state.loss_scale`` when the
         user calls ``scaler.update()`` after ``scaler.step``.
         """
-        # Leave the change of the scale to ``scaler.update()``, because the user may
-        # compare the scale before and after that call. If the scale must stay the same,
-        # ``update`` only increments the growth tracker.
+        # Let ``scaler.update()`` change the scale, because the user may compare the
+        # scale before and after that call. If the scale must not change, decrease the
+        # growth tracker by one, because ``update`` increases it by one.
         moves = self.scaler.get_scale() != state.loss_scale
         assert self.stepping_optimizer is not None
         for found_inf in found_inf_of(self.scaler, self.stepping_optimizer):

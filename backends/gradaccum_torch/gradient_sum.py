@@ -133,7 +133,7 @@ class SumInBuffers(GradientSum):
     the micro-batch's ``.grad`` to these buffers.
 
     The sum's dtype can therefore differ from the gradients' dtype, a micro-batch can be
-    dropped, and the user may modify ``.grad`` between two calls of ``step``.
+    dropped, and the user may modify ``.grad`` between two calls to ``step``.
     """
 
     is_beside_grad = True
@@ -213,8 +213,8 @@ class SumInBuffers(GradientSum):
         return gradient.detach().to(dtype, copy=True)
 
     def gradients(self) -> Gradients:
-        # Iterate in the order of the parameters, so that the norm of a resumed window
-        # has the same bits.
+        # Iterate in the order of the parameters, so that resuming a window does not
+        # change the bits of its norm.
         return {
             parameter: self.buffers[parameter]
             for parameter in self.parameters()
@@ -271,9 +271,8 @@ class SumOnArrival(SumInBuffers):
         return moves
 
     def move(self, watched_gradient: WatchedGradient) -> None:
-        """Compare the new gradient with the gradient that has stayed in ``.grad`` so
-        far. Add the larger of the two to its buffer, and leave the smaller one in
-        ``.grad``.
+        """Compare the new gradient with the one that was left in ``.grad`` so far. Add
+        the gradient with more elements to its buffer, and leave the other in ``.grad``.
         """
         moved_gradient: WatchedGradient | None = watched_gradient
         staying = self._staying

@@ -1,8 +1,8 @@
 """Detects changes to ``.grad`` that autograd did not make.
 
 A hook runs right after autograd has added to a gradient. It records which tensor is in
-``.grad``, how often that tensor has been written to, and by which factor the loss was
-multiplied. A single comparison in ``step`` then detects clipping, a
+``.grad``, how many times that tensor has been written to, and by what factor the loss
+was multiplied. A single comparison in ``step`` then detects clipping, a
 ``model.zero_grad()``, an assignment, a reduction by another library, and a loss that
 was not multiplied by its weight or by the loss scale. Writes that do not change the
 tensor's version (through ``.data`` or NumPy) are not detected. Writes to a `DTensor`
@@ -44,9 +44,7 @@ local part does not change the version.
 
 
 class WatchedGradient:
-    """A parameter, and a record of its ``.grad``, made when autograd last added a
-    gradient.
-    """
+    """A parameter, and a record of its ``.grad`` after autograd's last addition."""
 
     __slots__ = ("gradient", "norm", "parameter", "version", "watch")
 
@@ -103,7 +101,7 @@ class WatchedGradient:
         - ``.grad`` is None.
         - ``.grad`` is still `noted_gradient`, and its type is a subclass of `Tensor`,
           such as `DTensor`, whose version is not recorded.
-        - ``.grad`` is a new tensor, and gradients are enabled. With
+        - ``.grad`` is a new tensor, and grad mode is enabled. With
           ``create_graph=True``, autograd puts the sum into a new tensor.
         - ``.grad`` is a new dense tensor, and `noted_gradient` is sparse. Autograd
           creates a new tensor when it adds a dense gradient to a sparse gradient.
@@ -141,9 +139,9 @@ class GradientWatch:
         the last ``step``.
         """
         self.was_changed = False
-        """Whether other code has changed a gradient before autograd added to the
-        gradient again. The gradient's `WatchedGradient` does not show this change,
-        because it records only the result of the last addition.
+        """Whether other code changed a gradient before autograd added to the gradient
+        again. The `WatchedGradient` does not show such a change, because it records
+        only the result of the last addition.
         """
         self.has_plain_pass = False
         """Whether a plain ``loss.backward()`` has added a gradient since the last
@@ -275,8 +273,8 @@ class GradientWatch:
     def holds_other_gradients(
         self, parameters: Iterable[Tensor], *, is_separate: bool
     ) -> bool:
-        """True if other code has changed any ``.grad``. With ``is_separate=True``,
-        which means that ``.grad`` contains no part of the window's sum, also True if
+        """True if other code has changed any ``.grad``. Pass ``is_separate=True`` if
+        ``.grad`` contains no part of the window's sum. The result is then also True if
         any ``.grad`` is nonzero. This may synchronize with the device.
         """
         for parameter in parameters:

@@ -241,7 +241,7 @@ class Border:
 class Enter(torch.autograd.Function):
     """The first operation of a layer's graph. Its backward pass stores the gradient of
     the layer's input in a list, so that the input need not be a leaf of the graph. This
-    saves memory: the graph would keep that leaf, and therefore the activations, alive.
+    saves memory, because the graph would keep a leaf, and so the activations, alive.
     """
 
     @staticmethod
@@ -271,7 +271,7 @@ class Pass(NamedTuple):
 
 
 class LayeredRun:
-    """The forward and backward passes of one call of `layered_backward`.
+    """The forward and backward passes of one call to `layered_backward`.
 
     In the forward pass, each micro-batch runs through all layers before the next
     micro-batch starts. The random numbers and the module buffers are therefore the same

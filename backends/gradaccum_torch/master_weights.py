@@ -155,10 +155,10 @@ class MasterWeights:
         weights. An optimizer ignores the master weights if it neither modifies a master
         weight nor has state for one.
 
-        If all learning rates are 0, or if the gradient of the smallest master weight is
-        0, no error is raised, because even a correct optimizer may then change nothing.
-        In this case, the next update is checked too. Once the optimizer has used a
-        master weight, no later update is checked.
+        If all learning rates are 0, or if the master weight with the fewest elements
+        has a zero gradient, no error is raised, because even a correct optimizer may
+        then change nothing. In this case, the next update is checked too. Once the
+        optimizer has used a master weight, no later update is checked.
 
         - `sums`: the gradient of each parameter.
         """
@@ -166,7 +166,7 @@ class MasterWeights:
         if self.are_known_to_move or not masters:
             yield
             return
-        # Compare values too, because versions do not count writes through ``.data``.
+        # Compare values too: writes through ``.data`` do not change a tensor's version.
         smallest = min(masters, key=Tensor.numel)
         value = local(smallest).detach().clone()
         versions = Versions(masters)

@@ -72,7 +72,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             for group in inner.param_groups:
                 require_no_gradients(group["params"])
         # Do not call the constructor of the base class, because it would create new
-        # groups and a new state. Only its attributes that store hooks are needed here.
+        # groups and a new state. Create only the attributes that store hooks.
         self.__dict__.update(hook_tables())
         self._inner = inner
         self._options = options
@@ -237,8 +237,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         """Close the open window now. Its gradient sum is divided by the weight of the
         micro-batches counted so far. If no window is open, nothing changes.
 
-        With ``module=`` or ``process_group=`` this call is collective. Except with a
-        sharded module, this worker then contributes zeros to the other workers'
+        With ``module=`` or ``process_group=``, this call is collective. Unless the
+        module is sharded, this worker then contributes zeros to the other workers'
         windows, and applies their updates, until all workers have called ``flush``.
 
         Args:
@@ -253,9 +253,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
                 or several workers share the window.
         """
         window = self._window
-        # In this call, also step schedulers that are called after every micro-batch. If
-        # the next micro-batch closes a window too, their next call makes only one step
-        # for two updates.
+        # Also step the schedulers that the user calls after every micro-batch. If the
+        # next micro-batch closed a window too, they would otherwise step only once for
+        # two updates.
         schedulers = [each for each in window.schedulers if each.is_called_each_time()]
         followers = [each for each in window.schedulers if each.is_called_at_updates()]
         with window.listeners.settled():
@@ -291,10 +291,10 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         """Call `function`, without arguments, after each update.
 
         Use this for anything that must happen once per update, such as updating an
-        average of the weights, a codebook or your own schedule. A window may also close
-        inside ``flush``, and a single ``flush`` may close several windows if the
-        workers have different numbers of micro-batches. `function` is not called for a
-        skipped window.
+        average of the weights, a codebook or your own schedule. `function` is also
+        called for updates inside ``flush``, which may close several windows if the
+        workers have different numbers of micro-batches. `function` is not called for
+        a skipped window.
 
         Args:
             function: for example ``lambda: ema.update_parameters(model)``.
@@ -478,10 +478,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         """Restore what `state_dict` returned, including an open window. If the state
         comes from an optimizer that is not wrapped, no window is open afterwards.
 
-        If the state contains an open window, the saved loss scale is restored too. If
-        the state contains no open window, the saved loss scale is restored only if it
-        was dynamic and the loss scale of this optimizer is dynamic too. Otherwise, this
-        optimizer uses the loss scale that was passed to `gradaccum.wrap`.
+        The saved loss scale is restored too if the state contains an open window, or if
+        the saved scale and the scale of this optimizer are both dynamic. Otherwise,
+        this optimizer uses the loss scale that was passed to `gradaccum.wrap`.
 
         Raises:
             CheckpointError: the saved state belongs to different parameters, or
@@ -529,9 +528,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
 def on_masters(method: Callable[..., Any], masters: MasterWeights) -> Any:
     """Return a function that calls `method` of the inner optimizer on the float32
-    master weights, and then writes the rounded master weights into the model. Methods
-    that change the weights, such as ``eval`` and ``train`` of schedulefree's
-    optimizers, need this.
+    master weights, and then writes the rounded master weights into the model. This is
+    needed for methods that change the weights, such as ``eval`` and ``train`` of
+    schedulefree's optimizers.
     """
     if not masters.masters:
         return method

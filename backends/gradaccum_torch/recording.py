@@ -46,8 +46,8 @@ there are more, only evenly spaced elements are recorded. A few elements per mic
 suffice to identify the micro-batches of an update.
 """
 LEAST_DIFFERENCE = 1e-5
-"""Two workers have the same micro-batches if the relative difference of their gradients
-is smaller than this number.
+"""Two workers count as having the same micro-batches if the relative difference between
+their gradients is smaller than this number.
 """
 
 
@@ -70,8 +70,8 @@ class Restoration:
         self.steps_under_way += 1
         if self.steps_under_way > 1:
             return
-        # Read the groups in each step, because they contain the master weights during a
-        # step of a wrapped optimizer.
+        # Read the groups anew in each step, because a wrapped optimizer puts its master
+        # weights into them during its step.
         parameters = parameters_of(self._optimizer)
         self._before = [(each, each.detach().clone()) for each in parameters]
 
@@ -102,10 +102,10 @@ class LoopRecord:
         self._stride = max(1, elements // ELEMENTS)
         optimizers = {optimizer, *instances_of(torch.optim.Optimizer)}
         self.restorations = {each: Restoration(each) for each in optimizers}
-        """All optimizers, each with the `Restoration` that undoes its steps. The steps
-        of the other optimizers are undone too, because these optimizers may train the
-        same model. The steps of an optimizer that is created later, for example by an
-        adversarial attack in the loss, are not undone.
+        """Maps every optimizer to the `Restoration` that undoes its steps. The steps of
+        the other optimizers are undone too, because they may train the same model. The
+        steps of optimizers created later, for example by an adversarial attack in the
+        loss, are not undone.
         """
         self._are_trained = [True] * len(self._parameters)
         """For each parameter, whether the recorded updates train it."""
@@ -149,7 +149,7 @@ class LoopRecord:
         received = [parameter.grad for parameter in parameters]
         if all(gradient is None for gradient in received):
             return
-        # A loop may freeze its parameters between the backward pass and the step.
+        # A parameter with a gradient was trained, even if the loop has frozen it since.
         are_trained = [
             parameter.requires_grad or gradient is not None
             for parameter, gradient in zip(self._parameters, received, strict=False)
@@ -216,12 +216,12 @@ class LoopRecord:
             loss_fn: ``loss_fn(*micro_batch)`` returns the loss, neither divided nor
                 weighted. Default: the loss that the recorded model returns.
             micro_batches: this worker's micro-batches, in the order of the loop.
-                Default: one micro-batch for each call of the recorded model that
+                Default: one micro-batch for each call to the recorded model that
                 returned a loss. The arguments of the call are then passed to `loss_fn`
                 and `weight`.
             weight: ``weight(*micro_batch)`` returns the weight of a micro-batch.
                 Default: the number of items. If `micro_batches` is not passed, and
-                every call of the recorded model has the keyword argument ``labels``,
+                every call to the recorded model has the keyword argument ``labels``,
                 the default is the number of labels that are not -100.
             options: ``reduction``, ``steps`` and ``clip_norm``, as in
                 `gradaccum.check_loop`.
@@ -314,8 +314,8 @@ class LoopRecord:
             value = require_scalar(loss())
             if factor != 1:
                 value = value * factor
-            # Raise for a reentrant checkpoint, which `torch.autograd.grad` would leave
-            # out.
+            # Raise for a reentrant checkpoint, because `torch.autograd.grad` cannot
+            # compute the gradients inside it.
             leaves_of_graph([value], set(), {REENTRANT_NODE})
             gradients = torch.autograd.grad(
                 value, trained_parameters, allow_unused=True
@@ -384,19 +384,19 @@ def _loss_of(output: Any) -> Any:
 
 
 def instances_of(kind: type[T]) -> list[T]:
-    """Return all objects of a class that the garbage collector tracks, because torch
-    keeps no list of its optimizers or modules.
+    """Return all instances of a class. They are found through the garbage collector,
+    because torch keeps no list of its optimizers or modules.
     """
     return [each for each in gc.get_objects() if issubclass(type(each), kind)]
 
 
 Calls = Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
-"""The positional and the keyword arguments of each micro-batch."""
+"""For each micro-batch, the positional and keyword arguments of the loss function."""
 
 
 def _counts_of(calls: Calls) -> list[tuple[float, float]]:
     """Return two weights for each micro-batch: its number of labels other than
-    `IGNORED_LABEL`, and this number without the first label of each sequence. If any
+    `IGNORED_LABEL`, with and without the first label of each sequence. If any
     micro-batch has no labels, both weights of each micro-batch are its number of items.
     """
     values = [keywords.get("labels") for _, keywords in calls]

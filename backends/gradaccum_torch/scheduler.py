@@ -1,11 +1,11 @@
 """A wrapper for learning-rate schedulers: you call ``scheduler.step()`` after every
 micro-batch, and the scheduler steps once per update.
 
-A ``flush()`` may close several windows. Between these windows, the wrapper itself steps
-a scheduler that you call after every micro-batch or after every update. At the end of
-``flush()``, the wrapper also steps a scheduler that you call after every micro-batch.
-Without this step, if the next micro-batch closed a window too, the scheduler would step
-only once for two updates.
+A ``flush()`` may close several windows. If you call the scheduler after every
+micro-batch or after every update, the wrapper itself steps it between these windows. If
+you call it after every micro-batch, the wrapper also steps it at the end of
+``flush()``. Without this last step, if the next micro-batch closed a window too, the
+scheduler would step only once for two updates.
 
 For a timm scheduler, the wrapper passes the number of updates to the scheduler's
 ``step_update`` method. The scheduler's ``step`` method, whose argument is an epoch,
@@ -84,7 +84,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
     _calls_are_consecutive: bool
     """Whether there was only one micro-batch between the last two calls."""
     _last_arguments: tuple[tuple[Any, ...], dict[str, Any]]
-    """The arguments of the last call of ``step``, such as the epoch for
+    """The arguments of the last call to ``step``, such as the epoch for
     ``CosineAnnealingWarmRestarts``. Tensors are not kept, because they may keep the
     graph of a loss alive.
     """
@@ -103,7 +103,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Call the scheduler's ``step(*args, **kwargs)`` if the optimizer has applied
-        an update since the last call of this method. A timm scheduler's ``step`` is
+        an update since the last call to this method. A timm scheduler's ``step`` is
         always called, because its argument is an epoch.
         """
         window = self._window
@@ -158,9 +158,9 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
             self.step(*args, **kwargs)
 
     def optimizer_loaded(self) -> None:
-        """Called after the optimizer has loaded a state. From now on, step only for
-        updates that are applied after this load. But if the scheduler has just loaded
-        its own state too, keep the number of updates from that state.
+        """Called after the optimizer has loaded a state. If the scheduler has just
+        loaded its own state too, continue from the number of updates in that state.
+        Otherwise, step only for updates that are applied from now on.
         """
         self._called_at = self._position()
         if not self._has_loaded:
@@ -192,10 +192,10 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         return {**self._scheduler.state_dict(), _STEPPED_AT: self._updates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a saved state. If the state was saved by a scheduler that was not
-        wrapped, the state does not contain the number of updates that had been applied
-        when the scheduler last stepped. In this case, use the number of updates that
-        the wrapped optimizer has applied so far.
+        """Restore a saved state. The state of a scheduler that was not wrapped lacks
+        the number of updates that had been applied when the scheduler last stepped. In
+        this case, use the number of updates that the wrapped optimizer has applied so
+        far.
         """
         state_dict = dict(state_dict)
         self._updates = state_dict.pop(_STEPPED_AT, self._window.updates)
@@ -223,8 +223,8 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         position = self._position()
         if position != self._called_at:
             updates, micro_step = self._called_at
-            # After one micro-batch, the window is still open, or it was skipped, or its
-            # update was applied.
+            # One micro-batch later, the window is still open, or its update was skipped
+            # or applied.
             self._calls_are_consecutive = position in (
                 (updates, micro_step + 1),
                 (updates, 0),

@@ -81,8 +81,8 @@ class Update:
             dtype = gradient_dtype(target)
             if total.requires_grad and divisor != 1:
                 # Detach the sum, because its graph does not contain the division. An
-                # optimizer that differentiates this gradient again then raises an
-                # error.
+                # optimizer that differentiates the gradient again then raises an error
+                # instead of using a wrong derivative.
                 total = total.detach()
                 sums[parameter] = total
             if total.dtype == dtype:
@@ -150,8 +150,8 @@ def refuse_bypass(inner: torch.optim.Optimizer, *_: object) -> None:
 
 
 def guard(update: Update, inner: torch.optim.Optimizer) -> None:
-    """Let only `update` run the step of `inner`, and of the base optimizer that an
-    optimizer such as SAM has. A base optimizer shares its list of groups with `inner`.
+    """Let only `update` run the step of `inner`. The same applies to a base optimizer
+    inside `inner`, as in SAM, if the two share their list of parameter groups.
     """
     base_optimizers = [
         each

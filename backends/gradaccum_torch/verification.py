@@ -232,8 +232,9 @@ class TorchState(ModelState):
             dictionary.update(before)
         for tensor, value in self._tensors.values():
             # Write through .data, because such a write does not change the parameters'
-            # versions, which other code may watch. In the first forward pass, torch's
-            # observers for quantization resize empty buffers.
+            # versions, which other code may watch. A buffer's size may have changed,
+            # because torch's quantization observers resize empty buffers in the first
+            # forward pass.
             if tensor.numel() == value.numel():
                 tensor.data.copy_(value)
             else:

@@ -154,10 +154,10 @@ class WholeWindow:
         if others.moved() or self._group_numbers() != numbers:
             raise UsageError(
                 "optimizer: expected an inner optimizer that changes only parameters"
-                " that have a gradient; got an inner optimizer that changes other"
-                " parameters, or counts its steps in its parameter groups. Load the"
-                ' last checkpoint, and wrap without on_overflow="ignore". The inner'
-                " optimizer then takes one step per window instead of one per layer."
+                " with a gradient, and no number in its parameter groups; got one that"
+                " changes other parameters, or a number such as a step count. Load the"
+                ' last checkpoint, and wrap without on_overflow="ignore". The optimizer'
+                " then steps once per window, not per layer."
             )
 
     def _group_numbers(self) -> list[object]:

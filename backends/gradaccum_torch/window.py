@@ -1,11 +1,11 @@
 """The open window of one optimizer. It counts micro-batches, and applies the update
 when the window is full.
 
-`gradaccum.kit` decides when a window ends, which number the gradient sum is divided by,
+`gradaccum.kit` decides when a window ends, what number the gradient sum is divided by,
 and whether the update is applied. This module adds up the gradients, computes the norm
 of the sum, divides the sum and runs the inner optimizer. If a call raises an error,
-either nothing has changed, or `Update.is_broken` stays set. While this flag is set, the
-window accepts no micro-batch and cannot be closed or saved. ``discard`` and
+either nothing has changed, or `Update.is_broken` remains set. While this flag is set,
+the window accepts no micro-batch and cannot be closed or saved. ``discard`` and
 ``load_state_dict`` clear the flag.
 """
 
@@ -70,14 +70,14 @@ class Scheduler(Protocol):
         """
 
     def follow(self) -> None:
-        """Step if the optimizer has applied an update since the scheduler's last
-        step.
+        """Step the scheduler if the optimizer has applied an update since the
+        scheduler's last step.
         """
 
     def optimizer_loaded(self) -> None:
-        """Called after the optimizer has loaded a state. From now on, step only for
-        updates that are applied after this load. But if the scheduler has just loaded
-        its own state too, keep the number of updates from that state.
+        """Called after the optimizer has loaded a state. If the scheduler has just
+        loaded its own state too, continue from the number of updates in that state.
+        Otherwise, step only for updates that are applied from now on.
         """
 
 
@@ -131,9 +131,9 @@ class Window:
         """
         self.micro_batch = MicroBatch()
         self.passes_before = PASSES[0]
-        """The total number of backward passes of all wrapped optimizers (the counter
-        `PASSES`) when this optimizer last counted a micro-batch. If `PASSES` is higher
-        now, a backward pass has begun since then.
+        """The value of the counter `PASSES` when this optimizer last counted a
+        micro-batch. `PASSES` counts the backward passes of all wrapped optimizers. If
+        the counter is higher now, a backward pass has begun since then.
         """
         self.expects_one_pass = False
         """Whether the next micro-batch is expected to have a single backward pass,
@@ -340,12 +340,12 @@ class Window:
             loss.backward(**arguments)  # type: ignore[no-untyped-call]
         except BaseException:
             if self.workers.is_reducing:
-                # The sums of all workers already include the gradients that this worker
-                # computed before the error.
+                # Mark the window as broken, because the sums of all workers already
+                # include gradients that this worker computed before the error.
                 self.update.is_broken = True
             elif self.has_new_gradient:
-                # Set the flag again, because the inner pass of a reentrant checkpoint
-                # may have cleared it before the outer pass raised the error.
+                # Set `is_running` again, because the inner pass of a reentrant
+                # checkpoint may have cleared it before the outer pass raised the error.
                 self.watch.is_running = True
             raise
         finally:
@@ -574,8 +574,8 @@ class Window:
                 self._finish(decision, state, options)
 
     def _complete_sums(self) -> Gradients:
-        """Return the window's gradient sums. Sparse sums are coalesced, and partial
-        sums are reduced over the processes.
+        """Return the window's gradient sums. Sparse sums are coalesced, and `DTensor`
+        sums with partial placements are reduced over the processes.
         """
         sums = self.gradient_sum.gradients()
         for parameter, total in sums.items():
@@ -629,9 +629,6 @@ class Window:
         return norm, is_finite and self._fits(sums, norm, divisor)
 
     def _fits(self, sums: Gradients, norm: float, divisor: float) -> bool:
-        """True if the gradient sums divided by `divisor` are finite in the dtype of the
-        inner optimizer's parameters.
-        """
         for parameter, total in sums.items():
             dtype = gradient_dtype(self.masters.worked_on(parameter))
             if total.dtype is dtype or norm / divisor <= torch.finfo(dtype).max:

@@ -190,7 +190,7 @@ def test_epoch_is_one_pass() -> None:
     assert chunks == [[1, 2], [3], []]
     batches = epoch([1, 2, 3], lambda: None)
     assert [*batches, *batches] == [1, 2, 3]
-    with pytest.raises(UsageError, match="got an object whose pass is over"):
+    with pytest.raises(UsageError, match="got an iterator that is already exhausted"):
         list(batches)
 
 

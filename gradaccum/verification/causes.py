@@ -38,8 +38,8 @@ CAUSES = {
     "not_finite": (
         "not_finite",
         "{names}",
-        "The gradient of the items {items} as one micro-batch is not finite. If only"
-        " some micro-batches are not finite, the loss divides by a count that may be"
+        "With the items {items} as one micro-batch, the gradient is not finite. If only"
+        " some micro-batches are affected, the loss divides by a count that may be"
         " zero, or by a standard deviation over too few items.",
         "Make the loss finite first, or verify with another batch. Divide by"
         " max(count, 1), and pass the count as weight=.",
@@ -63,9 +63,9 @@ CAUSES = {
     "by_place": (
         "not_repeatable",
         "the loss",
-        "The loss gives an item a number that depends on its place in the micro-batch"
-        " and is the same in every micro-batch. This happens if a seed, a key or a"
-        " generator is created in the loss, or if the loss reads a table.",
+        "The loss gives each item a number that depends only on the item's place in the"
+        " micro-batch. This happens if a seed, a key or a generator is created in the"
+        " loss, or if the loss reads a table.",
         "Seed once, at the start of the program, or pass the numbers in the batch. In"
         " JAX split one key into a key per item, or verify without dropout.",
     ),
@@ -75,8 +75,8 @@ CAUSES = {
         "Multiplying the loss by a number does not multiply the gradient of {names} by"
         " the same number: a custom backward pass or a hook ignores the gradient that"
         " it receives, and therefore also the weight of a micro-batch.",
-        "Multiply by the incoming gradient in the custom backward pass. Replace a hook"
-        " that clips with clip_norm=.",
+        "Multiply by the incoming gradient in the custom backward pass. Replace a"
+        " clipping hook with clip_norm=.",
     ),
     "hidden_state": (
         "hidden_state",
@@ -135,9 +135,10 @@ CAUSES = {
         " branches that depend on the batch. Or the loss adds terms that need different"
         " weights, such as a sum over the items and a penalty.",
         "Split the loss into outputs per item and a loss of all outputs, and call"
-        " coupled_backward (torch) or coupled_value_and_grad (JAX, MindSpore). If the"
-        " loss only adds terms that divide by different counts, use gradaccum.windows."
-        " Multiply a penalty beside a sum by the micro-batch's share of the items.",
+        " coupled_backward (torch) or coupled_value_and_grad (JAX, MindSpore). For"
+        " terms that divide by different counts, use gradaccum.windows. For a sum over"
+        " items plus a penalty, multiply the penalty by the micro-batch's share of"
+        " items.",
     ),
 }
 """For each finding of the experiments, the fields of a `Cause`: the kind, where the

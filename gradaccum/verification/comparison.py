@@ -193,8 +193,8 @@ class Comparison:
     def accumulate(
         self, parts: Sequence[Items], weighting: Weighting | None = None
     ) -> Vector:
-        """Return the accumulated gradient. A micro-batch with a factor of 0 is left
-        out, even if its gradient is NaN.
+        """Return the accumulated gradient of `parts`. A micro-batch with a factor of 0
+        is left out, even if its gradient is NaN.
         """
         factors = (weighting or self.weighting).factors(parts)
         pairs = zip(self.gradients(parts), factors, strict=True)

@@ -2,10 +2,10 @@
 a loss. Each experiment changes one condition, such as the loss's scale, the random
 state, the model's state, the mode (training or evaluation) or the weights.
 
-Some causes of a wrong gradient would also affect later experiments, so these causes are
-looked for first. If such a cause is found, the later experiments run under conditions
-in which the cause has no effect, for example in evaluation mode. `gradaccum/VERIFY.md`
-has a section for each kind of cause.
+Some causes of a wrong gradient would also affect later experiments, so the experiments
+look for these causes first. If such a cause is found, the later experiments run under
+conditions in which the cause has no effect, for example in evaluation mode.
+`gradaccum/VERIFY.md` has a section for each kind of cause.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ this number. The sum of the coefficients counts as 1 if it differs from 1 by les
 this number plus the estimated error of the sum.
 """
 OF_A_PART = (
-    "gradaccum: verify runs loss_fn on parts of the batch, which may contain any of its"
-    " items. If loss_fn accepts only the full batch, because some items belong"
-    " together, give the batch an axis of such groups, and flatten that axis in"
+    "gradaccum: verify runs loss_fn on arbitrary subsets of the batch's items. If"
+    " loss_fn accepts only the full batch, because some items belong together, make"
+    " each group of such items one item of the batch, and flatten the groups in"
     " loss_fn."
 )
 
@@ -63,7 +63,7 @@ def examine(
     """Find out whether accumulation is correct for the subject's loss, and return a
     report. The subject's batch is split into micro-batches in several ways, and each
     accumulated gradient is compared with the gradient of the whole batch. If the
-    gradients differ, the causes of the difference are looked for.
+    gradients differ, experiments look for the causes.
     """
     items = subject.batch.items
     usual_steps = max(2, min(USUAL_STEPS, items))
@@ -157,16 +157,16 @@ class Examination:
         return True
 
     def is_unsteady(self) -> bool:
-        """Test whether the large batch's gradient is unsuitable for comparisons: it is
-        not finite, or it differs between two runs, or it is not proportional to the
-        loss's scale. A scale with which the gradient overflows is ignored. If the
-        result is True, the cause has been added to `self.causes`.
+        """Test whether the large batch's gradient is unsuitable for comparisons,
+        because it is not finite, differs between two runs, or is not proportional to
+        the loss's scale. If so, add this cause, and return True. A scale with which the
+        gradient overflows is ignored.
         """
         comparison = self.comparison
         if self.is_infinite([comparison.items]):
             return True
         # Run other micro-batches before the large batch runs again. If the loss
-        # remembers its previous batch, the large batch then gives another gradient.
+        # remembers its previous batch, the large batch then gives a different gradient.
         gradients = [comparison.large, *comparison.gradients(comparison.partitions[0])]
         names = self.changed_names(scale=1.0)
         if names:
@@ -182,9 +182,9 @@ class Examination:
 
     def scale_float16(self) -> Sequence[str]:
         """If the loss is computed in float16, scale it in the later experiments.
-        Otherwise, small gradients would become 0, which could hide a mistake or look
-        like a custom backward pass. Return the names of the parameters whose gradient
-        is not proportional to the scale, even though the scale is large.
+        Without scaling, small gradients would become 0, which could hide a mistake or
+        look like a custom backward pass. Return the names of the parameters whose
+        gradient is not proportional to the scale, even though the scale is large.
 
         The loss is not scaled if a scaled gradient is not finite, or if scaling changes
         the large batch's gradient more than rounding and underflow can. Underflow
@@ -238,8 +238,8 @@ class Examination:
         comparison = self.comparison
         gradient = comparison.under(**conditions).large
         distances = comparison.norms(gradient - comparison.large)
-        # If no condition was changed, the limits are the lower bounds of the units. The
-        # units themselves would be too large if the gradient changes from run to run,
+        # If no condition was changed, the limits are the lower bounds of the units. If
+        # the gradient changes from run to run, the units themselves are too large,
         # because they are measured with several runs.
         is_repetition = conditions == {"scale": comparison.conditions.scale}
         limits = comparison.floors if is_repetition else comparison.units
@@ -294,11 +294,11 @@ class Examination:
         """Test whether an item's gradient depends on the item's position in the
         micro-batch, but not on other items. If so, add this cause, and return True.
 
-        Two experiments with two micro-batches are needed. In the first experiment, the
-        micro-batches swap all items except the first item of each. Their accumulated
-        gradient must not change, because each item keeps its position. In the second
-        experiment, the items of the first micro-batch are reversed. The accumulated
-        gradient must change, because the positions change.
+        The test consists of two experiments with two micro-batches each. In the first
+        experiment, the micro-batches swap all items except the first item of each.
+        Their accumulated gradient must not change, because each item keeps its
+        position. In the second experiment, the items of the first micro-batch are
+        reversed. The accumulated gradient must change, because the positions change.
         """
         comparison = self.comparison
         half = len(comparison.items) // 2

@@ -24,17 +24,18 @@ def verify(
     axes: Any = 0,
     has_aux: bool = False,
 ) -> VerificationReport:
-    """Check whether gradient accumulation is right for a loss, and if not, why.
+    """Check whether gradient accumulation is right for a loss, and if it is not, find
+    out why.
 
-    The gradient of one batch is computed for many partitions and orders. If the
-    gradients differ by more than rounding, experiments look for the cause. Afterwards
-    the batch, the random states, and the model's parameters, buffers and plain
-    attributes are the same as before. Do not call `verify` under `jax.jit`, or in two
-    threads at once.
+    The batch is split into micro-batches in several ways, and the accumulated gradients
+    are compared with the whole batch's gradient. If they differ by more than rounding,
+    experiments look for the cause. Afterwards the batch, the random states, and the
+    model's parameters, buffers and plain attributes are the same as before. Do not call
+    `verify` under `jax.jit`, or in two threads at once.
 
     Each micro-batch begins with the same random state. Layers such as dropout draw
     random numbers per item, so they run in evaluation mode, and the report says so. A
-    loss function that itself draws random numbers per item cannot be compared. In JAX,
+    loss function that itself draws random numbers per item cannot be checked. In JAX,
     split one key into a key per item, and pass these keys in the batch.
 
     Args:
@@ -45,16 +46,16 @@ def verify(
             function that closes over its model, ``loss_fn(*batch)``.
         batch: a tuple or list of nests of arrays. Use real data, including padding,
             with at least `steps` items. A dictionary is passed as one argument, or as
-            arguments by name. Values that are not arrays are passed whole.
+            keyword arguments. Values that are not arrays are passed whole.
         steps: the number of micro-batches, at least 2; by default 4, or the number of
             items if there are fewer.
         reduction: as in `gradaccum.wrap`.
         weight: the weight that training uses: a callable ``weight(*micro_batch)``, or
             one number per item. Default: the number of items. If `batch` is a
             dictionary, the callable may take the keys as keyword arguments.
-        axes: the batch axis of each array: one number for all arrays, or a prefix nest
-            of `batch`. None means that an array is passed whole. ``"key"`` means that
-            the array is a random key (JAX).
+        axes: the batch axis of each array: one number for all arrays, or a nest with
+            the same outer levels as `batch`. None means that an array is passed whole.
+            ``"key"`` means that the array is a random key (JAX).
         has_aux: True if `loss_fn` returns ``(loss, aux)``; `aux` is ignored.
 
     Returns:

@@ -45,8 +45,8 @@ class Conditions:
 
 
 class ModelState:
-    """A copy of a model's state. The state of a JAX model is part of its parameters, so
-    there is nothing to restore.
+    """A copy of a model's state. This base class restores nothing. It is used for JAX,
+    where the state is part of the parameters.
     """
 
     def restore(self) -> None:
@@ -63,7 +63,7 @@ class ModelState:
 
 class HostRandom:
     """The random states of Python and NumPy at the time when the object was created.
-    NumPy must be imported.
+    NumPy must already be imported.
     """
 
     def __init__(self) -> None:
@@ -167,8 +167,8 @@ class Subject(ABC):
         return ()
 
     def layers_in_mode(self, word: str, *, training: bool) -> list[str]:
-        """Return the names of the layers whose class name contains `word` and that are
-        in training mode, or in evaluation mode if `training` is False.
+        """Return the names of the layers that are in training mode (or in evaluation
+        mode if `training` is False), and whose class name contains `word`.
         """
         return [
             name
@@ -220,9 +220,9 @@ class Subject(ABC):
         """
 
     def arrays(self, part: Items) -> Iterable[tuple[str, Any]]:
-        """Return the arrays of a micro-batch that are split, each with its path, such
-        as ``batch[1]['mask']``. Random keys are left out, because their elements are
-        not numbers.
+        """Return the arrays of a micro-batch, each with its path, such as
+        ``batch[1]['mask']``. Arrays that are passed whole are left out. So are random
+        keys, because their elements are not numbers.
         """
         return self.batch.arrays(part)
 

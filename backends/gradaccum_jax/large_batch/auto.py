@@ -2,9 +2,9 @@
 memory.
 
 XLA reports how much memory a compiled program needs. The program is compiled for the
-whole batch, then for micro-batches of half the size, and so on, until the memory stays
-within the limit. If the device still runs out of memory, the size is halved again. If
-the user passed the limit, all processes choose the same size.
+whole batch, then for micro-batches of half the size, and so on, until it fits within
+the memory limit. If the device still runs out of memory, the size is halved again. All
+processes choose the same size if the user passes the limit.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ class SizeSearch:
             raise jax.errors.JaxRuntimeError(
                 f"RESOURCE_EXHAUSTED: {needed_bytes} bytes"
             )
-        # Wait for the result, because a device may report only at the end of a run that
-        # it ran out of memory.
+        # Wait for the result, because a device that runs out of memory may report this
+        # only at the end of the run.
         result = jax.block_until_ready(program(model_arguments, batch))  # type: ignore[no-untyped-call]
         self.programs[name] = program
         return result

@@ -137,7 +137,7 @@ class LargeBatch:
     def micro_batch(
         self, number: Scalar, items: int, key_numbers: tuple[Scalar, ...]
     ) -> MicroBatch:
-        """Return the micro-batch with index `number`, which contains `items` items.
+        """Return the micro-batch that has index `number` and size `items`. The
         `key_numbers` are folded into random keys.
         """
         start = number * (self.size // self.blocks)
@@ -241,13 +241,13 @@ def _weights_of_items(weight: Weight, items: int) -> Array:
 # the number of shards is assumed to be the number of devices. If there are in fact
 # fewer shards, each shard is divided into several blocks. The size of a micro-batch is
 # rounded up to a multiple of the number of shards. If this number is only assumed, the
-# size grows by an eighth at most, because the batch may not be sharded at all.
+# size grows by an eighth at most, because the batch may be unsharded.
 
 
 def cut_batch(batch: LargeBatch, size: int, others: Tree) -> LargeBatch:
     """Return `batch`, split into micro-batches of `size` items, or of slightly more
-    items if the batch is sharded over devices. If the batch's own arrays do not show
-    the mesh, the mesh is read from `others`, the other arguments of the call.
+    items if the batch is sharded over devices. If the mesh is unknown from the batch's
+    own arrays, it is read from `others`, the other arguments of the call.
     """
     known_shards = 1
     possible_shards = 1
@@ -263,8 +263,8 @@ def cut_batch(batch: LargeBatch, size: int, others: Tree) -> LargeBatch:
         size = _round_up(size, possible_shards)
     blocks = math.gcd(possible_shards, size)
     if blocks < possible_shards and batch.items % size:
-        # Use only the known shards, because XLA in JAX 0.7 concatenates the rows of
-        # micro-batches of different sizes incorrectly.
+        # The last micro-batch is smaller. Use only the known shards, because XLA in JAX
+        # 0.7 concatenates rows of micro-batches of different sizes incorrectly.
         blocks = known_shards
     return replace(batch, size=size, blocks=blocks)
 
@@ -274,8 +274,8 @@ def _round_up(size: int, factor: int) -> int:
 
 
 # Micro-batches of equal size run in one `lax.scan`, whose body XLA compiles once. A
-# smaller last micro-batch is compiled as a second body. It is not padded, because a
-# loss is a scalar, and padded items could not be removed from its mean. The second body
+# smaller last micro-batch is compiled as a second body. It is not padded, because
+# padded items could not be removed from the loss, which is a scalar. The second body
 # costs only compilation time: 9.0 s of CPU time instead of 5.4 s for an encoder of four
 # layers, and 0.8 s instead of 0.5 s for an MLP.
 

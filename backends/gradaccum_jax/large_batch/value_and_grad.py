@@ -103,8 +103,9 @@ def value_and_grad(
             "key" for a scalar typed key, and None for a plain Python value. A uint32
             key from `jax.random.PRNGKey` needs an explicit "key". Under a `jax.jit` of
             your own, a plain value is an array and needs an explicit None.
-            If a list of similar arrays may have as many elements as the batch has
-            items, pass an axis for each element, such as ``[0, 0]``.
+            A list of as many similar arrays as the batch has items is rejected, because
+            it looks like a list of items. To allow it, pass an axis for each element,
+            such as ``[0, 0]``.
         merge_aux: with None, each leaf of aux gets a new first axis with one entry per
             micro-batch. With "concatenate", each leaf must have the same number of rows
             for each item, and the rows are returned in the order of the items. A
@@ -219,12 +220,11 @@ def value_and_update(
         ``(loss, updates, state)``, or ``((loss, aux), updates, state)``. The loss is
         unscaled and includes dropped micro-batches; ``gradaccum_jax.result(...).loss``
         excludes them. The updates have the dtypes of the parameters, or of the master
-        weights, and are zeros if no update was applied. The inner optimizer gets two
-        kinds of arguments from `extra`: arguments that it declares, and arguments of
-        optax's own optimizers, such as `value_fn`, that are not also arguments of
-        `loss_fn`. It also gets the window's loss as `value`, unless `extra` contains a
-        `value`. All other arguments in `extra` are passed to `loss_fn`, as for
-        `value_and_grad`.
+        weights, and are zeros if no update was applied. From `extra`, the inner
+        optimizer gets the arguments that it declares. It also gets arguments of optax's
+        own optimizers, such as `value_fn`, unless `loss_fn` has an argument of this
+        name. It gets the window's loss as `value`, unless `extra` contains a `value`.
+        All other arguments in `extra` are passed to `loss_fn`, as for `value_and_grad`.
 
     Raises:
         ArgumentTypeError: `tx` is not wrapped.

@@ -87,7 +87,7 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
     def run(*args: Tree) -> Any:
         for state in find_states(args):
             if not jnp.ndim(state.weight):
-                raise not_shared_error("a state that", axes)
+                raise not_shared_error("a state", axes)
         specs = [
             spec
             for index, arg in enumerate(args)
@@ -140,9 +140,9 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
 
 
 def _trace(check: Step, leaves: list[Array]) -> None:
-    """Trace `check`. If `check` raises a `GradAccumError`, raise this error. For
-    example, `check` raises a `GradAccumError` if JAX's types show that the step's new
-    parameters may differ between devices. Ignore all other errors.
+    """Trace `check`, and ignore all errors except a `GradAccumError`. For example,
+    `check` raises a `GradAccumError` if JAX's types show that the step's new parameters
+    may differ between devices.
     """
     try:
         jax.eval_shape(check, *leaves)
@@ -162,8 +162,8 @@ def start_on(init: Step, mesh: Mesh | None, axes: tuple[str, ...]) -> Step:
 
     Inside a `jax.shard_map` over `axes`, the returned function only calls `init`.
     Outside, it runs `init` on each device of `mesh` with `data_parallel`. If `mesh` is
-    None, it uses the mesh of the surrounding context. If this mesh does not have all of
-    `axes`, it only calls `init`, which raises an error.
+    None, the mesh of the surrounding context is used. If this mesh does not have all of
+    `axes`, `init` is called directly and raises an error.
     """
 
     def start(params: Tree) -> Tree:
@@ -270,12 +270,12 @@ def require_shared_window(tree: Tree, axes: tuple[str, ...]) -> None:
     """
     weights = [state.weight for state in find_states(tree)]
     if not weights or any(spread_axes(axes) - axes_of(weight) for weight in weights):
-        raise not_shared_error("step to return (params, state), where state", axes)
+        raise not_shared_error("step to return (params, state), with the state", axes)
 
 
 def not_shared_error(expected: str, axes: tuple[str, ...]) -> UsageError:
     return UsageError(
-        f"state: expected {expected} belongs to an optimizer wrapped with axis_name"
+        f"state: expected {expected} of an optimizer wrapped with axis_name"
         f" {axes}; got no such state. Write tx ="
         f" gradaccum.wrap(..., axis_name={axes!r}, mesh=mesh) and state ="
         " tx.init(params)."

@@ -237,8 +237,8 @@ def require_known_axes(
             raise UsageError(
                 "axis_name: expected the axes along which devices share the window; got"
                 f" None, although gradients or weights differ along {names}. Write"
-                f" gradaccum.wrap(..., axis_name={names!r}), or reduce the weights, too,"
-                " with jax.lax.psum."
+                f" gradaccum.wrap(..., axis_name={names!r}), or reduce gradients"
+                f" and pass weight=jax.lax.psum(n, {names!r})."
             )
         raise UsageError(
             "shard_axes: expected the axes along which parameters are sharded; got"
@@ -283,9 +283,9 @@ def names_of(axis_name: Any) -> tuple[str, ...]:
 
 
 # All arrays are reduced by one `jax.lax.psum`. XLA compiles this `psum` to a single
-# all-reduce, except on a CPU before JAX 0.10. So small arrays of the same type are
-# packed into one array. (Sharded and replicated arrays have different types.) Large
-# arrays are not packed, because packing them would cost memory.
+# all-reduce, except on a CPU before JAX 0.10. Because of this exception, small arrays
+# of the same type are packed into one array. (Sharded and replicated arrays have
+# different types.) Large arrays are not packed, because that would cost memory.
 
 
 LARGE_BYTES = 2**20

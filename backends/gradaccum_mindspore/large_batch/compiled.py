@@ -10,8 +10,9 @@ constant zeros would need a second buffer as large as the model.
 The shapes of the loop's variables must be known before the loop runs. The shapes of an
 auxiliary output (aux) are known only afterwards, so a function that returns an aux must
 be called from Python. The code indexes tuples of Tensors instead of iterating over
-them. In a loop, MindSpore does not know the length of a tuple whose Tensors have equal
-shapes, and `mindspore.ops.HyperMap` returns shape (1,) for shape ().
+them, because in a loop MindSpore does not know the length of a tuple whose Tensors have
+equal shapes. `mindspore.ops.HyperMap` is not used, because it returns a Tensor of shape
+(1,) for a Tensor of shape ().
 """
 
 from __future__ import annotations
@@ -188,8 +189,8 @@ def plan_of(options: CallOptions, dtype: DType) -> Callable[[Any], Any]:
 
 def outline_of(nest: Any) -> Any:
     """Return `nest` with each Tensor replaced by its shape and dtype. Any other value,
-    such as a number in a list, is replaced by an empty tuple, because compiled code
-    passes the value unsplit to every micro-batch.
+    such as a number in a list, is replaced by an empty tuple, because the value is not
+    split: every micro-batch gets the whole value.
     """
     if isinstance(nest, (tuple, list)):
         parts = []

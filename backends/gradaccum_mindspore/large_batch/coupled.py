@@ -90,13 +90,13 @@ class CoupledPasses:
     def first_pass(
         self, micro_batches: Sequence[MicroBatch], replay: RandomReplay
     ) -> list[Nest]:
-        """Run `outputs_fn` on each micro-batch, and return the list of its outputs."""
+        """Run `outputs_fn` on each micro-batch, and return the outputs as a list."""
         outputs = []
         for number, micro_batch in enumerate(micro_batches):
             replay.begin(number)
             # Do not record operators here. MindSpore may already be recording, for an
-            # outer gradient or after an error, and would keep the activations of all
-            # micro-batches.
+            # outer gradient or after an error, and would then keep the activations of
+            # all micro-batches.
             with _no_grad():
                 outputs.append(self.outputs_fn(*micro_batch.arguments))
             for tensor in tensors_of(outputs[-1]):
@@ -150,7 +150,7 @@ class CoupledPasses:
             product = 0.0
             for place, cotangent in zip(cotangents, rows, strict=True):
                 # Convert to a wider dtype, because the product could overflow in half
-                # precision. Only the gradient of the product is used.
+                # precision.
                 work = working_dtype(cotangent.dtype)
                 terms = leaves[place].astype(work) * cotangent.astype(work)
                 product = product + terms.sum()
@@ -263,8 +263,8 @@ def require_same(first_pass: Sequence[Tensor], second_pass: Sequence[Tensor]) ->
         if not np.allclose(before, after, rtol=0, atol=limit, equal_nan=True):
             raise UsageError(
                 "outputs_fn: expected a function that returns the same outputs when it"
-                " is called again; got different outputs in the second pass. Draw random"
-                " numbers outside mindspore.jit, with nn.Dropout or ops.dropout, and"
-                " list the Cells in modules=, or pass the random numbers as part of the"
-                " batch."
+                " is called again; got different outputs in the second pass. Pass"
+                " random numbers as part of the batch. Or draw them with nn.Dropout or"
+                " ops.dropout, outside mindspore.jit, and list outputs_fn's Cells in"
+                " modules=."
             )

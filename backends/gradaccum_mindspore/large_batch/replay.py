@@ -18,9 +18,8 @@ from mindspore import nn, ops
 from gradaccum_mindspore.mindspore_private import SEEDS, forget_recorded, set_counters
 
 LARGEST = 2**16
-"""`SavedState` copies only Parameters with at most this number of elements. A larger
-Parameter that is not trained is not copied, because it is assumed to be a frozen weight
-that never changes.
+"""`SavedState` copies only non-trainable Parameters with at most this number of
+elements. A larger Parameter is assumed to be a frozen weight that never changes.
 """
 
 

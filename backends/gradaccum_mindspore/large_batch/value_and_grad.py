@@ -46,8 +46,8 @@ class LargeBatchGradient(nn.Cell):  # type: ignore[misc]
         backward = gradient_function(fn, parameters, options.has_aux, identity)
         self.options = options
         self.accumulate_dtype = accumulate_dtype
-        # `partial` hides the user's Cell, which would become a child of this Cell if it
-        # were an attribute.
+        # `partial` hides the user's Cell from MindSpore, which would otherwise register
+        # the Cell as a child of this Cell.
         self.positional = partial(positional, fn)
         self.saved_state = partial(SavedState, modules_of(fn, modules))
         self.loop = CompiledLoop(backward, parameters, options, accumulate_dtype)
@@ -137,11 +137,11 @@ def value_and_grad(
             to `fn` or the Cell that `fn` is a method of.
 
     Returns:
-        A Cell to call with the batch. In a call from Python, the arguments may also be
-        keywords, and the returned loss has the dtype of `fn`'s loss. In compiled code,
-        the loss is float32, or float64 if a gradient sum is float64. After
-        `mindspore.set_seed`, micro-batches of different sizes may begin with the same
-        random numbers, as in a hand-written loop.
+        A Cell to call with the batch. In a call from Python, arguments may also be
+        passed by keyword, and the returned loss has the dtype of `fn`'s loss. In
+        compiled code, the loss is float32, or float64 if a gradient sum is float64.
+        After `mindspore.set_seed`, micro-batches of different sizes may begin with the
+        same random numbers, as in a hand-written loop.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an option is invalid; or, on a call, the
@@ -186,8 +186,8 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
         backward = gradient_function(fn, parameters, options.has_aux, optimizer.scale)
         self.optimizer = optimizer
         self.options = options
-        # `partial` hides the user's Cell, which would become a child of this Cell if it
-        # were an attribute.
+        # `partial` hides the user's Cell from MindSpore, which would otherwise register
+        # the Cell as a child of this Cell.
         self.positional = partial(positional, fn)
         self.saved_state = partial(SavedState, modules_of(fn, modules))
         self.loop = CompiledUpdateLoop(backward, optimizer, options)
@@ -264,10 +264,10 @@ def value_and_update(
     """Return a function that takes a large batch, applies one update of a wrapped
     optimizer, and returns the loss of the batch.
 
-    The call ends the window of `optimizer`: all its options apply, its loss scale
-    multiplies the loss that is differentiated, and ``optimizer.result`` describes the
-    window. If the window already contained micro-batches, the update includes them. The
-    function works in PyNative mode, inside `mindspore.jit` and in graph mode.
+    The call closes the optimizer's window. All options of the optimizer apply, its loss
+    scale multiplies the loss that is differentiated, and ``optimizer.result`` describes
+    the window. If the window already contained micro-batches, the update includes them.
+    The function works in PyNative mode, inside `mindspore.jit` and in graph mode.
 
     Args:
         fn: a function or Cell of the batch that returns an unscaled scalar loss, or

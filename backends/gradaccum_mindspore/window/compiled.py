@@ -91,9 +91,9 @@ def exact_in(dtype: DType, options: Options) -> Options:
 
 
 def number_of(weight: Number) -> Number:
-    """Return a weight that is a Tensor as a scalar Tensor, and any other weight
-    unchanged. If a weight that is a constant of the compiled program is invalid, raise
-    an error while MindSpore compiles the program.
+    """Return the weight, reshaped to shape () if it is a Tensor. If the weight is an
+    invalid constant of the compiled program, raise an error while MindSpore compiles
+    the program.
     """
     if isinstance(weight, Tensor):
         return weight.reshape(())

@@ -140,8 +140,8 @@ class PyNativeWindow:
         )
 
     def fits(self, ending: State, options: Options, norm: float) -> bool:
-        """True if casting the window's unclipped gradients to the inner optimizer's
-        dtypes gives finite values. `norm` is the 2-norm of the gradient sums.
+        """True if the window's unclipped gradients are finite after being cast to the
+        inner optimizer's dtypes. `norm` is the 2-norm of the gradient sums.
         """
         divisor = kit.divisor(ending, options, kit.select)
         # No element is larger than the norm. So if the norm is small enough, the

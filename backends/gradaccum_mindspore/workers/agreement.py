@@ -83,8 +83,8 @@ def require_same_everywhere(
     optimizers in the same order.
 
     Raises:
-        ArgumentValueError: the options or parameters of a worker differ. Every worker
-            raises the error.
+        ArgumentValueError: the workers have different options or parameters. Every
+            worker raises the error.
     """
     # Functions cannot be compared, because each worker has its own function object.
     steps = "a function" if callable(options.steps) else options.steps
@@ -160,9 +160,9 @@ def mark(optimizer: nn.Cell, parameters: Sequence[Parameter]) -> None:
 
 
 def unmark(parameters: Sequence[Parameter], owner: int | None = None) -> None:
-    """Remove the marks that `mark` has set on `parameters`. If `owner` is given, remove
-    only the marks from the call of `mark` with this number, because a later call may
-    have marked some of the parameters again for another optimizer.
+    """Remove the marks that `mark` has set on `parameters`. `owner` is the number of a
+    call of `mark`. If `owner` is given, remove only the marks of that call, because a
+    later call may have marked some of the parameters again for another optimizer.
     """
     for parameter in parameters:
         marked_by = getattr(parameter, "shares_windows", 0)

@@ -56,7 +56,7 @@ LARGE_ELEMENTS = 2**18
 
 
 class Bucket(nn.Cell):  # type: ignore[misc]
-    """Gradient sums of the same dtype, which the workers exchange as one vector."""
+    """Gradient sums that the workers exchange as one vector, in one dtype."""
 
     def __init__(self, sums: Sequence[Parameter], workers: int) -> None:
         super().__init__(auto_prefix=False)

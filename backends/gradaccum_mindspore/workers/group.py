@@ -98,8 +98,8 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         # is a Parameter, because the compiler would not create a branch for a constant
         # condition.
         object.__setattr__(self, "always", note("always", Tensor(True)))
-        # `differs` is true if compiled code found that the workers were not closing a
-        # window of the same optimizer, or that their learning rates differed.
+        # `differs` is true if compiled code found that the workers were closing windows
+        # of different optimizers, or that their learning rates differed.
         object.__setattr__(self, "differs", note("differs", Tensor(False)))
         object.__setattr__(self, "inner", inner)
         object.__setattr__(self, "rates", tuple(rates_of(inner)))
@@ -230,8 +230,8 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         kit.require_same_rates(rates, [0.5], self.workers, self.rank)
 
     def write_rates(self) -> None:
-        """Write learning rates that were set as Python numbers into the Parameters that
-        compiled code reads.
+        """If a learning rate was set to a Python number, write the number into the
+        Parameter that compiled code reads.
         """
         if not hasattr(self.inner, "lrs"):
             return

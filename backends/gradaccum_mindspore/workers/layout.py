@@ -70,9 +70,9 @@ def require_all_workers(states: Sequence[Checkpoint], prefix: str) -> None:
     places = [saved_place(state, prefix) for state in states]
     if places != [(rank, len(states)) for rank in range(len(states))]:
         raise CheckpointError(
-            "states: expected one state per worker, in rank order; got states with"
-            f" these pairs (rank, number of workers): {places}. Pass the states that"
-            " the workers saved, in rank order."
+            "states: expected one state per worker, in rank order; got states whose"
+            f" (rank, number of workers) are {places}. Pass the states that the workers"
+            " saved, in rank order."
         )
 
 

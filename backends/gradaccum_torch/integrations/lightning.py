@@ -7,8 +7,8 @@ configured to clip, it clips the gradient of each micro-batch, not the window's
 gradient. Lightning also steps a scheduler with ``"interval": "step"`` after each
 micro-batch if the scheduler is not wrapped.
 
-If the optimizer was wrapped with ``separate_sums=True``, only this callback detects the
-clipping, because such an optimizer allows other code to change ``.grad``.
+If the optimizer was wrapped with ``separate_sums=True``, only this callback detects
+that the Trainer clips, because such an optimizer allows other code to change ``.grad``.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
     """Closes the open window after the last batch of an epoch, before validation and
     checkpointing.
 
-    Put this callback first in the list. The callback assigns weight 0 to a batch whose
-    ``training_step`` returns None, and steps wrapped schedulers with ``"interval":
-    "step"`` after the last update of an epoch. Without this callback, a run whose
+    Put this callback first in the Trainer's list. It assigns weight 0 to a batch
+    whose ``training_step`` returns None, and steps wrapped schedulers with
+    ``"interval": "step"`` after the last update of an epoch. Without it, a run whose
     gradient sum is kept in ``.grad`` cannot be resumed in the middle of a window.
 
     Raises:
@@ -51,9 +51,9 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Keep the optimizers' states from the checkpoint, because Lightning clears the
-        model's gradients after it has loaded these states. `on_train_start` loads the
-        states again.
+        """Keep the optimizers' states from the checkpoint. `on_train_start` loads them
+        again, because Lightning clears the model's gradients after it has loaded the
+        states.
         """
         self._saved_states[:] = checkpoint.get("optimizer_states", ())
 

@@ -51,7 +51,7 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
             begun.
 
     Raises:
-        UsageError: raised in ``trainer.train()`` if gradaccum does not know by which
+        UsageError: raised in ``trainer.train()`` if gradaccum does not know by what
             number TRL divides the loss, or if a subclass of the Trainer calls
             ``loss.backward()`` itself although the micro-batch has a weight.
     """

@@ -149,10 +149,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 FITS = 2**31 - 1
 """A worker's vote if the micro-batches fitted into its memory."""
 RAISED = -1
-"""A worker's vote if it raised an error other than an out-of-memory error. The smallest
-vote decides, and this vote is smaller than any size, so all workers raise an error. The
-smallest size is 0, which means that not even a single item fits into the worker's
-memory.
+"""A worker's vote if it raised an error other than an out-of-memory error. All workers
+then raise an error, because the smallest vote decides, and no size is less than 0. The
+size 0 means that not even a single item fits into the worker's memory.
 """
 
 

@@ -150,16 +150,16 @@ def run_twice(
                 if not tensor.ndim:
                     require_rows("outputs_fn", (), micro_batch.items)
             nests.append(outputs)
-    # Before torch 2.8, the cache of an enclosing autocast may contain weights that were
-    # cast without a graph.
+    # Clear the cache of an enclosing autocast, because before torch 2.8 it may contain
+    # weights that were cast without a graph.
     torch.clear_autocast_cache()
     all_outputs = Outputs(nests)
     loss = require_scalar(loss_fn(all_outputs.nest))
     random_state_after = before.random_state()
     buffers_after = Buffers(before.buffers.modules.values())
     destination.ignore(map(id, all_outputs.tensors))
-    # The divisor is the number of items with several workers and reduction="mean", and
-    # 1 otherwise.
+    # With several workers and reduction="mean", the divisor is the number of items;
+    # otherwise it is 1.
     destination.add_loss(loss, destination.divisor, destination.divisor)
     value = loss.detach().clone()
     del loss  # This also frees the graph of all items.
@@ -208,7 +208,7 @@ class Outputs:
         with respect to these tensors. `outputs` is the return value of `outputs_fn` for
         micro-batch `index` in the second pass. Tensors without a gradient are left out.
 
-        Also compare `outputs` with the outputs of the first pass, for `require_same`.
+        Also record whether `outputs` differ from the first pass, for `require_same`.
         """
         tensors = []
         gradients = []

@@ -44,7 +44,7 @@ COMPILED_NODE = "CompiledFunctionBackward"
 
 
 class GradientsInGrad:
-    """Collects the gradients of one call of a function such as
+    """Collects the gradients of one call to a function such as
     `gradaccum_torch.backward` in the ``.grad`` of every leaf tensor on which the loss
     depends.
 
@@ -74,7 +74,7 @@ class GradientsInGrad:
         self._needs_optimizer = self.window is None and processes() > 1
         """Whether `reach` raises an error if several workers train one of the modules.
         True if several processes are running and no wrapped optimizer was passed,
-        because the module's gradients would be reduced in each micro-batch.
+        because the module would then reduce its gradients in each micro-batch.
         """
         if self.window is None:
             self._refused_nodes.add(REENTRANT_NODE)
@@ -88,8 +88,8 @@ class GradientsInGrad:
         self._wide_sums: dict[Tensor, Tensor] = {}
         self._without_gradient: list[Tensor] = []
         self._noted_sums: list[tuple[Tensor, int, int]] = []
-        """For each leaf, the id of its gradient sum and how often that sum was written
-        to. Neither may change while the user's functions run.
+        """For each leaf, the id of its gradient sum and how many times that sum was
+        written to. Neither may change while the user's functions run.
         """
         self._handles: list[RemovableHandle] = []
 
@@ -147,8 +147,8 @@ class GradientsInGrad:
         self.reach([loss], self._leaf_nodes)
         if self._applied_divisor is None:
             dtypes = {loss.dtype, *map(gradient_dtype, self._earlier_gradients)}
-            # With half precision, do not divide by the full divisor here, because small
-            # gradients would underflow.
+            # With half precision, do not divide by the full divisor before the backward
+            # pass, because small gradients would underflow.
             is_half = not dtypes.isdisjoint(HALF)
             self._applied_divisor = self._largest_factor if is_half else self.divisor
         share = factor / self._applied_divisor
@@ -166,9 +166,9 @@ class GradientsInGrad:
         self.note_sums()
 
     def note_sums(self) -> None:
-        """Record which tensor is the gradient sum of each leaf, and how often this
-        tensor was written to. Before that, copy each gradient that shares its memory
-        with other tensors.
+        """Record which tensor is the gradient sum of each leaf, and how many times the
+        sum was written to. Before that, copy each gradient that shares its memory with
+        other tensors.
         """
         for leaf in self._without_gradient:
             keep_own(leaf)
@@ -226,7 +226,7 @@ untraced(GradientsInGrad._move_into_sum)
 
 
 class GradientsInWindow(GradientsInGrad):
-    """Collects the gradients of one call of a function such as
+    """Collects the gradients of one call to a function such as
     `gradaccum_torch.backward` in a window of a wrapped optimizer. The optimizer's loss
     scale, overflow policy and clipping apply to this window, and the optimizer's
     workers share the window.
@@ -368,8 +368,8 @@ def touched_error() -> UsageError:
 
 
 def require_alone(modules: Iterable[nn.Module]) -> None:
-    """Raise if several workers train one of `modules`, because this module's gradients
-    would be reduced in each micro-batch.
+    """Raise if several workers train one of `modules`, because such a module would
+    reduce its gradients in each micro-batch.
     """
     for module in modules:
         if isinstance(module, DistributedDataParallel) or any(

@@ -125,9 +125,9 @@ class Buffers:
             if getattr(module, name, None) is not buffer:
                 setattr(module, name, buffer)
             if buffer is not None and values is not None:
-                # Write through .data, which does not increase the tensor's version, so
-                # that autograd does not report a change of a tensor that it saved. The
-                # sizes differ if the forward pass has resized an empty buffer.
+                # Write through .data. A normal write would increase the version, and
+                # autograd would then report that a saved tensor was modified. If the
+                # forward pass has resized an empty buffer, replace all of .data.
                 if buffer.numel() == values.numel():
                     buffer.data.copy_(values)
                 else:

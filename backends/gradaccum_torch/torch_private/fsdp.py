@@ -105,7 +105,7 @@ class Unit:
 
 
 def has_gradient(parameter: Private) -> bool:
-    """True if there is a gradient of `parameter` that FSDP2 has not reduced yet."""
+    """True if `parameter` has a gradient that FSDP2 has not reduced yet."""
     gathered_parameter = getattr(parameter, "_unsharded_param", None)
     if gathered_parameter is not None and gathered_parameter.grad is not None:
         return True

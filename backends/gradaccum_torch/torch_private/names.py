@@ -26,7 +26,7 @@ Node = Any
 """A node of autograd's graph. torch has no common type for all nodes."""
 
 version: Callable[[Tensor], int] = attrgetter("_version")
-"""Returns how often a tensor has been modified in place. There is no other way to
+"""Returns how many times a tensor has been modified in place. There is no other way to
 detect that other code has modified ``.grad``.
 """
 flattened: Callable[[Sequence[Tensor]], Tensor] = _flatten_dense_tensors
@@ -96,9 +96,9 @@ class Division(NamedTuple):
 
 
 def last_division(loss: Tensor) -> Division | None:
-    """Return a record of the division by a number with which the computation of `loss`
-    ends, or None if the computation ends with another operation. A multiplication by a
-    number other than 1/2 counts as a division by the reciprocal.
+    """If the last operation in the computation of `loss` is a division by a number,
+    return a record of it. Otherwise return None. A multiplication by a number other
+    than 1/2 counts as a division by the reciprocal.
     """
     node: Node = loss.grad_fn
     divisor = None if node is None else _divisor_of(node)
@@ -198,7 +198,7 @@ def keep_own(leaf: Tensor) -> None:
 
 
 class Versions:
-    """Records how often each of `tensors` has been modified in place."""
+    """Records how many times each of `tensors` has been modified in place."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._noted_versions = [(tensor, version(tensor)) for tensor in tensors]
@@ -384,8 +384,8 @@ def reduced_parameters(module: DistributedDataParallel) -> list[Tensor]:
     parameters = []
     for path, part in module.module.named_modules():
         for name, parameter in part.named_parameters(recurse=False):
-            # This is how torch names ignored parameters. The root's own weight is
-            # ".weight".
+            # torch names ignored parameters in this way. For example, a weight of the
+            # root module is called ".weight".
             is_ignored = f"{path}.{name}" in module.parameters_to_ignore
             if not (is_ignored and parameter.requires_grad):
                 parameters.append(parameter)

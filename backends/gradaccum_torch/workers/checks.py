@@ -41,8 +41,8 @@ UNEQUAL_PARAMETERS = (
     " torch.distributed.broadcast, or load the same checkpoint on all workers."
 )
 CLOSE = 1e-3
-"""A parameter counts as equal on two workers if the relative difference of the sums of
-its elements is at most this number. The sums may be rounded differently.
+"""A parameter counts as equal on two workers if the relative difference between the
+sums of its elements is at most this number. The sums may be rounded differently.
 """
 
 
@@ -109,9 +109,9 @@ names.untraced(require_reduced)
 
 def refuse_bare_steps(optimizer: torch.optim.Optimizer) -> None:
     """From now on, call `require_reduced` before each step of any optimizer, so that a
-    step with unreduced gradients raises an error. This is needed because the wrapper of
-    `optimizer` has suppressed the gradient reduction of its module. Another optimizer,
-    which was not wrapped with ``module=``, may update parameters of the same module.
+    step with unreduced gradients raises an error. The wrapper of `optimizer` has
+    suppressed the gradient reduction of its module, but another optimizer that was not
+    wrapped with ``module=`` may update parameters of the same module.
     """
     REDUCING_OPTIMIZERS.add(optimizer)
     CHECKED_OPTIMIZERS.clear()
@@ -128,9 +128,9 @@ def require_parameters(
     if missing:
         raise ArgumentValueError(
             "module: expected the module that contains the optimizer's parameters; got"
-            f" a {type(module).__name__} that lacks {len(missing)} of these parameters,"
-            f" or was told to ignore them. {FIX} Pass the parameters that the module"
-            " ignores to a separate optimizer, and wrap that optimizer with"
+            f" a {type(module).__name__} that lacks or ignores {len(missing)} of these"
+            f" parameters. {FIX} Pass the parameters that the module ignores to a"
+            " separate optimizer, and wrap that optimizer with"
             ' process_group="alone".'
         )
 

@@ -1,6 +1,6 @@
 """FSDP2 with deferred reduction: the gradients stay unreduced until the window ends.
 
-If a call of `opt.backward` is known to be the last of its window, and every worker has
+If a call to `opt.backward` is known to be the last of its window, and every worker has
 a gradient for every parameter, FSDP2 reduces the gradients during that backward pass.
 Otherwise the gradients are reduced after the last backward pass, and a worker that
 lacks a gradient contributes zeros.
@@ -57,8 +57,8 @@ class DeferredReduction:
     @contextmanager
     def last_pass(self) -> Iterator[None]:
         """If every worker already has a gradient for every parameter, make FSDP2 reduce
-        gradients during the backward pass inside the block. All workers must reduce the
-        gradients of the same parameters. This is a collective call.
+        gradients during the backward pass inside the block. The condition ensures that
+        all workers reduce gradients of the same parameters. This is a collective call.
         """
         has_gradients = [has_gradient(parameter) for _, parameter in self.trainable()]
         if all(self.compare_flags(has_gradients, dist.ReduceOp.MIN)):

@@ -3,7 +3,8 @@ torch itself reduces the gradients of the sharded model. The code in this file r
 the windows' weights.
 
 FSDP2 averages gradients over its workers, so the weight is averaged too. In tensor
-parallelism, all workers process the same items.
+parallelism, all workers process the same items, so the average equals each
+worker's weight.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ class ShardGroup(Workers):
             unit.drop()
 
     def add_parameters(self, parameters: Sequence[Tensor]) -> None:
-        # The optimizer already contains the new parameters.
+        # `parameters` is not used, because the optimizer already contains them.
         every_parameter = parameters_of(self.optimizer)
         units = units_holding(every_parameter)
         checks.require_all_sharded(every_parameter, units)

@@ -1,7 +1,7 @@
 """The workers of one process group, each with a copy of the model.
 
-When a window ends, the gradient sums are all-reduced in buckets, followed by a few
-scalars, such as the weight and flags that show which parameters had a gradient on at
+When a window ends, the gradient sums are all-reduced in buckets. The weight and a few
+other scalars follow, including flags that show which parameters had a gradient on at
 least one worker. A worker that has no more data calls ``flush``, and then contributes
 zeros to the other workers' windows until all workers have called ``flush``.
 
@@ -59,7 +59,7 @@ class WorkerGroup(Workers):
         self.place = (self.rank, self.size)
         self.is_flushing = False
         self.all_flush = False
-        """Whether all workers have run out of micro-batches."""
+        """Whether all workers have called ``flush``."""
         self.number = OPTIMIZERS.get(group, 0)
         """How many optimizers were wrapped for this process group before this one."""
         OPTIMIZERS[group] = self.number + 1
@@ -213,8 +213,8 @@ class WorkerGroup(Workers):
     def abandon(self, numbers: Sequence[float]) -> None:
         reduction = self.reduction
         if reduction is not None and reduction.launch_count:
-            # The reduction raises an error if another worker has exited. Ignore this
-            # error, because this worker discards its window in any case.
+            # `finish` raises an error if a window is discarded or a worker has exited.
+            # Ignore the error, because this worker discards its window in any case.
             with suppress(RuntimeError):
                 self.finish(
                     reduction, kit.initial_state(1.0), numbers, is_discarded=True

@@ -104,7 +104,7 @@ class Workers:
         self, close: Callable[[], None], between: Callable[[], None], is_open: bool
     ) -> None:
         """Call ``close()`` once for the open window, and once for each window that the
-        other workers close after it. Call ``between()`` between consecutive calls of
+        other workers close after it. Call ``between()`` between consecutive calls to
         ``close()``.
         """
         if is_open:
@@ -176,7 +176,7 @@ class Workers:
 
     def abandon(self, numbers: Sequence[float]) -> None:
         """Called when this worker discards its window. If the reduction of the window
-        has already begun, finish the reduction. All workers then raise an error.
+        has already begun, finish it. The other workers then raise an error.
         """
 
     def window_ended(self) -> None:

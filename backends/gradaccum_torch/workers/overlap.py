@@ -70,7 +70,7 @@ class BucketReduction:
 
     def gradient_added(self, parameter: Tensor) -> None:
         """Record that the gradient sum of `parameter` is complete. Begin to reduce the
-        next buckets in order, up to the first bucket that is not complete.
+        next buckets in order, and stop at the first bucket that is not complete.
         """
         number = self.bucket_numbers[id(parameter)]
         if number < self.launch_count:

@@ -41,11 +41,11 @@ ALONE = "alone"
 """The value of ``process_group=`` for a process that does not share its windows."""
 UNNAMED_WORKERS = (
     "gradaccum: {} processes are running, but it is not known which of them share this"
-    " optimizer's windows, so each process divides by its own weights. Write"
-    " module=DistributedDataParallel(model), or process_group= with the workers that"
-    ' share the windows. Write process_group="alone" if this process trains by itself,'
-    " or if something else averages the gradients of each micro-batch. Such an average"
-    " is correct only if all processes have the same weights."
+    " optimizer's windows, so each process divides by the weight of its own"
+    " micro-batches. Write module=DistributedDataParallel(model), or process_group="
+    ' with the workers that share the windows. Write process_group="alone" if this'
+    " process trains by itself, or if something else averages each micro-batch's"
+    " gradients, which is correct only if all processes pass the same weights."
 )
 
 

@@ -134,7 +134,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "init of one device": (lambda: over(ALONE.init)(W), "state", "axis_name=('data',)"),
     "state of one device": (
         lambda: run(step_of(ALONE), state=ALONE.init(W)),
-        "state: expected a state that belongs to",
+        "state: expected a state of an optimizer",
         "axis_name=('data',)",
     ),
     "norm alone": (

@@ -127,7 +127,7 @@ def other_windows_on_one_worker(rank: int) -> None:
         if rank == 1:
             opt.discard()
         learn(model, opt, batches(rank)[2])
-        with refused(UsageError, "different number of micro-batches on another worker"):
+        with refused(UsageError, "a different number of micro-batches"):
             opt.flush()
         opt.discard()
         train(model, opt, rank, 3)

@@ -161,7 +161,7 @@ def ignored_parameters_need_an_optimizer_of_their_own(rank: int) -> None:
     names = ["usual.weight", "usual.bias"]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     parallel = ddp(model)
-    with refused(ArgumentValueError, "2 of these", "told to ignore"):
+    with refused(ArgumentValueError, "lacks or ignores 2 of these"):
         wrap(model, module=parallel)
     model.usual.requires_grad_(False)
     wrap(model, module=parallel)
