@@ -702,7 +702,7 @@ def items_of(*micro_batch: Any) -> float:
     if not items:
         raise ArgumentValueError(
             "weight: expected a function, because the first element of a micro-batch"
-            " does not show the number of items; got None. Pass weight=lambda"
+            " does not tell its number of items; got None. Pass weight=lambda"
             " *micro_batch: ..., which returns the number of items."
         )
     return float(items)

@@ -105,7 +105,7 @@ class AutoMicroBatchSize:
 
     def forget(self) -> None:
         """Forget all sizes, so that the next call tries the whole batch again. Use this
-        after memory was freed or the model changed.
+        after memory has been freed or the model has changed.
         """
         self._choices.clear()
         self.size = None

@@ -108,9 +108,9 @@ def not_scaled_error() -> UsageError:
         " or from another wrapped optimizer's backward(loss). Call opt.discard(), and"
         " use opt.backward(loss) from then on. If several optimizers share a loss, wrap"
         ' each with reduction="sum_per_item", call loss.backward() once on the summed'
-        " loss, and call opt.weigh(n) on each optimizer. As loss_scale=, pass all of"
-        " them the same torch.amp.GradScaler, or nothing. If the loss should train only"
-        " some of the parameters, list them:"
+        " loss, and call opt.weigh(n) on each optimizer. Pass the same"
+        " torch.amp.GradScaler to all of them as loss_scale=, or leave loss_scale= out."
+        " If the loss should train only some of the parameters, list them:"
         " opt.backward(loss, inputs=list(generator.parameters()))."
     )
 

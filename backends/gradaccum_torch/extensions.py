@@ -96,8 +96,8 @@ class Extension:
     """
 
     def micro_batch_added(self, micro_batch: MicroBatch, weight: float) -> None:
-        """Called after a micro-batch was counted. `weight` is 0 if the micro-batch's
-        gradient was not added to the sum.
+        """Called after a micro-batch has been counted. `weight` is 0 if the
+        micro-batch's gradient was not added to the sum.
         """
 
     def numbers(self) -> list[float]:

@@ -165,7 +165,7 @@ class LoopRecord:
         if is_changed or are_trained != self._are_trained:
             raise UsageError(
                 "optimizer: expected an optimizer that trains the same parameters in"
-                " every recorded update; got an optimizer some of whose parameters were"
+                " every recorded update; got different parameters, because some were"
                 f" added, frozen or unfrozen before update {len(self._updates) + 1}."
                 " Check the updates before and after this change in two separate"
                 " recordings."

@@ -127,11 +127,10 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         self._last_arguments = ((), {}) if has_tensor else (args, kwargs)
 
     def is_called_each_time(self) -> bool:
-        """True if the scheduler was called after the last micro-batch and after the
-        micro-batch before it.
+        """True if the scheduler was called after each of the last two micro-batches.
 
-        This is false for a scheduler that is called once per epoch, so such a scheduler
-        does not step at the end of a ``flush``.
+        A scheduler that is called once per epoch was not, so it does not step at the
+        end of a ``flush``.
         """
         return self._calls_are_consecutive and self._called_at == self._position()
 

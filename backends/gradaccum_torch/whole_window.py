@@ -153,11 +153,11 @@ class WholeWindow:
         self._window.close_part(belongs)
         if others.moved() or self._group_numbers() != numbers:
             raise UsageError(
-                "optimizer: expected an inner optimizer that changes only parameters"
-                " with a gradient, and no number in its parameter groups; got one that"
-                " changes other parameters, or a number such as a step count. Load the"
-                ' last checkpoint, and wrap without on_overflow="ignore". The optimizer'
-                " then steps once per window, not per layer."
+                "optimizer: expected an inner optimizer that changes neither"
+                " parameters without a gradient nor numbers in its parameter groups, such"
+                " as a step count; got an inner optimizer that changes one of these. Load"
+                ' the last checkpoint, and wrap without on_overflow="ignore". The inner'
+                " optimizer then steps once per window instead of once per layer."
             )
 
     def _group_numbers(self) -> list[object]:

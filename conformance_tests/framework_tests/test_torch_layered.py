@@ -283,7 +283,7 @@ def test_optimizer_whose_step_is_not_by_parameter(kind: type[SGD]) -> None:
     inner = kind(layers.parameters(), lr=0.1, momentum=0.9)
     opt = gradaccum.wrap(inner, steps=None, on_overflow="ignore")
     with pytest.raises(
-        gradaccum.UsageError, match="changes other parameters, or a number"
+        gradaccum.UsageError, match="neither parameters without a gradient nor"
     ):
         layered(layers, optimizer=opt)
 

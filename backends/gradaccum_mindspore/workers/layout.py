@@ -139,10 +139,9 @@ def fields_of(state: Checkpoint, prefix: str) -> State:
 
 def sum_of(states: Sequence[Checkpoint], name: str) -> Array:
     """Return the sum over `states` of the entry called `name`. The sum is computed in
-    float64, because the window's weight is added up in float64 too. The entry `LOSS`
-    contains the total weight of the micro-batches with a loss. If this total were
-    rounded differently from the window's weight, the window's loss would become NaN
-    (see `WindowLoss`).
+    float64, like the window's weight. One number in the entry `LOSS` is the total
+    weight of the micro-batches that have a loss. If this total differed from the
+    window's weight, the window's loss would be NaN (see `WindowLoss`).
     """
     total: Array = np.sum(
         [state[name].astype(ms.float64).asnumpy() for state in states], axis=0

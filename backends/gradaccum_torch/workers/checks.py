@@ -179,7 +179,7 @@ def require_meshes_within(parameters: Iterable[Tensor], workers: Iterable[int]) 
         if not ranks.issuperset(parameter_ranks):
             raise ArgumentValueError(
                 "optimizer: expected parameters sharded only over ranks"
-                f" {sorted(ranks)}, because the gradient norm is added up over these"
+                f" {sorted(ranks)}, because the gradient norm is computed over these"
                 f" ranks; got a parameter sharded over ranks {parameter_ranks}. Shard"
                 f" the parameter over some or all of ranks {sorted(ranks)}, or pass it"
                 " to a separate optimizer."
