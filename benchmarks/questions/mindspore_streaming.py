@@ -52,6 +52,13 @@ def cases(quick: bool) -> Iterator[Case]:
             "gradaccum": _taking(
                 lambda optimizer: gradaccum.wrap(optimizer, steps=STEPS), Net(width), x
             ),
+            "gradaccum, ignoring overflow": _taking(
+                lambda optimizer: gradaccum.wrap(
+                    optimizer, steps=STEPS, on_overflow="ignore"
+                ),
+                Net(width),
+                x,
+            ),
             "three cells": three_cells(Net(width, STEPS), x),
             "boost.GradientAccumulation": _taking(Boost, Net(width), x),
             FLOOR: floor(Net(width), x),

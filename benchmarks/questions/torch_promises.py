@@ -1,14 +1,16 @@
-"""torch, models of 10 k parameters: how much of a window's time each promise takes.
+"""torch: how much of a window's time each promise takes, in small models and for a
+sparse embedding.
 
 Each contestant keeps the promises of the contestant before it except for one. The
 contestants exist for this measurement only: they reach into the window's private parts,
-and none of them is safe to train with. The last contestant is the least Python that
-keeps all promises of gradaccum's default options but the norm.
+and none of them is safe to train with. The last contestant of the small models is the
+least Python that keeps the watch over ``.grad``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +23,8 @@ from benchmarks.contestants.torch_loops import (
     DEVICE,
     STEPS,
     Loss,
-    Recipe,
     Window,
-    hand_written,
     wait,
-    wrapped,
 )
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 
@@ -33,7 +32,13 @@ ITEMS = 8
 SIZES = {"10 k parameters": (50, 4), "1 M parameters": (512, 4)}
 """(width, layers) of an MLP of square layers."""
 
+SPARSE_STEPS = (1, 4, 8)
+ROWS = 10_000
+COLUMNS = 64
+LOOKUPS = 256
+
 Removal = Callable[[AccumulatingOptimizer], None]
+Recipe = Callable[[nn.Module, torch.optim.Optimizer, Loss, int], Window]
 
 
 def no_warnings(optimizer: AccumulatingOptimizer) -> None:
@@ -52,18 +57,20 @@ def no_watch(optimizer: AccumulatingOptimizer) -> None:
     window._require_right_gradient = lambda weight: None  # type: ignore[method-assign]
 
 
-def without(*removals: Removal) -> Recipe:
-    """Return a loop with a wrapped optimizer, from which `removals` have taken some of
-    its promises.
+def wrapped(*removals: Removal, **options: Any) -> Recipe:
+    """Return a recipe with a wrapped optimizer, from which `removals` have taken some
+    of its promises.
     """
 
-    def recipe(model: nn.Module, inner: torch.optim.Optimizer, loss: Loss) -> Window:
-        optimizer = gradaccum.wrap(inner, steps=STEPS, on_overflow="ignore")
+    def recipe(
+        model: nn.Module, inner: torch.optim.Optimizer, loss: Loss, steps: int
+    ) -> Window:
+        optimizer = gradaccum.wrap(inner, steps=steps, **options)
         for remove in removals:
             remove(optimizer)
 
         def window() -> None:
-            for _ in range(STEPS):
+            for _ in range(steps):
                 loss(model).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 optimizer.zero_grad()
@@ -74,13 +81,29 @@ def without(*removals: Removal) -> Recipe:
     return recipe
 
 
+def hand_written(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, steps: int
+) -> Window:
+    """The loop of torch's notes on gradient accumulation."""
+
+    def window() -> None:
+        for _ in range(steps):
+            (loss(model) / steps).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        wait()
+
+    return window
+
+
 CONTESTANTS: dict[str, Recipe] = {
     BASELINE: hand_written,
-    "gradaccum": wrapped,
-    "without the norm": without(),
-    "and without warnings": without(no_warnings),
-    "and without the watch over .grad": without(no_warnings, no_watch),
-    "the least with the watch": least,
+    "gradaccum": wrapped(),
+    "without the norm": wrapped(on_overflow="ignore"),
+    "and without warnings": wrapped(no_warnings, on_overflow="ignore"),
+    "and without the watch over .grad": wrapped(
+        no_warnings, no_watch, on_overflow="ignore"
+    ),
 }
 
 
@@ -92,7 +115,28 @@ def cases(quick: bool) -> Iterator[Case]:
                 label: _window(recipe, width, layers, kind, x)
                 for label, recipe in CONTESTANTS.items()
             }
+            windows["the least with the watch"] = _window(
+                lambda model, inner, loss, steps: least(model, inner, loss),
+                width,
+                layers,
+                kind,
+                x,
+            )
             yield Case(f"{name}, {kind}", BASELINE, windows)
+    for steps in SPARSE_STEPS[: 1 if quick else None]:
+        windows = {
+            label: _sparse_window(recipe, steps)
+            for label, recipe in CONTESTANTS.items()
+        }
+        yield Case(f"sparse embedding, windows of {steps}", BASELINE, windows)
+
+
+def _sparse_window(recipe: Recipe, steps: int) -> Window:
+    torch.manual_seed(0)
+    model = nn.Embedding(ROWS, COLUMNS, sparse=True, device=DEVICE)
+    inner = torch.optim.SparseAdam(model.parameters(), lr=1e-3)
+    index = torch.randint(ROWS, (LOOKUPS,), device=DEVICE)
+    return recipe(model, inner, lambda model: model(index).square().mean(), steps)
 
 
 def _window(recipe: Recipe, width: int, layers: int, kind: str, x: Tensor) -> Window:
@@ -101,4 +145,4 @@ def _window(recipe: Recipe, width: int, layers: int, kind: str, x: Tensor) -> Wi
     inner = torch.optim.AdamW(
         model.parameters(), lr=1e-4, foreach=kind == "foreach", fused=kind == "fused"
     )
-    return recipe(model, inner, lambda model: model(x).square().mean())
+    return recipe(model, inner, lambda model: model(x).square().mean(), STEPS)

@@ -8,6 +8,7 @@ import datetime
 import json
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -39,9 +40,12 @@ def run_checks(checks: Mapping[str, Check], rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     if rank == 0:
         wrap_in_an_earlier_group(folder)
-    store, timeout = f"file://{folder / 'store'}", datetime.timedelta(seconds=60)
     dist.init_process_group(
-        "gloo", init_method=store, rank=rank, world_size=WORLD, timeout=timeout
+        "gloo",
+        init_method=f"file://{folder / 'store'}",
+        rank=rank,
+        world_size=WORLD,
+        timeout=datetime.timedelta(seconds=60),
     )
     report = {}
     for name, run in checks.items():
@@ -68,6 +72,7 @@ def wrap_in_an_earlier_group(folder: Path) -> None:
     dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
     inner = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
     gradaccum.wrap(inner, steps=2, process_group=dist.group.WORLD)
+    time.sleep(0.3)  # torch 2.6 may hang while gloo's threads still hold tensors.
     dist.destroy_process_group()
 
 
