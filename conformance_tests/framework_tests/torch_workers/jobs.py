@@ -68,10 +68,14 @@ def wrap_in_an_earlier_group(folder: Path) -> None:
     is made. Only one worker does this, so the windows of the job close alike only if
     the earlier group does not count, although torch gives both groups one name.
     """
-    store = f"file://{folder / 'earlier_store'}"
-    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    inner = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
-    gradaccum.wrap(inner, steps=2, process_group=dist.group.WORLD)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder / 'earlier_store'}", rank=0, world_size=1
+    )
+    gradaccum.wrap(
+        torch.optim.SGD([torch.zeros(1, requires_grad=True)]),
+        steps=2,
+        process_group=dist.group.WORLD,
+    )
     time.sleep(0.3)  # torch 2.6 may hang while gloo's threads still hold tensors.
     dist.destroy_process_group()
 
@@ -87,8 +91,9 @@ def reports_of(job: str, folder: Path) -> list[dict[str, str]]:
     running: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(WORLD):
-            arguments = [*command, str(rank), str(folder)]
-            running.append(subprocess.Popen(arguments, cwd=ROOT))
+            running.append(
+                subprocess.Popen([*command, str(rank), str(folder)], cwd=ROOT)
+            )
         for process in running:
             process.wait(timeout=SECONDS)
     finally:
