@@ -306,7 +306,7 @@ def test_mode_that_does_not_explain_everything_says_so() -> None:
 
 def test_items_of_a_gradient_that_is_not_finite_are_named() -> None:
     (cause,) = examine(PlainSubject(deviating), 4).causes
-    assert "The gradient of the items 0, 1 as one" in cause.explanation
+    assert "With the items 0, 1 as one" in cause.explanation
     whole = PlainSubject(lambda x, n, world: {"w": math.nan})
     assert "items 0, 1, 2, 3, 4 and 3 more" in str(examine(whole, 4))
 
