@@ -32,12 +32,13 @@ def hand_written(
     optimizer: torch.optim.Optimizer,
     loss: Loss,
     clip_norm: float | None = None,
+    steps: int = STEPS,
 ) -> Window:
     """What torch's own notes on gradient accumulation show."""
 
     def window() -> None:
-        for _ in range(STEPS):
-            (loss(model) / STEPS).backward()  # type: ignore[no-untyped-call]
+        for _ in range(steps):
+            (loss(model) / steps).backward()  # type: ignore[no-untyped-call]
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         optimizer.step()
@@ -52,9 +53,16 @@ def wrapped(
 ) -> Window:
     """`gradaccum.wrap` with `options`, and a loop as without accumulation."""
     optimizer = gradaccum.wrap(inner, steps=STEPS, **options)
+    return without_accumulation(model, optimizer, loss)
+
+
+def without_accumulation(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, steps: int = STEPS
+) -> Window:
+    """`steps` turns of a loop that knows nothing of accumulation."""
 
     def window() -> None:
-        for _ in range(STEPS):
+        for _ in range(steps):
             loss(model).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()

@@ -24,7 +24,8 @@ from benchmarks.contestants.torch_loops import (
     STEPS,
     Loss,
     Window,
-    wait,
+    hand_written,
+    without_accumulation,
 )
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 
@@ -49,8 +50,9 @@ def no_warnings(optimizer: AccumulatingOptimizer) -> None:
 
 
 def no_watch(optimizer: AccumulatingOptimizer) -> None:
-    """Clipping, clearing or an interrupted backward pass inside a window would give a
-    wrong gradient without an error.
+    """Without the checks in ``step``, a missing or interrupted backward pass, a loss
+    that was not scaled, and a ``.grad`` that was clipped or cleared inside a window
+    would all give a wrong gradient without an error.
     """
     window = optimizer._window
     window.watch.follow([])
@@ -68,36 +70,15 @@ def wrapped(*removals: Removal, **options: Any) -> Recipe:
         optimizer = gradaccum.wrap(inner, steps=steps, **options)
         for remove in removals:
             remove(optimizer)
-
-        def window() -> None:
-            for _ in range(steps):
-                loss(model).backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-                optimizer.zero_grad()
-            wait()
-
-        return window
+        return without_accumulation(model, optimizer, loss, steps)
 
     return recipe
 
 
-def hand_written(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, steps: int
-) -> Window:
-    """The loop of torch's notes on gradient accumulation."""
-
-    def window() -> None:
-        for _ in range(steps):
-            (loss(model) / steps).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-        wait()
-
-    return window
-
-
 CONTESTANTS: dict[str, Recipe] = {
-    BASELINE: hand_written,
+    BASELINE: lambda model, inner, loss, steps: hand_written(
+        model, inner, loss, steps=steps
+    ),
     "gradaccum": wrapped(),
     "without the norm": wrapped(on_overflow="ignore"),
     "and without warnings": wrapped(no_warnings, on_overflow="ignore"),
