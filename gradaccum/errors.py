@@ -15,7 +15,7 @@ from typing import SupportsFloat, SupportsIndex, cast
 
 class GradAccumError(Exception):
     """The base class of gradaccum's errors. A call that raises one of them leaves the
-    open window's gradient sum intact.
+    open window's gradient sum intact, unless the call was ending the window.
     """
 
 

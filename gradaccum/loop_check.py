@@ -675,7 +675,7 @@ def may_be_same(batches: Nest, other_batches: Nest) -> bool:
         try:
             if value.shape != other_value.shape:
                 return False
-            # NaN counts as equal. It is the only value that differs from itself.
+            # NaN counts as equal to any value. Only NaN differs from itself.
             is_same: Any = (value == other_value) | (value != value)
             if not is_same.all():
                 return False

@@ -5,7 +5,7 @@ There are two groups of entry points. Within each group, a name belongs to only 
 backend:
 
 - ``gradaccum.backends`` maps the backend's name to its `Backend` object;
-- ``gradaccum.types`` maps the name of a package with optimizers, such as ``optax``, to
+- ``gradaccum.types`` maps a top-level package with optimizers, such as ``optax``, to
   the `Backend` object that wraps them.
 
 Entry points are part of a package's metadata. This project's three backends are found

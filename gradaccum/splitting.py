@@ -76,8 +76,8 @@ class AutoMicroBatchSize:
                 whole batch is tried first.
             attempt: ``attempt(size, smaller_size)`` runs the batch with micro-batches
                 of `size` items. If they do not fit in memory, `attempt` catches the
-                framework's own error, and raises a `SmallerSizeError` with the next
-                size to try, normally `smaller_size`.
+                framework's own error, and raises a `SmallerSizeError` from it, with the
+                next size to try, normally `smaller_size`.
             before_retry: a function that is called before each attempt except the
                 first.
 

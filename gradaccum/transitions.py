@@ -145,8 +145,8 @@ def steps_at(schedule: Schedule, optimizer_step: Scalar, where: Where) -> Scalar
 
 
 def ends(state: Fields, steps: Schedule | Scalar, where: Where) -> Scalar:
-    """True if the window ends with the micro-batch that was added last. If the caller
-    closes the window, the result is always False.
+    """True if the window ends with the micro-batch that was added last. If the size is
+    None, the result is always False, because only the caller ends such a window.
 
     - `state`: the state after the micro-batch.
     - `steps`: the size of this window, or a schedule from which `steps_at` gets the
@@ -190,8 +190,9 @@ def with_denominator(
 ) -> tuple[Fields, Options]:
     """Return a state and options with which `divisor`, `decide` and
     `gradaccum.kit.window_loss` divide by `denominator` instead of the window's weight.
-    To achieve this, the denominator replaces the weight in the state. A weight of 0 is
-    not replaced, so that `decide` still skips the window.
+    To achieve this, the denominator replaces the weight in the state, and
+    "sum_per_item" replaces the reduction "sum". A weight of 0 is not replaced, so that
+    `decide` still skips the window.
 
     - `state`: the state of all workers after the window's last micro-batch.
     - `denominator`: a finite scalar > 0. With any other value, `decide` skips the

@@ -185,7 +185,7 @@ class Listeners:
         listener raises an error, the remaining listeners are still called, and
         `settled` raises the error later.
 
-        If one call closes several windows, the backend calls `tell` after each window,
+        If one call closes several windows, the backend calls `tell` between them,
         because a listener may step a learning-rate schedule.
         """
         windows = self._untold

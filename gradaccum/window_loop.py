@@ -108,8 +108,8 @@ class Sizes:
         self, reduction: str, fix: str = "pass the number of items as weight="
     ) -> None:
         self.weighed = True
-        """bool: True if the user has passed a weight for the last micro-batch, or if
-        the method `see` has already checked the micro-batch.
+        """bool: False if the last micro-batch has no weight, and `see` has not checked
+        it yet.
         """
         self.weight: Any = None
         """The last weight that the user passed, or None."""
@@ -422,8 +422,8 @@ def windows(
 
     In ``for window in windows(loader, 4, count={"tokens": f})`` each `window` can be
     iterated over and supports ``len()``, and ``window.totals["tokens"]`` is the sum of
-    the results of ``f``. Wrap the optimizer with ``steps=None``, and call ``flush``
-    after each window. Only one window at a time is in memory.
+    ``f`` over its micro-batches. Wrap the optimizer with ``steps=None``, and call
+    ``flush`` after each window. Only one window at a time is in memory.
 
     Args:
         loader: yields the micro-batches, of any type. All micro-batches of a window are

@@ -113,9 +113,9 @@ def gradient_types(
     accumulator: Tree, params: Params, gradients: Gradients | None
 ) -> GradientTypes:
     """Return the dtypes of the gradients that the inner optimizer receives: for each
-    leaf, the wider of the parameter's dtype and the gradient's dtype. So a gradient
-    with a wider dtype than its parameter is not rounded, and the update is the same as
-    in plain optax.
+    leaf, the wider of the parameter's dtype and the gradient's dtype. So if a gradient
+    has a wider dtype than its parameter, the update has the same dtype as in plain
+    optax.
 
     In a flush the dtypes of the gradients are unknown, so the sum is passed to the
     inner optimizer without rounding.

@@ -79,14 +79,14 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
 
         Args:
             state: the optimizer's state at the end of the loop, or a tree that contains
-                this state. It shows which updates were applied, because a wrapper may
-                compute an update in every step but apply only some of the updates.
+                this state. A wrapper may compute an update in every step but apply only
+                some of them; the state shows which ones.
             loss_fn: ``loss_fn(params, *micro_batch)`` returns the loss as a scalar,
                 before it is divided or weighted, or a tuple whose first element is the
                 loss.
             params: all parameters of the loop, including those whose gradients the
-                recorder does not receive. The loop does not change the parameters,
-                because the recorder's updates are zeros.
+                recorder does not receive. The recorder does not change parameters, so
+                you may pass them after the loop.
             micro_batches: the micro-batches that the loop trained on, in the same
                 order.
             weight: ``weight(*micro_batch)`` returns a micro-batch's weight. By default

@@ -235,7 +235,7 @@ def discard(state: AccumulationState) -> AccumulationState:
     return with_event(state, False, False, False)
 
 
-# The norm of a window's gradient determines whether the update is applied.
+# The norm of a window's gradient can determine whether the update is applied.
 #
 # With ``on_overflow="ignore"``, the norm is computed only if another option needs it.
 
@@ -267,7 +267,7 @@ def decide_on(
 #
 # A concrete size is checked as in every backend, but the value of a traced size is
 # unknown. If a traced size turns out to be below 1, every micro-batch is treated as if
-# its gradient were not finite. So no update is applied, as `result` shows.
+# its gradient were not finite. No update is then applied, and `result` reports this.
 
 
 def number_of(size: Scalar) -> Scalar:

@@ -110,8 +110,9 @@ def require_certain_weight(dtype: object) -> None:
         raise ArgumentTypeError(
             "weight: expected a keyword argument, because a floating-point value that"
             f" is passed by position may be the loss; got a value of dtype {dtype} that"
-            " was passed by position. Write optimizer(gradients, weight=n),"
-            " optimizer(gradients, loss=loss), or optimizer(gradients, n, loss)."
+            " was passed by position. Write optimizer(gradients, weight=n) or"
+            " optimizer(gradients, loss=loss). To pass both, write"
+            " optimizer(gradients, n, loss)."
         )
 
 

@@ -297,8 +297,8 @@ class OpenWindowWarning(Extension):
         self.known_state = windows.read()
         """The state that was last saved in, or loaded from, a checkpoint."""
         self.in_epoch = False
-        """True if a loop over an epoch has started but has not reached the end of the
-        loader.
+        """True if the iteration over a loader has started but has not reached the
+        loader's end.
         """
         self.is_silent = False
         """True if this object issues no more warnings, because it has already warned

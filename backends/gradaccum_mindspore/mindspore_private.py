@@ -1,5 +1,6 @@
 """Functions that use MindSpore's private API to read the execution mode, end traces,
-clear recorded operators, observe saving and set the counters of random operators.
+clear recorded operators, notice that a checkpoint is being saved, and set the counters
+of random operators.
 
 After a function has raised an error inside `mindspore.value_and_grad`, MindSpore keeps
 recording operators, unless the error came from a Cell. `forget_recorded` stops the

@@ -115,8 +115,8 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
         )
 
     def set_grad(self, requires_grad: bool = True) -> TrainOneStepCell:
-        """Raise `UsageError` if `requires_grad` is true, because such a call comes from
-        another training cell, which would use each micro-batch in a second update.
+        """Raise `UsageError` if `requires_grad` is true, because another training cell
+        makes such a call, and would use each micro-batch in a second update.
         """
         if requires_grad:
             raise UsageError(

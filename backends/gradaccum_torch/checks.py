@@ -107,11 +107,12 @@ def not_scaled_error() -> UsageError:
         " got a loss that it had not scaled, for example from a plain loss.backward()"
         " or from another wrapped optimizer's backward(loss). Call opt.discard(), and"
         " use opt.backward(loss) from then on. If several optimizers share a loss, wrap"
-        ' each with reduction="sum_per_item", call loss.backward() once on the summed'
-        " loss, and call opt.weigh(n) on each optimizer. Pass the same"
-        " torch.amp.GradScaler to all of them as loss_scale=, or leave loss_scale= out."
-        " If the loss should train only some of the parameters, list them:"
-        " opt.backward(loss, inputs=list(generator.parameters()))."
+        ' each with reduction="sum_per_item" and without a loss_scale, call'
+        " loss.backward() once on the summed loss, and call opt.weigh(n) on each"
+        " optimizer. To scale a shared loss, pass the same torch.amp.GradScaler to each"
+        " optimizer as loss_scale=, and call scaler.scale(loss).backward() and"
+        " scaler.step(opt). If the loss should train only some of the parameters, list"
+        " them: opt.backward(loss, inputs=list(generator.parameters()))."
     )
 
 

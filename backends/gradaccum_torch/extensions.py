@@ -300,7 +300,7 @@ class ChangedRateWarning(Extension):
     def allow_change(self) -> None:
         """Allow learning rates to change in the open window without a warning. Called
         after a wrapped scheduler has stepped, or after a parameter was added, replaced,
-        cast or frozen.
+        cast, frozen or unfrozen.
         """
         self._rates = None
 

@@ -137,7 +137,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     def scale(self, loss: Tensor) -> Tensor:
         """Return `loss` multiplied by the loss scale and, with ``reduction="mean"``, by
         the micro-batch's weight, for use in ``opt.scale(loss).backward()``. The weight
-        is 1 unless you called `weigh`.
+        is 1 unless you called `weigh`. A weight of 0 always multiplies `loss` by 0.
 
         Args:
             loss: tensor of any shape; its float dtype is kept.
@@ -253,9 +253,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
                 or several workers share the window.
         """
         window = self._window
-        # Also step the schedulers that the user calls after every micro-batch. If the
-        # next micro-batch closed a window too, they would otherwise step only once for
-        # two updates.
+        # Step the schedulers that the user calls after every micro-batch, because their
+        # next call comes after the next micro-batch. If that micro-batch closes a
+        # window too, this call would be their only step for two updates.
         schedulers = [each for each in window.schedulers if each.is_called_each_time()]
         followers = [each for each in window.schedulers if each.is_called_at_updates()]
         with window.listeners.settled():

@@ -80,6 +80,11 @@ class WholeWindow:
             )
 
     @property
+    def is_shared(self) -> bool:
+        """True if several workers share the window."""
+        return self._window.workers.is_shared
+
+    @property
     def process_group(self) -> dist.ProcessGroup | None:
         return self._window.workers.group
 
@@ -154,10 +159,11 @@ class WholeWindow:
         if others.moved() or self._group_numbers() != numbers:
             raise UsageError(
                 "optimizer: expected an inner optimizer that changes neither"
-                " parameters without a gradient nor numbers in its parameter groups, such"
-                " as a step count; got an inner optimizer that changes one of these. Load"
-                ' the last checkpoint, and wrap without on_overflow="ignore". The inner'
-                " optimizer then steps once per window instead of once per layer."
+                " parameters without a gradient nor numbers in its parameter groups,"
+                " such as a step count; got an inner optimizer that changes one of"
+                " these. Load the last checkpoint, and wrap without"
+                ' on_overflow="ignore". The inner optimizer then steps once per window'
+                " instead of once per layer."
             )
 
     def _group_numbers(self) -> list[object]:

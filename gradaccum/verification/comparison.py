@@ -12,11 +12,11 @@ the partition that training uses. The unit is the largest change of the paramete
 gradient.
 
 The unit also has a lower bound, because a perturbation may leave a gradient unchanged.
-The bound is an estimate: each gradient has one rounding error, plus log2(n) rounding
-errors because each of its elements is a sum of n terms (pairwise summation: Higham,
-"Accuracy and Stability of Numerical Algorithms", section 4.2). If the terms cancel, so
-that a gradient consists only of rounding errors, the terms are assumed to be as large
-as the largest gradient of any parameter.
+The bound is an estimate: each micro-batch's gradient has one rounding error, plus
+log2(n) rounding errors because each of its elements is a sum of n terms (pairwise
+summation: Higham, "Accuracy and Stability of Numerical Algorithms", section 4.2). If
+the terms cancel, so that a gradient consists only of rounding errors, the terms are
+assumed to be as large as the largest gradient of any parameter.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def verify(
         reduction: as in `gradaccum.wrap`.
         weight: the weight that training uses: a callable ``weight(*micro_batch)``, or
             one number per item. Default: the number of items. If `batch` is a
-            dictionary, the callable may take the keys as keyword arguments.
+            dictionary, the callable may take all its keys as keyword arguments.
         axes: the batch axis of each array: one number for all arrays, or a nest with
             the same outer levels as `batch`. None means that an array is passed whole.
             ``"key"`` means that the array is a random key (JAX).

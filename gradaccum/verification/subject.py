@@ -46,7 +46,7 @@ class Conditions:
 
 class ModelState:
     """A copy of a model's state. This base class restores nothing. It is used for JAX,
-    where the state is part of the parameters.
+    where a loss has no state.
     """
 
     def restore(self) -> None:
@@ -97,7 +97,8 @@ class Subject(ABC):
     """
     places: Mapping[str, slice]
     """For each parameter, the slice of a gradient vector that contains the parameter's
-    elements. Parameters for which no gradient is computed are left out.
+    elements. Parameters with respect to which the loss is not differentiated are left
+    out.
     """
 
     def __init__(
@@ -295,8 +296,8 @@ def with_keywords(
     weight: Callable[..., Any], batch: Mapping[str, Any]
 ) -> Callable[[Mapping[str, Any]], Any]:
     """Return `weight` as a function of a dictionary. If `weight` accepts the keys of
-    `batch` as keywords, and does not accept a single argument, the dictionary is passed
-    as keyword arguments.
+    `batch` as keywords, but cannot be called with the dictionary as its only argument,
+    the dictionary is passed as keyword arguments.
     """
     try:
         signature = inspect.signature(weight)

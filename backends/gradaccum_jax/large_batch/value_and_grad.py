@@ -103,7 +103,7 @@ def value_and_grad(
             "key" for a scalar typed key, and None for a plain Python value. A uint32
             key from `jax.random.PRNGKey` needs an explicit "key". Under a `jax.jit` of
             your own, a plain value is an array and needs an explicit None.
-            A list of as many similar arrays as the batch has items is rejected, because
+            A list of similar arrays that is as long as the batch is rejected, because
             it looks like a list of items. To allow it, pass an axis for each element,
             such as ``[0, 0]``.
         merge_aux: with None, each leaf of aux gets a new first axis with one entry per

@@ -1,4 +1,4 @@
-"""The options of a call that processes a large batch in micro-batches."""
+"""The options of a call with a large batch, and the split into micro-batches."""
 
 from __future__ import annotations
 

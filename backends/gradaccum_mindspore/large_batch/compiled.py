@@ -11,8 +11,8 @@ The shapes of the loop's variables must be known before the loop runs. The shape
 auxiliary output (aux) are known only afterwards, so a function that returns an aux must
 be called from Python. The code indexes tuples of Tensors instead of iterating over
 them, because in a loop MindSpore does not know the length of a tuple whose Tensors have
-equal shapes. `mindspore.ops.HyperMap` is not used, because it returns a Tensor of shape
-(1,) for a Tensor of shape ().
+equal shapes. `mindspore.ops.HyperMap` is not used, because in a loop it may return a
+Tensor of shape (1,) for a Tensor of shape ().
 """
 
 from __future__ import annotations

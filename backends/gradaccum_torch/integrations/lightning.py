@@ -2,10 +2,10 @@
 raises an error if the Trainer is configured to clip or accumulate gradients itself, or
 to step a scheduler after every micro-batch.
 
-Without this callback, an epoch may end in the middle of a window. If the Trainer is
-configured to clip, it clips the gradient of each micro-batch, not the window's
-gradient. Lightning also steps a scheduler with ``"interval": "step"`` after each
-micro-batch if the scheduler is not wrapped.
+Without this callback, an epoch may end in the middle of a window, and a Trainer that is
+configured to clip would clip each micro-batch's gradient, not the window's gradient.
+Lightning would also step a scheduler with ``"interval": "step"`` after each micro-batch
+if the scheduler is not wrapped.
 
 If the optimizer was wrapped with ``separate_sums=True``, only this callback detects
 that the Trainer clips, because such an optimizer allows other code to change ``.grad``.

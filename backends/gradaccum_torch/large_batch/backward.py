@@ -1,7 +1,7 @@
 """``gradaccum_torch.backward``: the gradient and the loss of the large batch from a
 single call, with the activations of only one micro-batch in memory.
 
-The backward pass of each micro-batch starts from a weighted gradient instead of from 1,
+The backward pass of each micro-batch starts from its weight factor instead of from 1,
 so that no multiplication is added to the user's graph.
 """
 
@@ -83,9 +83,9 @@ def backward(
             micro-batches have weight 0, ``.grad`` is not changed and the loss is 0.
         axes: the batch axis of each leaf of `batch`: one number for all leaves, or a
             nested structure of numbers, in which a number may stand for a whole
-            substructure. None means that a leaf is not split. Each tensor in a list
-            must contain all items. If a list may have as many tensors as the batch has
-            items, pass an axis for each tensor, or None to pass the list unsplit.
+            substructure. None means that a leaf is not split. Each array in a list must
+            contain all items. If a list may have as many elements as the batch has
+            items, pass an axis for each element, or None to pass the list unsplit.
         has_aux: whether `loss_fn` returns ``(loss, aux)``. Tensors in `aux` are
             detached.
         merge_aux: how the `aux` values of the micro-batches are combined.

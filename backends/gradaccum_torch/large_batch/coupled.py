@@ -110,8 +110,8 @@ def coupled_backward(
     # There is only one loss, which covers all items, so its gradient is not divided.
     # With several workers and reduction="mean", however, the workers' losses are
     # weighted by their numbers of items.
-    group = None if optimizer is None else optimizer.whole_window().process_group
-    if group is None or options.reduction != "mean":
+    is_shared = optimizer is not None and optimizer.whole_window().is_shared
+    if not is_shared or options.reduction != "mean":
         options = make_options(None, reduction="sum")
 
     def run(micro_batches: list[MicroBatch], destination: GradientsInGrad) -> Tensor:

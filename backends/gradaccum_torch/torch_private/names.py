@@ -384,8 +384,8 @@ def reduced_parameters(module: DistributedDataParallel) -> list[Tensor]:
     parameters = []
     for path, part in module.module.named_modules():
         for name, parameter in part.named_parameters(recurse=False):
-            # torch names ignored parameters in this way. For example, a weight of the
-            # root module is called ".weight".
+            # torch compares this name with the ignored names: ".weight", not "weight",
+            # for the root module's own weight.
             is_ignored = f"{path}.{name}" in module.parameters_to_ignore
             if not (is_ignored and parameter.requires_grad):
                 parameters.append(parameter)

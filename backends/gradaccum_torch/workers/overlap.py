@@ -133,8 +133,8 @@ def buckets(
     bucket: Bucket = []
     size = 0
     for tensor in tensors:
-        # Choose buckets by the tensors' sizes only, because the sizes are the same on
-        # every worker, but the memory layouts may differ.
+        # Ignore the tensors' memory layouts, because they may differ between workers.
+        # The sizes, dtypes and devices, which are compared here, do not differ.
         nbytes = tensor.numel() * dtype_of(tensor).itemsize
         if nbytes >= LARGE_BYTES:
             complete_buckets.append([tensor])

@@ -236,5 +236,3 @@ def large_batch_needs_the_optimizer(rank: int) -> None:
     unwrapped = ddp(build())
     with refused(UsageError, "module=module"):
         backward(partial(loss_of, unwrapped), *batch_of(rank), steps=2)
-    with refused(UsageError, "module=module"):
-        coupled_backward(unwrapped, Tensor.std, batch_of(rank)[0], steps=2)
